@@ -1,0 +1,74 @@
+"""The `batching` section: how one role turns its rows into microbatches."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, get_args
+
+from rlpack.packing.errors import PackingError
+
+Mode = Literal["packed", "dynamic", "fixed"]
+Algorithm = Literal[
+    "concatenative",
+    "first_fit_decreasing",
+    "modified_first_fit_decreasing",
+    "first_fit_shuffle",
+    "best_fit_decreasing",
+]
+Overlong = Literal["error", "truncate", "drop", "own_microbatch"]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows become microbatches: the mode, the token budget and the alignments.
+
+    Attributes:
+        mode: `packed` puts whole sequences side by side in one row, `dynamic` pads sequences of like length
+            to the longest, `fixed` pads `rows` rows in arrival order.
+        max_tokens: token budget, the most token slots of one microbatch on one rank, padding included.
+            None, for `fixed` alone, sets no budget.
+        rows: rows of a microbatch in `fixed` mode.
+        algorithm: the packer of `packed` mode.
+        pad_to_multiple: slots of each packed sequence are rounded up to this (2·cp·tp under context and
+            sequence parallelism).
+        length_multiple: the width of a `dynamic` or `fixed` microbatch is rounded up to this.
+        min_microbatches: fewest microbatches of an optimizer step on each rank.
+        divisible_by: the count of microbatches of an optimizer step on each rank is a multiple of this.
+        overlong: what happens to a sequence over the budget.
+
+    Raises:
+        PackingError: a value is outside its limits.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    mode: Mode = "packed"
+    max_tokens: int | None = 4096
+    rows: int = 8
+    algorithm: Algorithm = "best_fit_decreasing"
+    pad_to_multiple: int = 1
+    length_multiple: int = 1
+    min_microbatches: int = 1
+    divisible_by: int = 1
+    overlong: Overlong = "error"
+
+    def __post_init__(self) -> None:
+        """Check every value against its limits."""
+        for name, allowed in (("mode", Mode), ("algorithm", Algorithm), ("overlong", Overlong)):
+            value, choices = getattr(self, name), get_args(allowed)
+            if value not in choices:
+                raise PackingError(f"batching.{name} is {value!r}; choose one of {', '.join(choices)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in {"mode", "algorithm", "overlong"} or (field.name == "max_tokens" and value is None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PackingError(f"batching.{field.name} is {value!r}; it has to be a whole number of at least 1")
+        if self.max_tokens is None and self.mode != "fixed":
+            raise PackingError(f"batching.max_tokens is not set; batching.mode={self.mode} needs a token budget")
+
+    def override(self, **changes: Any) -> "Batching":
+        """Return a copy in which every value of `changes` that is not None replaces this one's.
+
+        >>> Batching(max_tokens=64).override(mode="dynamic", max_tokens=None).max_tokens
+        64
+        """
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
