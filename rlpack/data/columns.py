@@ -1,0 +1,136 @@
+"""Whole-column operations on the three kinds of column; nothing here walks rows of tensors."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpack.data.errors import DataError
+from rlpack.data.fields import Column
+from rlpack.data.ragged import Ragged, spans
+
+
+def find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return where each of `wanted` stands in the distinct `ids`, -1 where it doesn't.
+
+    >>> find(np.array([7, 3, 5]), np.array([5, 4, 7]))
+    array([ 2, -1,  0])
+    """
+    if not ids.size:
+        return np.full(wanted.shape, -1, dtype=np.int64)
+    order = np.argsort(ids, kind="stable")
+    nearest = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), ids.size - 1)]
+    return np.where(ids[nearest] == wanted, nearest, -1)
+
+
+def same_lengths(left: Ragged, right: Ragged) -> bool:
+    """Return whether the rows of both columns have the same numbers of tokens."""
+    return left.lengths is right.lengths or torch.equal(left.lengths.cpu(), right.lengths.cpu())
+
+
+def select(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
+    """Return every column with the rows at the positions `rows`, int64 [n]; rows in a line are views."""
+    if rows.size and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all():
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        return {
+            name: column.select(rows) if isinstance(column, Ragged) else column[first:last]
+            for name, column in columns.items()
+        }
+    return gather(columns, rows, {})
+
+
+def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Tensor]) -> dict[str, Column]:
+    """Return every column with the rows at `rows`, those named in `cut` shortened to its lengths, int64 [n].
+
+    Ragged columns of the same lengths share one index, which costs as much as a column of int64.
+    """
+    picked: dict[str, Column] = {}
+    known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for name, column in columns.items():
+        if isinstance(column, list):
+            picked[name] = [column[row] for row in rows.tolist()]
+            continue
+        device = column.values.device if isinstance(column, Ragged) else column.device
+        index = torch.from_numpy(rows).to(device)
+        if isinstance(column, Tensor):
+            picked[name] = column.index_select(0, index)
+            continue
+        lengths = cut[name].to(device) if name in cut else column.lengths[index]
+        picked[name] = _take(column, index, lengths, known)
+    return picked
+
+
+def _take(column: Ragged, rows: Tensor, lengths: Tensor, known: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Ragged:
+    """Return the first `lengths` tokens of the given rows; `known` remembers the token index of earlier columns."""
+    for source, target, wanted, tokens in known:
+        if source.device == lengths.device and torch.equal(source, column.lengths) and torch.equal(target, lengths):
+            return Ragged(column.values.index_select(0, tokens), wanted)
+    tokens = spans(column.offsets[:-1][rows], lengths)
+    known.append((column.lengths, lengths, lengths, tokens))
+    return Ragged(column.values.index_select(0, tokens), lengths)
+
+
+def concat(name: str, parts: Sequence[Column]) -> Column:
+    """Return the rows of all parts of column `name`, one after the other.
+
+    Raises:
+        DataError: the parts are of different kinds, types, devices or shapes.
+    """
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(parts) not in {len(ragged), len(dense), len(lists)}:
+        kinds = sorted({type(part).__name__ for part in parts})
+        raise DataError(f"column {name!r} is {' in one batch and '.join(kinds)} in another")
+    if lists:
+        return [item for part in lists for item in part]
+    if ragged:
+        try:
+            return Ragged.concat(ragged)
+        except DataError as error:
+            raise DataError(f"column {name!r}: {error}") from error
+    kinds = {f"{part.dtype} [B, {', '.join(map(str, part.shape[1:]))}] on {part.device}" for part in dense}
+    if len(kinds) > 1:
+        raise DataError(f"column {name!r} differs between batches: {' and '.join(sorted(kinds))}")
+    return torch.cat(dense)
+
+
+def scatter(column: Column, positions: np.ndarray, num_rows: int) -> Column:
+    """Return a column of `num_rows` rows whose row `positions[i]` is row i; the others are zeros, empty or None."""
+    if isinstance(column, list):
+        placed: list = [None] * num_rows
+        for position, item in zip(positions.tolist(), column, strict=True):
+            placed[position] = item
+        return placed
+    if isinstance(column, Tensor):
+        index = torch.from_numpy(positions).to(column.device)
+        return column.new_zeros((num_rows, *column.shape[1:])).index_copy(0, index, column)
+    device = column.values.device
+    lengths = column.lengths.new_zeros(num_rows)
+    lengths[torch.from_numpy(positions).to(device)] = column.lengths
+    return Ragged(column.select(np.argsort(positions)).values, lengths)
+
+
+def join(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Return the columns of all batches, their rows one after the other.
+
+    Raises:
+        DataError: a column is not in all of them, or not of one kind.
+    """
+    names = list(batches[0])
+    for place, batch in enumerate(batches):
+        differing = sorted(set(names) ^ set(batch))
+        if differing:
+            raise DataError(f"column {differing[0]!r} is not in all batches; number 0 and {place} differ in it")
+    return {name: concat(name, [batch[name] for batch in batches]) for name in names}
+
+
+def fill(column: Ragged, positions: np.ndarray, planned: np.ndarray, counts: Tensor) -> Ragged:
+    """Return `column` filled up with zeros to `counts` tokens (int64 [B]) if it is a column of the plan's tokens.
+
+    It is one if the rows at `positions` are exactly as long as `planned` says.
+    """
+    if not np.array_equal(column.lengths.cpu().numpy()[positions], planned):
+        return column
+    return column.with_lengths(counts.to(column.values.device))

@@ -1,0 +1,76 @@
+"""The table of columns whose meaning is fixed: what kind they are, their type and what padding holds.
+
+Entry t of a per-token column describes token t: `logprobs[t] = log p(token_t | tokens before t)`, which is 0 and
+masked at t = 0. Masks come from what was sampled, never from token values. A column that is not in the table may be
+anything.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rlpack.data.errors import DataError
+from rlpack.data.ragged import Ragged
+
+Kind = Literal["per-token", "per-row", "list"]
+Column = torch.Tensor | Ragged | list
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column of the table.
+
+    Attributes:
+        name: key in a `BatchedDataDict`.
+        kind: `per-token` is a `Ragged`, `per-row` a tensor [B, ...], `list` a list of Python objects.
+        dtype: type of the values; None for a list.
+        padding: what a padded slot holds; token ids take the model's own instead.
+    """
+
+    name: str
+    kind: Kind
+    dtype: torch.dtype | None
+    padding: float = 0
+
+    def check(self, column: Column) -> None:
+        """Raise a `DataError` unless `column` is of this field's kind and type."""
+        kind, dtype = describe(column)
+        if kind != self.kind or dtype != self.dtype:
+            wanted = f"{self.kind} {self.dtype}" if self.dtype else self.kind
+            raise DataError(f"column {self.name!r} is {kind} {dtype or ''}; it has to be {wanted} (rlpack.data.fields)")
+
+
+def describe(column: Column) -> tuple[Kind, torch.dtype | None]:
+    """Return a column's kind and type.
+
+    >>> describe(torch.zeros(2))
+    ('per-row', torch.float32)
+
+    Raises:
+        DataError: it is none of the three kinds.
+    """
+    if isinstance(column, Ragged):
+        return "per-token", column.values.dtype
+    if isinstance(column, torch.Tensor) and column.ndim >= 1:
+        return "per-row", column.dtype
+    if isinstance(column, list):
+        return "list", None
+    raise DataError(f"a column is a tensor [B, ...], a Ragged or a list, not a {type(column).__name__}")
+
+
+_TABLE = (
+    Field("input_ids", "per-token", torch.int64),
+    Field("response_mask", "per-token", torch.bool),
+    Field("rollout_logprobs", "per-token", torch.float32),
+    Field("logprobs", "per-token", torch.float32),
+    Field("reference_logprobs", "per-token", torch.float32),
+    Field("advantages", "per-token", torch.float32),
+    Field("prompt_lengths", "per-row", torch.int64),
+    Field("group_ids", "per-row", torch.int64),
+    Field("policy_version", "per-row", torch.int64),
+    Field("rewards", "per-row", torch.float32),
+    Field("finish_reason", "list", None),
+    Field("uid", "list", None),
+)
+FIELDS = {field.name: field for field in _TABLE}
