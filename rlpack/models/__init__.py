@@ -1,1 +1,1 @@
-"""models."""
+"""Models: loading, packed attention, token log-probabilities, sharding."""

@@ -1,0 +1,98 @@
+"""From a microbatch of rows to what the model eats, in any of the three batching modes.
+
+Letters: T real tokens, N slots of the microbatch (padding included), R rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlpack.data.batch import MicrobatchView
+from rlpack.models.attention import Segments
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One microbatch, ready for the model.
+
+    Attributes:
+        input_ids: int64 [1, N] when packed, [R, N/R] when padded.
+        position_ids: int64, shaped like input_ids; they restart at each sequence.
+        packed: where sequences end; None when rows are right-padded.
+        slots: int64 [T], the flat slot of each real token, in row order.
+        row_lengths: int64 [R], real tokens of each row.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: Segments | None
+    slots: Tensor
+    row_lengths: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the real tokens."""
+        return self.slots.shape[0]
+
+    def not_first(self) -> Tensor:
+        """Return bool [T], false at each row's first token, which nothing predicts.
+
+        >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).not_first().tolist()
+        [False, True, False]
+        """
+        mask = torch.ones(self.num_tokens, dtype=torch.bool, device=self.slots.device)
+        starts = self.row_lengths.cumsum(0) - self.row_lengths
+        mask[starts[self.row_lengths > 0]] = False
+        return mask
+
+    def to(self, device: torch.device | str) -> "ModelInputs":
+        """Return a copy on a device."""
+        packed = self.packed and replace(self.packed, cu_seqlens=self.packed.cu_seqlens.to(device, non_blocking=True))
+        tensors = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("input_ids", "position_ids", "slots", "row_lengths")
+        }
+        return replace(self, packed=packed, **tensors)
+
+
+def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_token_id: int = 0) -> ModelInputs:
+    """Lay out a microbatch's `input_ids` as its plan says.
+
+    Args:
+        view: a microbatch of a shard; a filler has no rows.
+        device: where the model is.
+        pad_token_id: fills the slots that hold no token; no real token sees them, whatever it is.
+    """
+    layout, ragged = view.layout, view.rows["input_ids"]
+    slots = torch.from_numpy(layout.slots)
+    input_ids = torch.full(layout.shape, pad_token_id, dtype=torch.int64)
+    input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
+    packed = None
+    if layout.cu_seqlens is not None:
+        packed = Segments.of((layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist())
+    inputs = ModelInputs(
+        input_ids=input_ids,
+        position_ids=torch.from_numpy(layout.position_ids),
+        packed=packed,
+        slots=slots,
+        row_lengths=ragged.lengths.to(dtype=torch.int64, device="cpu"),
+    )
+    return inputs.to(device)
+
+
+def pack_rows(rows: list[Tensor]) -> ModelInputs:
+    """Put a few rows side by side without a plan, as the isolation check and a probe of a model want it.
+
+    >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).position_ids.tolist()
+    [[0, 1, 0]]
+    """
+    lengths = [row.shape[0] for row in rows]
+    values = torch.cat(rows)
+    return ModelInputs(
+        input_ids=values.unsqueeze(0),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+        packed=Segments.of(lengths),
+        slots=torch.arange(values.shape[0]),
+        row_lengths=torch.tensor(lengths),
+    )

@@ -1,0 +1,167 @@
+"""Models and tokenizers: from a folder, from the hub, or a new model from a config. Safetensors only."""
+
+import difflib
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlpack.config.schema import Model
+from rlpack.models import attention
+from rlpack.models.errors import ModelError
+
+_log = logging.getLogger(__name__)
+
+# Long enough for a slow link, short enough that a name typed while offline fails while one looks.
+HUB_TIMEOUT_S = 5.0
+
+
+def build_causal_lm(
+    model: Model,
+    *,
+    vocab_size: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    attention_name: str = attention.NAME,
+) -> PreTrainedModel:
+    """Load a causal language model, or make a new one; weights are fp32.
+
+    Args:
+        model: the `model` section. With a path, weights come from there; without, `model.config` describes a new one.
+        vocab_size: the tokenizer's; a new model gets it, a loaded one has to have at least as many.
+        eos_token_id: the tokenizer's end of sequence, written into a new model's config.
+        pad_token_id: the tokenizer's padding, likewise.
+        seed: of a new model's weights; the process's own random state is left alone.
+        device: where the model goes.
+        attention_name: transformers' attention implementation; "sdpa" for a model that generates with a cache.
+
+    Raises:
+        ModelError: the path or hub name gives no model, the config has an unknown key or kind, the tokenizer has more
+            tokens than the model, or remote code is asked for without a revision.
+    """
+    attention.register()
+    if model.path is None:
+        ids = {"vocab_size": vocab_size, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        config = _new_config(model.config, {name: value for name, value in ids.items() if value is not None})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            built = AutoModelForCausalLM.from_config(config, attn_implementation=attention_name, dtype=torch.float32)
+    else:
+        if model.config:
+            raise ModelError(
+                f"model.path={model.path} and model.config ({', '.join(model.config)}) are both set; a loaded model "
+                "has its own config, so leave one of them out"
+            )
+        arguments = _hub_arguments(model.path, model)
+        built = _load(
+            AutoModelForCausalLM,
+            model.path,
+            "model.path",
+            arguments | {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True},
+        )
+    _check_vocabulary(built, vocab_size)
+    return built.to(device)
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """Load `model.tokenizer`, or the one that lies beside the weights of `model.path`.
+
+    Raises:
+        ModelError: neither is set, or there is no tokenizer.
+    """
+    name = model.tokenizer or model.path
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    if name is None:
+        raise ModelError("neither model.tokenizer nor model.path is set; set one to load a tokenizer")
+    return _load(AutoTokenizer, name, key, _hub_arguments(name, model, key))
+
+
+def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
+    """Build a new model's config; transformers itself would swallow a misspelt key."""
+    settings = dict(settings)
+    kind = settings.pop("model_type", None)
+    if kind is None:
+        raise ModelError("model.path is null and model.config has no model_type; set one of them")
+    if kind not in CONFIG_MAPPING:
+        near = ", ".join(difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)) or "qwen3, llama, mistral"
+        raise ModelError(f"model.config.model_type is {kind!r}, which transformers does not know; try {near}")
+    known = set(AutoConfig.for_model(kind).to_dict())
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else f"; it knows {', '.join(sorted(known))}"
+            raise ModelError(f"model.config.{key} is not a setting of {kind}{hint}")
+    try:
+        return AutoConfig.for_model(kind, **(settings | ids))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model.config does not make a {kind}: {error}") from error
+
+
+def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str, Any]:
+    """Return what `from_pretrained` needs to know of the source; say within seconds if it can't be reached."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
+        raise ModelError(f"{key} is {name!r}, which is not a folder; give a folder with config.json, or a hub name")
+    if model.trust_remote_code and model.revision is None:
+        raise ModelError(
+            f"model.trust_remote_code=true would run code from {name!r} as it is today; pin it by model.revision"
+        )
+    arguments = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
+    try:
+        HfApi().model_info(name, revision=model.revision, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, HFValidationError) as error:
+        raise ModelError(
+            f"{key} is {name!r}: the hub has no such model for you (revision {model.revision or 'main'}); check the "
+            "name and model.revision, or log in"
+        ) from error
+    except (OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        _log.warning("the hub can't be reached (%s); %s is taken from the local cache", type(error).__name__, name)
+        arguments["local_files_only"] = True
+    return arguments
+
+
+def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
+    """Call `from_pretrained`, with its many kinds of failure turned into one that names the key."""
+    try:
+        return kind.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name, **arguments)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        offline = arguments.get("local_files_only") and not Path(name).exists()
+        hint = "the hub can't be reached and it is not in the local cache" if offline else reason
+        raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; give a folder or a hub name") from error
+
+
+def _check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
+    """Raise if the tokenizer has ids that the model does not know."""
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    known = embeddings.num_embeddings
+    if vocab_size is not None and vocab_size > known:
+        raise ModelError(
+            f"the tokenizer has {vocab_size} tokens and the model {known}; set model.tokenizer to the model's own"
+        )

@@ -1,0 +1,111 @@
+"""The policy: a causal language model that gives the log-probabilities of tokens that are already there.
+
+Letters: T real tokens of the microbatch, N slots (padding included), P selected tokens, d hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlpack.models.errors import ModelError
+from rlpack.models.inputs import ModelInputs
+from rlpack.models.logprobs import linear_logprobs
+
+# Config keys of models that scale their logits in a way of their own, and the value that changes nothing.
+_LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
+
+
+class TokenScores(NamedTuple):
+    """What the policy says about each real token of a microbatch, in row order.
+
+    A named tuple, since FSDP2 looks for the tensors of a module's output in containers that it knows.
+
+    Attributes:
+        logprobs: fp32 [T]; entry t is log p(token t | the row's tokens before it), 0 where not selected.
+        entropy: fp32 [T], nats, of the distribution that token t came from; 0 where not selected or not asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+class Policy(nn.Module):
+    """A transformers model whose head runs through `linear_logprobs`, inside one module for FSDP2 to gather.
+
+    Attributes:
+        model: the wrapped model, built with the `rlpack` attention.
+        chunk: most tokens whose logits exist at one time.
+        reshard_after_forward: whether gathered weights are freed after forward; `shard_policy` sets it.
+        compute_dtype: type of the forward pass; `shard_policy` lowers it.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
+        super().__init__()
+        settings = model.config.get_text_config().to_dict()
+        for name in _LOGIT_SCALES:
+            if settings.get(name) not in {None, 1}:
+                kind = type(model).__name__
+                raise ModelError(f"{kind} has {name}={settings[name]}; only models with plain logits can be trained")
+        self.model = model
+        self.chunk = chunk
+        self.reshard_after_forward = True
+        self.compute_dtype = model.dtype
+        self._softcap: float | None = settings.get("final_logit_softcapping")
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        *,
+        select: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = True,
+    ) -> TokenScores:
+        """Score the tokens of a microbatch; packed or padded, the result is the same flat column.
+
+        A filler, which has no real token, runs through the whole model all the same, so that no rank misses a
+        collective; its scores are empty and its gradients exactly zero.
+
+        Args:
+            inputs: the microbatch.
+            select: bool [T]; only these tokens pass through the head. None takes all that have a token before them.
+            temperature: of the distribution that was sampled from.
+            entropy: whether entropies are wanted too.
+        """
+        outputs = self.model.base_model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            packed=inputs.packed,
+            use_cache=False,
+        )
+        hidden = outputs.last_hidden_state.flatten(0, 1)  # [N, d]
+        wanted = inputs.not_first() if select is None else inputs.not_first() & select
+        targets = wanted.nonzero()[:, 0]  # [P]
+        # A token is predicted from the slot of the token before it, which in row order is its neighbour.
+        sources = inputs.slots[targets - 1]
+        labels = inputs.input_ids.flatten()[inputs.slots[targets]]
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        logprobs, entropies = linear_logprobs(
+            hidden.index_select(0, sources),
+            head.weight,
+            labels,
+            temperature=temperature,
+            chunk=self.chunk,
+            softcap=self._softcap,
+            bias=head.bias,
+            entropy=entropy,
+        )
+        zeros = logprobs.new_zeros(inputs.num_tokens)
+        return TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
+
+    def own_logprobs(self, row: Tensor) -> Tensor:
+        """Return log-probabilities [L] of one row [L] by the wrapped model's own head: the truth to check against.
+
+        Holds [L, V]; for short rows only.
+        """
+        positions = torch.arange(row.shape[0], device=row.device).unsqueeze(0)
+        logits = self.model(input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False).logits[0, :-1]
+        scores = logits.float().log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        return torch.cat([scores.new_zeros(1), scores])
