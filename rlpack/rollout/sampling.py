@@ -1,0 +1,98 @@
+"""Draw tokens from logits, each row by its own stream of random numbers.
+
+A row's stream is a pure function of (seed, position): no generator state is kept, so a row gets the same numbers
+whatever batch it runs in, and after a restart. Tokens are found by inverting the cumulative distribution, one
+uniform number a token.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpack.rollout.engine import SamplingParams
+from rlpack.rollout.errors import EngineError
+
+# Float64 entries of the cumulative distribution that exist at one time: 128 MiB.
+_MAX_ENTRIES = 1 << 24
+
+
+def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
+    """Return one number in [0, 1) for each seed, float64 [B]: entry `position` of each seed's stream.
+
+    SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195): the mixed counter seed + position · γ. Seeds
+    have to be hashes themselves: streams of neighbouring multiples of γ overlap.
+
+    >>> float(uniforms(np.array([7], dtype=np.uint64), 0)[0]) == float(uniforms(np.array([9, 7]), 0)[1])
+    True
+    """
+    gamma = 0x9E3779B97F4A7C15
+    step = np.uint64((position + 1) * gamma % 2**64)
+    state = seeds.astype(np.uint64) + step
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((state ^ (state >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+def sample(logits: Tensor, params: SamplingParams, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return one token a row, int64 [B], and its log-probability under the distribution drawn from, f32 [B].
+
+    >>> logits = torch.tensor([[0.0, 0.0]]).log_softmax(-1)
+    >>> sample(logits, SamplingParams(), np.array([0.6]))
+    (tensor([1]), tensor([-0.6931]))
+
+    Args:
+        logits: [B, V] of any floating type.
+        params: temperature, top-k, top-p; greedy when the temperature is 0.
+        numbers: uniform in [0, 1), float64 [B]; unused when greedy.
+
+    Raises:
+        EngineError: a row's logits are not finite.
+    """
+    if params.is_greedy:
+        best, tokens = logits.float().max(-1)
+        _check_finite(best, logits)
+        return tokens, torch.zeros_like(best)
+    targets = torch.from_numpy(numbers).to(logits.device)
+    rows = max(1, _MAX_ENTRIES // logits.shape[-1])
+    drawn = [_draw(part, params, u) for part, u in zip(logits.split(rows), targets.split(rows), strict=True)]
+    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+
+
+def filtered_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the log-probabilities that `sample` draws from, f32 [B, V]; tokens that are left out have -inf.
+
+    >>> filtered_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), SamplingParams(top_k=2)).exp()
+    tensor([[0.7311, 0.2689, 0.0000]])
+    """
+    scaled = logits.float() / params.temperature
+    if 0 < params.top_k < scaled.shape[-1]:
+        smallest = scaled.topk(params.top_k, dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
+    if params.top_p < 1:
+        ordered, tokens = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        # What comes before a token decides, so the first is always kept.
+        beyond = ordered.cumsum(-1) - ordered >= params.top_p
+        scaled = scaled.masked_fill(beyond.scatter(-1, tokens, beyond), -torch.inf)
+    return scaled.log_softmax(-1)
+
+
+def _draw(logits: Tensor, params: SamplingParams, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative distribution at `targets` [B]."""
+    logprobs = filtered_logprobs(logits, params)
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    _check_finite(total, logits)
+    # Below the total by at least one step, or rounding could pass the last token that has any probability.
+    targets = torch.minimum(targets * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, targets[:, None], right=True)
+    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def _check_finite(summary: Tensor, logits: Tensor) -> None:
+    """Refuse logits from which nothing can be drawn; `summary` [B] is not finite for such rows."""
+    if not summary.isfinite().all():
+        row = int((~summary.isfinite()).nonzero()[0])
+        broken = int((~logits[row].isfinite()).sum())
+        raise EngineError(
+            f"{broken} of {logits.shape[-1]} logits of running row {row} are NaN or infinite; the weights are broken"
+        )
