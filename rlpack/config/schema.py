@@ -4,6 +4,7 @@ Hydra's base node is generated from these models, YAML presets only override, an
 validated back into them (`rlpack.config.validate`). A section goes to whoever needs it, never the whole config.
 """
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
@@ -11,15 +12,22 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from rlpack.packing.batching import Algorithm as Packer
 from rlpack.packing.batching import Batching, Mode, Overlong
 
+TokenId = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 Unit = Annotated[float, Field(gt=0, le=1)]
 
 
 def _as_batching(value: Any) -> Any:
-    """Build a `Batching` from a mapping; pydantic's strict mode would ask for an instance."""
-    return TypeAdapter(Batching).validate_python(value) if isinstance(value, dict) else value
+    """Build a `Batching` from a mapping, which pydantic's strict mode would refuse.
+
+    The dataclass checks types without conversion; pydantic, which would turn true into 1, only names unknown keys.
+    """
+    if not isinstance(value, dict):
+        return value
+    known = {field.name for field in fields(Batching)}
+    return Batching(**value) if known.issuperset(value) else TypeAdapter(Batching).validate_python(value)
 
 
 ActorBatching = Annotated[Batching, BeforeValidator(_as_batching)]
@@ -28,7 +36,7 @@ ActorBatching = Annotated[Batching, BeforeValidator(_as_batching)]
 class Section(BaseModel):
     """Base of every section: frozen, strict about types, closed to unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RoleBatching(Section):
@@ -48,49 +56,49 @@ class RoleBatching(Section):
 class Trainer(Section):
     """The size and length of the run."""
 
-    steps: int = Field(70, ge=0, description="Rollout steps of the recipe.")
-    prompts_per_step: Count = Field(32, description="Prompts of one rollout step.")
-    group_size: Count = Field(8, description="Samples of each prompt (n).")
+    steps: int = Field(default=70, ge=0, description="Rollout steps of the recipe.")
+    prompts_per_step: Count = Field(default=32, description="Prompts of one rollout step.")
+    group_size: Count = Field(default=8, description="Samples of each prompt (n).")
     mini_batch_size: Count | None = Field(
-        None, description="Sequences of one optimizer step, over all ranks; null takes the whole rollout batch."
+        default=None, description="Sequences of one optimizer step, over all ranks; null takes the whole rollout batch."
     )
-    epochs: Count = Field(1, description="How many times a rollout batch is used (μ).")
+    epochs: Count = Field(default=1, description="How many times a rollout batch is used (μ).")
 
 
 class WarmUp(Section):
     """Supervised fine-tuning on the dataset's demonstrations before the first rollout step."""
 
-    steps: int = Field(0, ge=0, description="Optimizer steps; 0 for none.")
-    batch_size: Count = Field(64, description="Sequences of one optimizer step, over all ranks.")
-    learning_rate: Positive = Field(1e-3, description="Peak learning rate, reached over the first tenth, then cosine.")
+    steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 for none.")
+    batch_size: Count = Field(default=64, description="Sequences of one optimizer step, over all ranks.")
+    learning_rate: Positive = Field(default=1e-3, description="Peak learning rate, reached over the first tenth, then cosine.")
 
 
 class Evaluation(Section):
     """Accuracy on the held-out split."""
 
-    every: Count = Field(10, description="Rollout steps between two evaluations.")
-    samples: Count = Field(4, description="Samples of each prompt at rollout.temperature; one greedy is added.")
+    every: Count = Field(default=10, description="Rollout steps between two evaluations.")
+    samples: Count = Field(default=4, description="Samples of each prompt at rollout.temperature; one greedy is added.")
 
 
 class Optimizer(Section):
     """AdamW (Loshchilov and Hutter, 2019)."""
 
-    learning_rate: Positive = Field(5e-4, description="Learning rate.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
-    weight_decay: NonNegative = Field(0.0, description="Decoupled weight decay.")
-    max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")
+    learning_rate: Positive = Field(default=5e-4, description="Learning rate.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
+    weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")
+    max_grad_norm: Positive = Field(default=1.0, description="Gradients are scaled down to this global norm.")
 
 
 class Actor(Section):
     """The policy that is trained."""
 
     optimizer: Optimizer = Optimizer()
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Compute type; weights and sums stay fp32.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
-    reshard_after_forward: bool = Field(True, description="Free gathered weights after forward (FSDP2).")
-    logprob_chunk: Count = Field(1024, description="Tokens whose logits exist at one time.")
-    isolation_check: bool = Field(True, description="At start, check that packed sequences do not see each other.")
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="Compute type; weights and sums stay fp32.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
+    reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
+    logprob_chunk: Count = Field(default=1024, description="Tokens whose logits exist at one time.")
+    isolation_check: bool = Field(default=True, description="At start, check that packed sequences do not see each other.")
 
 
 class Reference(Section):
@@ -102,46 +110,46 @@ class Reference(Section):
 class Algorithm(Section):
     """Advantages, the policy loss and its KL term."""
 
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="What a reward is compared with.")
-    scale: Literal["std", "none"] = Field("std", description="Divide advantages by the group's standard deviation.")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 minus this.")
-    clip_high: NonNegative = Field(0.28, description="The ratio is clipped above 1 plus this.")
-    dual_clip: float | None = Field(None, gt=1, description="Bound on the ratio for negative advantages; null: none.")
-    kl_coef: NonNegative = Field(0.0, description="Weight of the KL term against the reference; 0 starts none.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL divergence.")
+    baseline: Literal["mean", "leave_one_out"] = Field(default="mean", description="What a reward is compared with.")
+    scale: Literal["std", "none"] = Field(default="std", description="Divide advantages by the group's standard deviation.")
+    clip_low: float = Field(default=0.2, ge=0, lt=1, description="The ratio is clipped below 1 minus this.")
+    clip_high: NonNegative = Field(default=0.28, description="The ratio is clipped above 1 plus this.")
+    dual_clip: float | None = Field(default=None, gt=1, description="Bound on the ratio for negative advantages; null: none.")
+    kl_coef: NonNegative = Field(default=0.0, description="Weight of the KL term against the reference; 0 starts none.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the KL divergence.")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
-        "token_mean", description="How token losses become one number."
+        default="token_mean", description="How token losses become one number."
     )
     sequence_sum_constant: Positive | None = Field(
-        None, description="The constant that sequence_sum divides by (Dr. GRPO: the longest response)."
+        default=None, description="The constant that sequence_sum divides by (Dr. GRPO: the longest response)."
     )
 
 
 class Model(Section):
     """Where weights and tokenizer come from."""
 
-    path: str | None = Field(None, description="Folder or hub name; null builds a new model from model.config.")
+    path: str | None = Field(default=None, description="Folder or hub name; null builds a new model from model.config.")
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config of a new model.")
     tokenizer: str | None = Field(
-        None, description="Folder or hub name; null takes model.path's, or the dataset's own characters."
+        default=None, description="Folder or hub name; null takes model.path's, or the dataset's own characters."
     )
-    revision: str | None = Field(None, description="Pinned revision of a hub model.")
-    trust_remote_code: bool = Field(False, description="Run code that comes with the model; needs model.revision.")
+    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model; needs model.revision.")
 
 
 class Data(Section):
     """Prompts: a built-in generator, a JSONL or Parquet file, or a dataset of the hub."""
 
-    source: str = Field("arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name.")
-    split: str = Field("train", description="Split that prompts are drawn from (hub and generator).")
-    validation_source: str | None = Field(None, description="Source of the held-out prompts; null takes data.source.")
-    validation_split: str = Field("validation", description="Held-out split.")
-    prompt_column: str = Field("prompt", description="Column of the prompt: text, or a list of chat messages.")
-    answer_column: str | None = Field("answer", description="Column that rewards compare with; null for none.")
-    demonstration_column: str | None = Field(None, description="Column of the target text for supervised steps.")
-    chat_template: bool = Field(False, description="Render prompts through the tokenizer's chat template.")
-    max_prompt_tokens: Count = Field(512, description="Longest prompt.")
-    overlong_prompt: Literal["error", "drop"] = Field("error", description="What happens to a longer prompt.")
+    source: str = Field(default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name.")
+    split: str = Field(default="train", description="Split that prompts are drawn from (hub and generator).")
+    validation_source: str | None = Field(default=None, description="Source of the held-out prompts; null takes data.source.")
+    validation_split: str = Field(default="validation", description="Held-out split.")
+    prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
+    answer_column: str | None = Field(default="answer", description="Column that rewards compare with; null for none.")
+    demonstration_column: str | None = Field(default=None, description="Column of the target text for supervised steps.")
+    chat_template: bool = Field(default=False, description="Render prompts through the tokenizer's chat template.")
+    max_prompt_tokens: Count = Field(default=512, description="Longest prompt.")
+    overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What happens to a longer prompt.")
     generator: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in generator.")
 
 
@@ -149,7 +157,7 @@ class Reward(Section):
     """The verifiable reward."""
 
     function: str = Field(
-        "rlpack.rewards.functions:final_answer",
+        default="rlpack.rewards.functions:final_answer",
         description="package.module:function, called as f(prompts, completions, **columns) -> list[float | None].",
     )
     arguments: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
@@ -158,42 +166,42 @@ class Reward(Section):
 class Rollout(Section):
     """Generation."""
 
-    engine: Literal["hf"] = Field("hf", description="Generation engine.")
-    max_new_tokens: Count = Field(256, description="Longest response.")
-    temperature: Positive = Field(1.0, description="Sampling temperature; trained log-probs use it too.")
-    top_p: Unit = Field(1.0, description="Nucleus: smallest set of tokens with this probability.")
-    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 for all.")
-    stop_token_ids: tuple[int, ...] = Field(
-        (), strict=False, description="Token ids that end a response, beside the tokenizer's end of sequence."
+    engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
+    max_new_tokens: Count = Field(default=256, description="Longest response.")
+    temperature: Positive = Field(default=1.0, description="Sampling temperature; trained log-probs use it too.")
+    top_p: Unit = Field(default=1.0, description="Nucleus: smallest set of tokens with this probability.")
+    top_k: int = Field(default=0, ge=0, description="Sample from the k likeliest tokens; 0 for all.")
+    stop_token_ids: tuple[TokenId, ...] = Field(
+        default=(), strict=False, description="Token ids that end a response, beside the tokenizer's end of sequence."
     )
-    batch_rows: Count = Field(256, description="Rows that one rank generates at one time.")
+    batch_rows: Count = Field(default=256, description="Rows that one rank generates at one time.")
 
 
 class Pool(Section):
     """Devices that roles share; a rank is one process."""
 
-    ranks: Count = Field(2, description="Processes of the pool; each is one data-parallel rank of its roles.")
-    cpus_per_rank: Positive = Field(1.0, description="CPU cores that a rank claims, and its compute threads.")
-    gpus_per_rank: NonNegative = Field(0.0, description="GPUs that a rank claims.")
+    ranks: Count = Field(default=2, description="Processes of the pool; each is one data-parallel rank of its roles.")
+    cpus_per_rank: Positive = Field(default=1.0, description="CPU cores that a rank claims, and its compute threads.")
+    gpus_per_rank: NonNegative = Field(default=0.0, description="GPUs that a rank claims.")
 
 
 class Placement(Section):
     """Which role runs where, and how long anyone waits."""
 
-    address: str | None = Field(None, description="Ray cluster to join (auto, or host:port); null starts a local one.")
+    address: str | None = Field(default=None, description="Ray cluster to join (auto, or host:port); null starts a local one.")
     pools: dict[str, Pool] = Field(default_factory=lambda: {"main": Pool()}, description="Pools of devices by name.")
     roles: dict[str, str] = Field(
-        default_factory=lambda: {"actor": "main", "reference": "main", "rollout": "main", "reward": "main"},
+       default= default_factory=lambda: {"actor": "main", "reference": "main", "rollout": "main", "reward": "main"},
         description="Pool of each role; roles of one pool share its processes. Others run in the first pool.",
     )
-    start_timeout_s: Positive = Field(300.0, description="Deadline for processes and roles to start, in seconds.")
-    call_timeout_s: Positive = Field(1800.0, description="Deadline of one call of a role, in seconds.")
+    start_timeout_s: Positive = Field(default=300.0, description="Deadline for processes and roles to start, in seconds.")
+    call_timeout_s: Positive = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
 
 
 class Role(Section):
     """A role's class, and for a user's own role its batching."""
 
-    target: str = Field(description="package.module:Class")
+    target: str = Field(description="The role's class as package.module:Class.")
     batching: RoleBatching = RoleBatching()
 
 
@@ -208,27 +216,27 @@ def builtin_roles() -> dict[str, Role]:
 class Logger(Section):
     """What one sees of a run; metrics.jsonl and report.html are always written."""
 
-    tensorboard: bool = Field(False, description="Write TensorBoard event files into the run directory.")
-    wandb: Literal["disabled", "offline", "online"] = Field("disabled", description="Weights & Biases.")
-    wandb_project: str = Field("rlpack", description="Project of the Weights & Biases run.")
-    samples: int = Field(2, ge=0, description="Rollouts shown on the console after each evaluation.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard event files into the run directory.")
+    wandb: Literal["disabled", "offline", "online"] = Field(default="disabled", description="Weights & Biases.")
+    wandb_project: str = Field(default="rlpack", description="Project of the Weights & Biases run.")
+    samples: int = Field(default=2, ge=0, description="Rollouts shown on the console after each evaluation.")
 
 
 class Checkpoint(Section):
     """Resumable state."""
 
-    every: Count = Field(20, description="Rollout steps between two checkpoints; one more is written at the end.")
-    keep: Count = Field(2, description="Newest checkpoints that are kept.")
+    every: Count = Field(default=20, description="Rollout steps between two checkpoints; one more is written at the end.")
+    keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
 
 
 class Config(Section):
     """A whole run."""
 
-    recipe: Literal["grpo", "sft"] = Field("grpo", description="The algorithm: a file of recipes/.")
-    seed: int = Field(1, ge=0, description="Seed of everything random.")
-    run_dir: str | None = Field(None, description="Directory of the run; null makes runs/<date>-<recipe>.")
+    recipe: Literal["grpo", "sft"] = Field(default="grpo", description="The algorithm: a file of recipes/.")
+    seed: int = Field(default=1, ge=0, lt=2**63, description="Seed of everything random.")
+    run_dir: str | None = Field(default=None, description="Directory of the run; null makes runs/<date>-<recipe>.")
     resume: Literal["never", "auto"] = Field(
-        "never", description="auto goes on from run_dir's newest checkpoint, or starts when there is none."
+        default="never", description="auto goes on from run_dir's newest checkpoint, or starts when there is none."
     )
     trainer: Trainer = Trainer()
     warm_up: WarmUp = WarmUp()
@@ -238,7 +246,7 @@ class Config(Section):
     data: Data = Data()
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
-    batching: ActorBatching = Field(Batching(), description="How the actor, and every role without its own, batches.")
+    batching: ActorBatching = Field(default=Batching(), description="How the actor, and every role without its own, batches.")
     actor: Actor = Actor()
     reference: Reference = Reference()
     placement: Placement = Placement()

@@ -1,0 +1,82 @@
+"""The `rlpack` command: pick the subcommand, import only what it needs, and turn errors into exit codes.
+
+Exit codes: 0 done, 1 the run failed, 2 the configuration or the command line is wrong, 3 the data is wrong,
+130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlpack import __version__
+
+_EPILOG = """\
+examples:
+  rlpack train                                                   the built-in task, on CPUs
+  rlpack train recipe=sft trainer.steps=200
+  rlpack train model=pretrained model.path=Qwen/Qwen3-0.6B data=jsonl data.source=prompts.jsonl
+  rlpack train trainer.steps=50 --cfg job                        show the config, run nothing
+  rlpack train seed=1,2,3 --multirun                             one run for each seed
+  rlpack report runs/mine                                        write runs/mine/report.html again
+  eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
+"""
+_COMPLETION_FLAGS = {"-sc", "--shell-completion"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (the process's own when None) and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"] or _COMPLETION_FLAGS.intersection(arguments[:1]):
+        from rlpack.cli.train import train
+
+        return _complete(arguments, train) if _COMPLETION_FLAGS.intersection(arguments) else train(arguments[1:])
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "report":
+        return _report(parsed.run_dir)
+    parser.print_help()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlpack",
+        description="Reinforcement-learning post-training of language models on Ray, packed from end to end.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rlpack {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
+    commands.add_parser("train", help="run a recipe; takes Hydra overrides (rlpack train --help)", add_help=False)
+    report = commands.add_parser("report", help="write a run's report.html again from its files")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
+    return parser
+
+
+def _report(run_dir: Path) -> int:
+    """Write the report of a run and say where it is."""
+    if not (run_dir / "config.yaml").is_file():
+        print(f"rlpack report: {run_dir} is not the directory of a run: it has no config.yaml", file=sys.stderr)
+        return 2
+    from rlpack.observe.report import write_report
+
+    print(write_report(run_dir))
+    return 0
+
+
+def _complete(arguments: Sequence[str], train: Callable[[list[str]], int]) -> int:
+    """Answer a shell's question for completions; Hydra completes what follows `train`."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if "query=" not in " ".join(arguments):
+        return train([argument for argument in arguments if argument != "train"])
+    if len(words) + line.endswith(" ") <= 2:
+        begun = words[1] if len(words) > 1 else ""
+        print(" ".join(command for command in ("report", "train") if command.startswith(begun)))
+        return 0
+    if words[1] != "train":
+        return 0
+    os.environ["COMP_LINE"] = line.replace(" train", "", 1)
+    return train([argument for argument in arguments if argument != "train"])

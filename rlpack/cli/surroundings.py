@@ -1,0 +1,91 @@
+"""What a config needs from the machine, looked at before anything starts: files, packages, directories.
+
+Cheap looks only: nothing is imported that a module's own package doesn't import, and no service is asked.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config
+
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable of that name, which Ray sets for a submitted job's driver
+_RUN_FILES = ("config.yaml", "metrics.jsonl")
+
+
+def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
+    """Raise for what `config` names and this machine lacks.
+
+    Raises:
+        ConfigError: the run directory can't be used, a target can't be found, or a package isn't installed.
+        DataError: a data file isn't there.
+    """
+    problems = [*_run_dir(config, environment), *_targets(config), *_packages(config)]
+    if problems:
+        raise ConfigError(problems)
+    if missing := list(_data_files(config)):
+        from rlpack.data.errors import DataError  # imported where it is raised: a good config doesn't wait for it
+
+        raise DataError("\n".join(missing))
+
+
+def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    if config.run_dir is None:
+        return
+    path = Path(config.run_dir)
+    if not path.is_absolute() and _RAY_JOB in environment:
+        yield (
+            f"run_dir is {config.run_dir!r}, relative to a Ray job's working directory, which is deleted with the job; "
+            "set run_dir to an absolute path on storage that stays"
+        )
+        return
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        yield f"run_dir is {config.run_dir!r}, but {existing} is a file; choose another run_dir"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run_dir is {config.run_dir!r}, but {existing} is not writable; choose another run_dir"
+    elif config.resume == "never" and any((path / name).exists() for name in _RUN_FILES):
+        yield f"run_dir {config.run_dir!r} already holds a run; set resume=auto to go on with it, or another run_dir"
+
+
+def _targets(config: Config) -> Iterator[str]:
+    targets = {f"roles.{role}.target": config.roles[role].target for role in started_roles(config)}
+    if "reward" in started_roles(config):
+        targets["reward.function"] = config.reward.function
+    for key, target in targets.items():
+        module = target.partition(":")[0]
+        if reason := _why_not_importable(module):
+            yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from here"
+
+
+def _why_not_importable(module: str) -> str:
+    """Return why `module` can't be found, or nothing when it can; it is not imported, only the packages above it."""
+    path = list(sys.path)
+    sys.path.append(os.getcwd())
+    try:
+        found = importlib.util.find_spec(module)
+    except Exception as error:  # noqa: BLE001 - a user's package may raise anything while it is imported
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sys.path[:] = path
+    return "" if found else f"there is no module {module}"
+
+
+def _packages(config: Config) -> Iterator[str]:
+    wanted = {
+        "wandb": (config.logger.wandb != "disabled", f"logger.wandb={config.logger.wandb}"),
+        "tensorboard": (config.logger.tensorboard, "logger.tensorboard=true"),
+    }
+    for package, (is_wanted, key) in wanted.items():
+        if is_wanted and importlib.util.find_spec(package) is None:
+            yield f"{key} needs the package {package}, which is not installed; pip install 'rlpack[{package}]'"
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    for key, source in (("source", config.data.source), ("validation_source", config.data.validation_source)):
+        if source is not None and source.endswith((".jsonl", ".parquet")) and not Path(source).is_file():
+            yield f"data.{key} is {source!r}, and there is no such file in {Path.cwd()}"

@@ -1,0 +1,174 @@
+"""`rlpack train`: Hydra composes the jobs, all of them are validated, then they run one after another.
+
+Recipes run outside of Hydra's job runner, because it prints its own words about an exception and ends the process with
+its own exit code. So a sweep's last job is known to be valid before its first one starts.
+"""
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from rlpack.cli.surroundings import check_surroundings
+from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
+from rlpack.config.errors import ConfigError
+from rlpack.config.rules import odd_choices
+from rlpack.config.schema import Config
+from rlpack.config.validate import validate
+
+log = logging.getLogger(__name__)
+
+RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
+_OWN_PACKAGES = ("rlpack.", "workers.", "recipes.")
+_PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to do: its config, and for one of a sweep its number, Hydra's directory for it and its overrides."""
+
+    config: Config
+    number: int | None = None
+    sweep_dir: str = ""
+    overrides: str = ""
+
+
+def train(arguments: list[str]) -> int:
+    """Compose, validate and run what `arguments` (Hydra's overrides and flags) ask for; return the exit code.
+
+    The first job that fails ends a sweep.
+    """
+    try:
+        jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
+        for job in jobs:
+            check_surroundings(job.config, os.environ)
+    except ValueError as error:
+        return _report_failure(error)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for job in jobs:
+        if job.number is not None:
+            log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
+        for odd in odd_choices(job.config):
+            log.warning("%s", odd)
+        if code := run(job.config):
+            return code
+    return 0
+
+
+def run(config: Config) -> int:
+    """Run the recipe of a config, its run_dir made absolute, and return the exit code that its end means."""
+    if os.getcwd() not in sys.path:  # a user's own roles and rewards lie where the command is given
+        sys.path.append(os.getcwd())
+    try:
+        recipe = importlib.import_module(f"recipes.{config.recipe}")
+        recipe.main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the edge of the process: every error ends here as a message and a code
+        return _report_failure(error)
+    return 0
+
+
+def compose_jobs(arguments: list[str]) -> list[Job]:
+    """Return the validated jobs of a command line; none when it only asks Hydra to show something.
+
+    Raises:
+        ConfigError: a job can't be composed, or is not valid.
+    """
+    jobs: list[Job] = []
+    problems: list[str] = []
+
+    def collect(composed: DictConfig) -> None:
+        job, in_sweep = HydraConfig.get().job, HydraConfig.get().mode == RunMode.MULTIRUN
+        label = f"job {job.num} ({job.override_dirname}): " if in_sweep else ""
+        try:
+            config = validate(plain(composed))
+        except ConfigError as error:  # Hydra would print its own words about it
+            problems.extend(label + problem for problem in error.problems)
+            return
+        sweep_dir = HydraConfig.get().runtime.output_dir
+        jobs.append(Job(config, job.num, sweep_dir, job.override_dirname) if in_sweep else Job(config))
+
+    overrides = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    flags = [word for word in arguments if word not in overrides]  # argparse wants all overrides side by side
+    for override in overrides:
+        if override.startswith(_PLUGINS) and not override.endswith("=basic"):
+            raise ConfigError([f"{override} is not supported; the jobs of a sweep run one after another"])
+    register_base()
+    with config_errors(overrides), _hydras_command_line([*flags, *overrides]):
+        hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
+    if problems:
+        raise ConfigError(problems)
+    return jobs
+
+
+@contextmanager
+def _hydras_command_line(arguments: Sequence[str]) -> Iterator[None]:
+    """Hand Hydra its arguments, and have it raise its errors instead of printing them and leaving with code 1."""
+    before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["rlpack", *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before[0]
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if before[1] is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before[1]
+
+
+def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
+    """Return the jobs with run_dir set; the jobs of a sweep never share one.
+
+    In a sweep a null run_dir becomes the directory that Hydra gave the job, and one that several jobs name gets the
+    job's number below it.
+    """
+    named = [job.config.run_dir for job in jobs]
+    placed = []
+    for job in jobs:
+        run_dir = job.config.run_dir
+        if run_dir is None:
+            run_dir = job.sweep_dir or _fresh_name(now, job.config.recipe)
+        elif job.number is not None and named.count(run_dir) > 1:
+            run_dir = str(Path(run_dir) / str(job.number))
+        placed.append(replace(job, config=job.config.model_copy(update={"run_dir": run_dir})))
+    return placed
+
+
+def _fresh_name(now: datetime, recipe: str) -> str:
+    """Return runs/<date>-<recipe>, with a number behind it when another run began in the same second."""
+    name = base = Path("runs") / f"{now:%Y-%m-%d_%H-%M-%S}-{recipe}"
+    count = 1
+    while name.exists():
+        count += 1
+        name = base.with_name(f"{base.name}-{count}")
+    return str(name)
+
+
+def _report_failure(error: Exception) -> int:
+    """Say what ended a run and return its exit code; our own errors speak for themselves, others get a traceback."""
+    from rlpack.data.errors import DataError
+
+    ours = any(parent.__module__.startswith(_OWN_PACKAGES) for parent in type(error).__mro__)
+    if not ours or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    else:
+        _say(str(error))
+    if isinstance(error, DataError):
+        return DATA_WRONG
+    return CONFIG_WRONG if ours and isinstance(error, ValueError) else RUN_FAILED
+
+
+def _say(message: str) -> None:
+    print(f"rlpack train: {message}", file=sys.stderr)

@@ -1,0 +1,147 @@
+"""Compose a config with Hydra: the base node comes from the schema, presets and overrides go on top.
+
+Hydra closes a composed config to unknown keys; mappings in which users choose the names (`roles`, `placement.pools`,
+`reward.arguments`, ...) are left open, so nobody has to write `+`. Whatever Hydra, OmegaConf or YAML refuse becomes a
+`ConfigError` in terms of keys.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.keys import find, how_to_set, unknown_key_problem, walk
+from rlpack.config.schema import Config
+from rlpack.config.validate import validate
+
+BASE_NODE = "schema"
+CONFIG_NAME = "train"
+PRESETS = Path(__file__).resolve().parents[2] / "configs"
+VERSION_BASE = "1.3"
+_LONGEST_OVERRIDE = 65_536
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """Return the validated config that `rlpack train <overrides>` would run, without running it.
+
+    Raises:
+        ConfigError: see `rlpack.config.validate.validate`.
+
+    >>> compose(["model=tiny", "trainer.steps=3"]).trainer.steps
+    3
+    """
+    register_base()
+    GlobalHydra.instance().clear()
+    with (
+        config_errors(overrides),
+        hydra.initialize_config_dir(config_dir=str(PRESETS), job_name=CONFIG_NAME, version_base=VERSION_BASE),
+    ):
+        composed = plain(hydra.compose(CONFIG_NAME, overrides=list(overrides)))
+    return validate(composed)
+
+
+def register_base() -> None:
+    """Store the schema's defaults as Hydra's base node; storing it again replaces it by its equal."""
+    ConfigStore.instance().store(name=BASE_NODE, node=base_node(), provider="rlpack")
+
+
+def base_node() -> DictConfig:
+    """Return every key at its default, with the mappings in which users choose the names left open."""
+    node = OmegaConf.create(Config().model_dump(mode="json"))
+    for key in walk():
+        if key.is_open and "<" not in key.path:
+            OmegaConf.set_struct(OmegaConf.select(node, key.path), False)
+    return node
+
+
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """Return a composed config as nested dicts and lists, interpolations resolved.
+
+    Raises:
+        ConfigError: a value is still missing (`???`), or an interpolation can't be resolved.
+    """
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        values = None if missing else OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"{error.full_key}: {_first_line(error)}"]) from error
+    except RecursionError as error:
+        raise ConfigError(["an interpolation ${...} leads back to itself; give one of its keys a value"]) from error
+    if missing:
+        raise ConfigError([f"{path} is missing; {how_to_set(path)}" for path in missing])
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+@contextmanager
+def config_errors(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn what composing may raise into a `ConfigError` that names the override at fault."""
+    for override in overrides:
+        if len(override) > _LONGEST_OVERRIDE:
+            raise ConfigError(
+                [
+                    f"the override {override[:40]!r}… has {len(override)} characters, over the limit of "
+                    f"{_LONGEST_OVERRIDE}; put it into a YAML file and pass --config-dir"
+                ]
+            )
+        name, _, choice = override.partition("=")
+        if name in groups() and name != "experiment" and choice.startswith("["):
+            raise ConfigError(
+                [f"{override} makes more than one choice; {name} takes one of: {', '.join(groups()[name])}"]
+            )
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError) as error:
+        raise ConfigError(list(_diagnose(overrides)) or [_whole_text(error)]) from error
+
+
+def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
+    """Return the shipped config groups with their choices."""
+    folders = sorted(path for path in directory.iterdir() if path.is_dir())
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def _diagnose(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each override that can't be read, or names no choice of its group, or no key."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except (HydraException, ValueError, RecursionError) as error:
+            yield f"{text[:40]!r} is not an override; write key=value ({_first_line(error)[:200]})"
+            continue
+        if override.key_or_group in (shipped := groups()):
+            yield from _wrong_choice(override.key_or_group, override.value(), shipped[override.key_or_group])
+        elif not override.is_hydra_override() and find(override.key_or_group) is None:
+            yield unknown_key_problem(override.key_or_group)
+
+
+def _wrong_choice(group: str, choice: Any, choices: Sequence[str]) -> Iterator[str]:
+    if choice in choices or (choice is not None and not isinstance(choice, str)):
+        return
+    nearest = get_close_matches(choice, choices, n=1) if choice else []
+    hint = f"; did you mean {group}={nearest[0]}?" if nearest else ";"
+    yield f"{group}={choice or 'null'} is not a choice{hint} {group} has: {', '.join(choices)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].strip()
+
+
+def _whole_text(error: Exception) -> str:
+    """Return the error's text with its cause's, which is where Hydra leaves the key."""
+    texts = [str(error), str(error.__cause__) if error.__cause__ else ""]
+    return "\n".join(text.strip() for text in texts if text.strip()) or type(error).__name__

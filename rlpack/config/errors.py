@@ -1,0 +1,20 @@
+"""The error of everything that a user configures."""
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be run: one line for each problem, with what was got and which key to change.
+
+    >>> print(ConfigError(["seed is -1; it has to be at least 0", "steps is not a key"]))
+    seed is -1; it has to be at least 0
+    steps is not a key
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
+        """Rebuild from the problems, so that the error crosses a process boundary."""
+        return type(self), (self.problems,)

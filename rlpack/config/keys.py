@@ -1,0 +1,206 @@
+"""Every key of the schema: walk them, look one up, and name the nearest to one that doesn't exist."""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rlpack.config.schema import Config
+
+ANY_NAME = "<name>"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: its dotted path, its type, its default and what it means.
+
+    Attributes:
+        path: dotted path; `<name>` stands where the user chooses the name.
+        annotation: the Python type.
+        default: the default value, or None for a section or where `required`.
+        required: whether there is no default.
+        description: what it means, one line.
+        constraints: limits as text, such as `>= 1`.
+    """
+
+    path: str
+    annotation: Any
+    default: Any = None
+    required: bool = False
+    description: str = ""
+    constraints: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether users may add names of their own below it."""
+        return get_origin(self.annotation) is dict
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the schema fixes the keys below it."""
+        return _is_section(self.annotation)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it holds a value that code reads, free-form arguments included."""
+        return not self.is_section and not (self.is_open and _is_section(get_args(self.annotation)[1]))
+
+
+def walk(root: Key | None = None) -> Iterator[Key]:
+    """Yield every key below `root` (the whole config when None), parents before children, in the schema's order.
+
+    >>> [key.path for key in walk() if key.path.startswith("warm_up")][:2]
+    ['warm_up', 'warm_up.steps']
+    """
+    for key in children(root or ROOT).values():
+        yield key
+        yield from walk(key)
+
+
+def children(key: Key) -> Mapping[str, Key]:
+    """Return the keys right below `key` by name; `<name>` where the user chooses it, none below a value."""
+    if key.is_open:
+        below = get_args(key.annotation)[1]
+        return {ANY_NAME: Key(_join(key.path, ANY_NAME), below)} if _is_section(below) else {}
+    if not key.is_section:
+        return {}
+    if is_dataclass(key.annotation):
+        return _dataclass_children(key)
+    return {name: _from_field(_join(key.path, name), info) for name, info in key.annotation.model_fields.items()}
+
+
+def find(path: str) -> Key | None:
+    """Return the key at a dotted path as a user writes it, or None when the schema has no such key.
+
+    Below an open mapping every name is a key.
+
+    >>> find("placement.pools.big.ranks").path, find("model.config.hidden_size").path, find("trainer.stepz")
+    ('placement.pools.<name>.ranks', 'model.config', None)
+    """
+    key = ROOT
+    for part in path.split("."):
+        below = children(key)
+        if key.is_open and not below:
+            return key
+        if part not in below and ANY_NAME not in below:
+            return None
+        key = below.get(part) or below[ANY_NAME]
+    return key
+
+
+def unknown_key_problem(path: str) -> str:
+    """Return the message for a key that doesn't exist: the nearest key, and the valid ones beside it.
+
+    >>> unknown_key_problem("warm_up.stepz")
+    'warm_up.stepz is not a key; did you mean warm_up.steps? warm_up has: steps, batch_size, learning_rate'
+    """
+    parent, parts = ROOT, path.split(".")
+    while (below := children(parent)) and (parts[0] in below or ANY_NAME in below):
+        parent = below.get(parts[0]) or below[ANY_NAME]
+        parts = parts[1:]
+    known = path.split(".")[: len(path.split(".")) - len(parts)]
+    where = ".".join(known)
+    if not below:
+        return f"{path} is not a key; {where} is a value and has no keys below it"
+    nearest = _nearest(parts[0], where, below)
+    hint = f"; did you mean {nearest}?" if nearest else ";"
+    return f"{path} is not a key{hint} {where or 'the top level'} has: {', '.join(below)}"
+
+
+def how_to_set(path: str) -> str:
+    """Return the way out for a key without a value.
+
+    >>> how_to_set("data.split")
+    'set data.split=… (split that prompts are drawn from (hub and generator))'
+    """
+    key = find(path)
+    text = key.description.rstrip(".") if key else ""
+    return f"set {path}=…" + (f" ({text[:1].lower()}{text[1:]})" if text else "")
+
+
+def _nearest(name: str, where: str, below: Mapping[str, Key]) -> str | None:
+    """Return the path of the likeliest key: a sibling of like spelling, else a key of that name elsewhere."""
+    if close := get_close_matches(name, below, n=1):
+        return _join(where, close[0])
+    everywhere = {key.name: key.path for key in reversed(list(walk())) if ANY_NAME not in key.path}
+    close = get_close_matches(name, everywhere, n=1, cutoff=0.8)
+    return everywhere[close[0]] if close else None
+
+
+def _is_section(annotation: Any) -> bool:
+    return inspect.isclass(annotation) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _from_field(path: str, info: FieldInfo) -> Key:
+    default = info.get_default(call_default_factory=True, validated_data={})
+    description = info.description or ""
+    if not description and _is_section(info.annotation):
+        description = (inspect.getdoc(info.annotation) or "").partition("\n")[0]
+    return Key(
+        path=path,
+        annotation=info.annotation,
+        default=None if default is PydanticUndefined else default,
+        required=info.is_required(),
+        description=description,
+        constraints=tuple(_constraints(info)),
+    )
+
+
+def _constraints(info: FieldInfo) -> Iterator[str]:
+    """Yield the numeric limits of a field as text, also those inside `X | None`."""
+    marks = list(info.metadata)
+    for argument in get_args(info.annotation):
+        for nested in get_args(argument)[1:]:
+            marks.extend(nested.metadata if isinstance(nested, FieldInfo) else [])
+    for mark in marks:
+        match mark:
+            case Ge(ge=limit):
+                yield f">= {limit}"
+            case Gt(gt=limit):
+                yield f"> {limit}"
+            case Le(le=limit):
+                yield f"<= {limit}"
+            case Lt(lt=limit):
+                yield f"< {limit}"
+
+
+def _dataclass_children(key: Key) -> dict[str, Key]:
+    """Return the keys of a dataclass section; its docstring's Attributes describe them."""
+    documentation = inspect.getdoc(key.annotation) or ""
+    hints = get_type_hints(key.annotation)
+    return {
+        field.name: Key(
+            path=_join(key.path, field.name),
+            annotation=hints[field.name],
+            default=None if field.default is MISSING else field.default,
+            required=field.default is MISSING,
+            description=_attribute_text(documentation, field.name),
+        )
+        for field in fields(key.annotation)
+    }
+
+
+def _attribute_text(documentation: str, name: str) -> str:
+    """Return the text of `name` under Attributes, on one line with a capital."""
+    found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^\w|\Z)", documentation, re.DOTALL | re.MULTILINE)
+    text = " ".join(found.group(1).split()) if found else ""
+    return text[:1].upper() + text[1:] if text[:1].isalpha() else text
+
+
+ROOT = Key("", Config)

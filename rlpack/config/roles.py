@@ -1,0 +1,62 @@
+"""What the sections say about one role: how it batches and where it runs."""
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config, RoleBatching, builtin_roles
+from rlpack.packing.batching import Batching
+from rlpack.packing.errors import PackingError
+
+
+def role_batching(config: Config, role: str) -> Batching:
+    """Return how `role` batches: its own values where it set some, the actor's (`batching`) for the rest.
+
+    Raises:
+        ConfigError: the role doesn't exist, or its own values and the actor's don't go together.
+
+    >>> from rlpack.config.schema import Role
+    >>> judge = Role(target="judge:Judge", batching=RoleBatching(mode="fixed", rows=2))
+    >>> config = Config(roles={"judge": judge})
+    >>> role_batching(config, "judge").mode, role_batching(config, "judge").max_tokens
+    ('fixed', 4096)
+    """
+    if role not in config.roles:
+        raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
+    place, own = own_batching(config, role)
+    try:
+        return config.batching.override(**own.model_dump())
+    except PackingError as error:
+        raise ConfigError([f"{place}, with what it inherits from batching: {error}"]) from error
+
+
+def own_batching(config: Config, role: str) -> tuple[str, RoleBatching]:
+    """Return the key that holds a role's own batching, and its value; the actor's own one is `batching` itself."""
+    if role == "actor":
+        return "batching", RoleBatching()
+    if role == "reference":
+        return "reference.batching", config.reference.batching
+    return f"roles.{role}.batching", config.roles[role].batching
+
+
+def pool_of(config: Config, role: str) -> str:
+    """Return the pool that `role` runs in: the one placement.roles names, else the first pool.
+
+    >>> pool_of(Config(), "judge")
+    'main'
+    """
+    return config.placement.roles.get(role, next(iter(config.placement.pools)))
+
+
+def started_roles(config: Config) -> list[str]:
+    """Return the roles that this run starts: no reference without a KL term, no rollout or reward under sft.
+
+    >>> started_roles(Config(recipe="sft"))
+    ['actor']
+    """
+    idle = set() if config.algorithm.kl_coef > 0 else {"reference"}
+    if config.recipe == "sft":
+        idle = {"reference", "rollout", "reward"}
+    return [role for role in config.roles if role not in idle]
+
+
+def is_builtin(role: str) -> bool:
+    """Whether `role` is one that rlpack brings along."""
+    return role in builtin_roles()

@@ -1,0 +1,224 @@
+"""Rules across keys: what no single key's type and limits can say.
+
+Every rule is a generator of problems; `broken_rules` runs them all, so that a user sees everything at once. Rules look
+at values alone. What depends on files, packages or the machine is looked at by the command line, before it starts.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
+from rlpack.config.schema import Config, RoleBatching
+
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_SECRET = re.compile(
+    r"(^|[_-])(api_?key|secret|password|passwd|credentials?|(access|auth|bearer|hf)_?token)($|[_-])", re.I
+)
+
+
+def broken_rules(config: Config) -> list[str]:
+    """Return the problems of a config whose every single value is well-formed; empty when it can run."""
+    rules = (_batch_sizes, _algorithm, _model, _data, _supervision, _run) + (
+        _targets,
+        _names,
+        _placement,
+        _own_batching,
+        _secrets,
+    )
+    problems = [problem for rule in rules for problem in rule(config)]
+    return problems or list(_token_budget(config))
+
+
+def odd_choices(config: Config) -> list[str]:
+    """Return what is allowed and can run, but will hardly do what was meant.
+
+    >>> from rlpack.config.schema import Trainer
+    >>> odd_choices(Config(trainer=Trainer(group_size=1)))[0].partition(":")[0]
+    'trainer.group_size is 1'
+    """
+    found = []
+    if config.recipe == "grpo" and config.trainer.group_size == 1:
+        found.append("trainer.group_size is 1: a group of one has no advantage, so nothing but the KL term trains")
+    if config.recipe == "grpo" and config.trainer.group_size == 2 and config.algorithm.scale == "std":
+        found.append("trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1")
+    return found
+
+
+def _batch_sizes(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if config.recipe == "sft":
+        if trainer.mini_batch_size is not None or trainer.epochs != 1:
+            yield (
+                "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
+                "leave trainer.mini_batch_size=null and trainer.epochs=1"
+            )
+        return
+    sequences = trainer.prompts_per_step * trainer.group_size
+    if trainer.mini_batch_size is not None and trainer.mini_batch_size > sequences:
+        yield (
+            f"trainer.mini_batch_size is {trainer.mini_batch_size}, over the {sequences} sequences of a rollout batch "
+            f"(trainer.prompts_per_step {trainer.prompts_per_step} x trainer.group_size {trainer.group_size}); lower it"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.clip_low > algorithm.clip_high:
+        yield (
+            f"algorithm.clip_low is {algorithm.clip_low}, over algorithm.clip_high of {algorithm.clip_high}; "
+            "lower the one or raise the other"
+        )
+    needs_constant = algorithm.aggregation == "sequence_sum"
+    if needs_constant and algorithm.sequence_sum_constant is None:
+        yield (
+            "algorithm.aggregation=sequence_sum divides by a constant; set algorithm.sequence_sum_constant, "
+            f"for example to rollout.max_new_tokens ({config.rollout.max_new_tokens})"
+        )
+    if not needs_constant and algorithm.sequence_sum_constant is not None:
+        yield (
+            f"algorithm.sequence_sum_constant is {algorithm.sequence_sum_constant}, but algorithm.aggregation is "
+            f"{algorithm.aggregation}; set algorithm.aggregation=sequence_sum or leave the constant at null"
+        )
+    if algorithm.kl_coef > 0 and "reference" not in config.roles:
+        yield f"algorithm.kl_coef is {algorithm.kl_coef} and needs the role reference; keep roles.reference"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.path is None and not isinstance(model.config.get("model_type"), str):
+        yield (
+            "model.path is null, so a new model is built from model.config, which lacks model_type; "
+            "set model.path to a folder or a hub name, choose model=tiny, or set model.config.model_type (qwen2, ...)"
+        )
+    if model.path is not None and model.config:
+        yield (
+            f"model.path is {model.path!r} and model.config is set too; model.config is for a new model: "
+            "choose model=pretrained together with model.path"
+        )
+    if model.revision is not None and model.path is None:
+        yield f"model.revision is {model.revision!r}, but model.path is null; a revision belongs to a hub model"
+    if model.trust_remote_code and (model.path is None or model.revision is None):
+        yield (
+            "model.trust_remote_code is true: code from the hub runs only at a pinned commit; "
+            "set model.path and model.revision, or leave it false"
+        )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    for name in ("source", "split", "validation_split", "prompt_column"):
+        if not getattr(data, name).strip():
+            yield f"data.{name} is blank; set it"
+    if data.generator and data.source != "arithmetic":
+        yield (
+            f"data.generator is set, but data.source is {data.source!r}; it is for data.source=arithmetic: "
+            "choose data=jsonl, data=parquet or data=hub together with data.source"
+        )
+
+
+def _supervision(config: Config) -> Iterator[str]:
+    if config.recipe == "sft" and config.warm_up.steps > 0:
+        yield f"warm_up.steps is {config.warm_up.steps}, but recipe=sft has no warm-up; set warm_up.steps=0"
+    supervised = config.recipe == "sft" or config.warm_up.steps > 0
+    if supervised and config.data.demonstration_column is None:
+        reason = "recipe=sft" if config.recipe == "sft" else f"warm_up.steps={config.warm_up.steps}"
+        way_out = "" if config.recipe == "sft" else ", or warm_up.steps=0"
+        yield f"{reason} trains on demonstrations; set data.demonstration_column{way_out}"
+
+
+def _targets(config: Config) -> Iterator[str]:
+    targets = {"reward.function": config.reward.function}
+    targets |= {f"roles.{name}.target": role.target for name, role in config.roles.items()}
+    for key, target in targets.items():
+        if not _TARGET.fullmatch(target):
+            yield f"{key} is {target!r}; it has to be package.module:Name"
+
+
+def _names(config: Config) -> Iterator[str]:
+    for kind, names in (("placement.pools", config.placement.pools), ("roles", config.roles)):
+        for name in names:
+            if not _NAME.fullmatch(name):
+                yield f"{kind} holds the name {name!r}; use letters, digits, - and _, beginning with a letter"
+    for role in ("actor",) if config.recipe == "sft" else ("actor", "rollout", "reward"):
+        if role not in config.roles:
+            yield f"recipe={config.recipe} needs the role {role}; keep roles.{role}"
+
+
+def _placement(config: Config) -> Iterator[str]:
+    placement = config.placement
+    if not placement.pools:
+        yield "placement.pools is empty; add one, such as placement.pools.main.ranks=2"
+        return
+    for role, pool in placement.roles.items():
+        if role not in config.roles:
+            yield f"placement.roles.{role} places a role that doesn't exist; roles has: {', '.join(config.roles)}"
+        if pool not in placement.pools:
+            yield f"placement.roles.{role} is {pool!r}; placement.pools has: {', '.join(placement.pools)}"
+    used = {pool_of(config, role) for role in config.roles}
+    for name, pool in placement.pools.items():
+        if name not in used:
+            yield f"placement.pools.{name} has no role; name it in placement.roles, or drop it: ~placement.pools.{name}"
+        if pool.gpus_per_rank > 1 and pool.gpus_per_rank != int(pool.gpus_per_rank):
+            yield f"placement.pools.{name}.gpus_per_rank is {pool.gpus_per_rank}; above 1 it has to be a whole number"
+
+
+def _own_batching(config: Config) -> Iterator[str]:
+    for name, role in config.roles.items():
+        if is_builtin(name) and role.batching != RoleBatching():
+            home = {"actor": "batching", "reference": "reference.batching"}.get(name)
+            way_out = f"set {home} instead" if home else f"the role {name} makes no microbatches; leave it unset"
+            yield f"roles.{name}.batching is set; {way_out}"
+        try:
+            role_batching(config, name)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def _run(config: Config) -> Iterator[str]:
+    if config.run_dir is not None and not config.run_dir.strip():
+        yield "run_dir is blank; set a directory, or null for runs/<date>-<recipe>"
+    if config.resume == "auto" and config.run_dir is None:
+        yield "resume=auto goes on from a run's directory; set run_dir to it"
+
+
+def _secrets(config: Config) -> Iterator[str]:
+    """A config is written to the run directory, the report and the loggers, so it must not carry a secret."""
+    free = {
+        "model.config": config.model.config,
+        "data.generator": config.data.generator,
+        "reward.arguments": config.reward.arguments,
+    }
+    for place, values in free.items():
+        for path in _secret_paths(place, values):
+            yield f"{path} looks like a secret, and a config is stored and shown; pass it as an environment variable"
+
+
+def _secret_paths(place: str, values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _secret_paths(f"{place}.{name}", value)
+        elif isinstance(value, str) and value and _SECRET.search(str(name)):
+            yield f"{place}.{name}"
+
+
+def _token_budget(config: Config) -> Iterator[str]:
+    """The longest sequence that a rollout can give has to fit one microbatch, else a run may die hours later."""
+    if config.recipe != "grpo":
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    for role in started_roles(config):
+        if role in {"rollout", "reward"}:
+            continue
+        batching = role_batching(config, role)
+        multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
+        slots = -(-longest // multiple) * multiple
+        if batching.overlong != "error" or batching.max_tokens is None or slots <= batching.max_tokens:
+            continue
+        yield (
+            f"batching.max_tokens is {batching.max_tokens} for the role {role}, under the {slots} slots that the "
+            f"longest sequence takes (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
+            f"{config.rollout.max_new_tokens}); raise it, lower one of the two, or set batching.overlong=truncate"
+        )

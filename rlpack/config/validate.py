@@ -1,0 +1,94 @@
+"""Validate a composed config back into the schema, so that nothing starts on a wrong one.
+
+Invariant: `validate` either returns a `Config` that every rule holds for, or raises one `ConfigError` that lists all
+problems found at that stage, each with what was got, what is allowed and which key to change.
+"""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.keys import children, find, how_to_set, unknown_key_problem
+from rlpack.config.rules import broken_rules
+from rlpack.config.schema import Config
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list, such as [1,2]",
+    "dict_type": "a mapping of names to values",
+}
+_LIMITS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_LONGEST_SHOWN = 80
+
+
+def validate(composed: Mapping[str, Any]) -> Config:
+    """Return the config that a plain nested mapping describes; keys that are absent take the schema's defaults.
+
+    Raises:
+        ConfigError: an unknown key, a missing or wrong value, or a rule across keys that is broken.
+
+    >>> validate({"model": {"config": {"model_type": "qwen2"}}, "seed": 7}).seed
+    7
+    """
+    try:
+        config = Config.model_validate(dict(composed))
+    except ValidationError as error:
+        raise ConfigError([_problem(details) for details in error.errors(include_url=False)]) from None
+    if problems := broken_rules(config):
+        raise ConfigError(problems)
+    return config
+
+
+def _problem(details: ErrorDetails) -> str:
+    """Return pydantic's finding in our words."""
+    kind, path = details["type"], ".".join(str(part) for part in details["loc"])
+    if kind in {"extra_forbidden", "unexpected_keyword_argument", "invalid_key"}:
+        return unknown_key_problem(path)
+    if kind == "missing":
+        return f"{path} is missing; {how_to_set(path)}"
+    if kind == "value_error":  # our own text, raised by a section's own checks
+        return str(details.get("ctx", {})["error"])
+    if details["input"] is None:
+        return f"{path} is null, which it can't be; {how_to_set(path)}"
+    return f"{path} is {_show(details['input'])}; {_allowed(details, path)}"
+
+
+def _allowed(details: ErrorDetails, path: str) -> str:
+    """Return what the key takes."""
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in _LIMITS:
+        name, words = _LIMITS[kind]
+        return f"it has to be {words} {context[name]}"
+    if kind == "literal_error":
+        choices = context["expected"].replace("'", "")
+        names = choices.replace(" or ", ", ").split(", ")
+        nearest = get_close_matches(str(details["input"]), names, n=1)
+        return (f"did you mean {nearest[0]}? " if nearest else "") + f"choose one of {', '.join(names)}"
+    if kind in {"model_type", "dataclass_type"}:
+        return f"it is a section, not a value; set one of its keys: {', '.join(_keys_below(path))}"
+    return f"it has to be {_EXPECTED[kind]}" if kind in _EXPECTED else details["msg"]
+
+
+def _keys_below(path: str) -> Iterator[str]:
+    key = find(path)
+    return iter(children(key)) if key else iter(())
+
+
+def _show(value: Any) -> str:
+    """Return the value as a user would write it, cut where it is long."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}… ({len(text)} characters)"
