@@ -1,0 +1,181 @@
+"""Prompts from the built-in generator, a JSONL or Parquet file, or a dataset of the Hugging Face hub.
+
+A source becomes rows with their place (`file:line`, or `name, row k`); one function makes checked examples of them.
+"""
+
+import http.client
+import importlib
+import json
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpack.data.errors import DataError
+from rlpack.data.examples import Example, PromptDataset, check_prompt, check_text
+
+__all__ = ["Example", "PromptDataset", "load_prompts"]
+
+Row = tuple[str, Mapping[str, Any]]
+_HUB_DEADLINE_S = 6.0
+
+
+def load_prompts(
+    source: str,
+    *,
+    split: str,
+    seed: int,
+    prompt_column: str = "prompt",
+    answer_column: str | None = "answer",
+    demonstration_column: str | None = None,
+    generator: Mapping[str, Any] | None = None,
+) -> PromptDataset:
+    """Return the prompts of a source, every row checked.
+
+    A column `uid` names the rows; without one they are named by split and number.
+
+    Args:
+        source: `arithmetic`, a path that ends in .jsonl or .parquet, or a name for `datasets.load_dataset`.
+        split: split of a generator or of a hub dataset; a file has one only.
+        seed: what a generator draws from.
+        prompt_column: text, or a list of chat messages.
+        answer_column: column that rewards compare with; None for none.
+        demonstration_column: column of the target text of supervised steps; None for none.
+        generator: arguments of the built-in generator.
+
+    Raises:
+        DataError: the source can't be read, lacks a column, has no row, or has a bad one; the text says which.
+    """
+    named = {"data.prompt_column": prompt_column, "data.answer_column": answer_column}
+    named["data.demonstration_column"] = demonstration_column
+    examples: list[Example] = []
+    for number, (place, row) in enumerate(_rows(source, split, seed, generator or {})):
+        for key, column in named.items():
+            if column is not None and column not in row:
+                raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
+        demonstration = row[demonstration_column] if demonstration_column else None
+        if demonstration_column:
+            check_text(demonstration, f"{place}: {demonstration_column}")
+        examples.append(
+            Example(
+                uid=_uid(row, place, f"{split}-{number}"),
+                prompt=check_prompt(row[prompt_column], f"{place}: {prompt_column}"),
+                answer=row[answer_column] if answer_column else None,
+                demonstration=demonstration,
+                columns={name: value for name, value in row.items() if name not in {*named.values(), "uid"}},
+            )
+        )
+    return PromptDataset(source, examples)
+
+
+def _uid(row: Mapping[str, Any], place: str, default: str) -> str:
+    """Return the row's own uid, which names it in logs and never a file."""
+    if "uid" not in row:
+        return default
+    return check_text(row["uid"], f"{place}: uid")
+
+
+def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield place and columns of every row of a source."""
+    if source == "arithmetic":
+        return _generated(source, split, seed, generator)
+    path = Path(source).expanduser()
+    if path.suffix in {".jsonl", ".parquet"}:
+        if not path.is_file():
+            raise DataError(f"there is no file {source}; set data.source (it is looked for from {Path.cwd()})")
+        return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+    return _hub(source, split)
+
+
+def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the rows of the built-in task."""
+    module = importlib.import_module(f"rlpack.data.{source}")
+    try:
+        task = module.ArithmeticTask(**arguments)
+    except TypeError as error:
+        allowed = ", ".join(module.ArithmeticTask.__dataclass_fields__)
+        raise DataError(f"data.generator: {error}; the keys are {allowed}") from error
+    columns = module.generate(split, seed=seed, task=task)
+    for number, values in enumerate(zip(*columns.values(), strict=True)):
+        yield f"{source}, row {number}", dict(zip(columns, values, strict=True))
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    """Yield the objects of a file with one JSON object a line; a byte-order mark and CRLF are fine, blanks skipped."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place} is not UTF-8: {error}; save the file as UTF-8") from error
+            if not text:
+                continue
+            try:
+                row = json.loads(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise DataError(f"{place} is not JSON: {error}; it begins {text[:60]!r}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{place} is a {type(row).__name__}; every line has to be one JSON object")
+            yield place, row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for number, row in enumerate(row for batch in file.iter_batches() for row in batch.to_pylist()):
+                yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} can't be read as Parquet: {error}; write the file again") from error
+
+
+def _hub(source: str, split: str) -> Iterator[Row]:
+    """Yield the rows of a dataset that `datasets.load_dataset` knows: a folder, or a name of the hub."""
+    import datasets
+    from huggingface_hub import constants
+
+    if not Path(source).exists() and not constants.HF_HUB_OFFLINE:
+        _check_hub(source, constants.ENDPOINT)
+    try:
+        table = datasets.load_dataset(source, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"dataset {source!r}, split {split!r}, can't be loaded: {reason}; "
+            "set data.source to a name of the hub, a folder, a .jsonl or a .parquet file, and data.split to its split"
+        ) from error
+    for number, row in enumerate(table):
+        yield f"{source}, row {number}", dict(row)
+
+
+def _check_hub(source: str, endpoint: str) -> None:
+    """Raise within `_HUB_DEADLINE_S` where the hub can't be reached; the client itself would try for minutes."""
+    failures: list[str] = []
+    probe = threading.Thread(target=_probe, args=(endpoint, failures), daemon=True)
+    probe.start()
+    probe.join(_HUB_DEADLINE_S)
+    if probe.is_alive():
+        failures.append(f"no answer in {_HUB_DEADLINE_S:g} s")
+    if failures:
+        raise DataError(
+            f"dataset {source!r} is no file or folder, and {endpoint} can't be reached ({failures[0]}); "
+            "set data.source to a local .jsonl or .parquet file, or HF_HUB_OFFLINE=1 to use what the cache has"
+        )
+
+
+def _probe(endpoint: str, failures: list[str]) -> None:
+    """Ask `endpoint` for anything; any answer will do, also a refusal or a certificate that only the client knows."""
+    try:
+        urllib.request.urlopen(endpoint, timeout=_HUB_DEADLINE_S).close()
+    except urllib.error.HTTPError as answer:
+        answer.close()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if not (isinstance(error, urllib.error.URLError) and isinstance(error.reason, ssl.SSLError)):
+            failures.append(str(error))
