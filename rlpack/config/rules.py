@@ -5,7 +5,7 @@ at values alone. What depends on files, packages or the machine is looked at by 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlpack.config.errors import ConfigError
@@ -21,14 +21,7 @@ _SECRET = re.compile(
 
 def broken_rules(config: Config) -> list[str]:
     """Return the problems of a config whose every single value is well-formed; empty when it can run."""
-    rules = (_batch_sizes, _algorithm, _model, _data, _supervision, _run) + (
-        _targets,
-        _names,
-        _placement,
-        _own_batching,
-        _secrets,
-    )
-    problems = [problem for rule in rules for problem in rule(config)]
+    problems = [problem for rule in _RULES for problem in rule(config)]
     return problems or list(_token_budget(config))
 
 
@@ -222,3 +215,18 @@ def _token_budget(config: Config) -> Iterator[str]:
             f"longest sequence takes (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
             f"{config.rollout.max_new_tokens}); raise it, lower one of the two, or set batching.overlong=truncate"
         )
+
+
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _batch_sizes,
+    _algorithm,
+    _model,
+    _data,
+    _supervision,
+    _run,
+    _targets,
+    _names,
+    _placement,
+    _own_batching,
+    _secrets,
+)

@@ -70,7 +70,9 @@ class WarmUp(Section):
 
     steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 for none.")
     batch_size: Count = Field(default=64, description="Sequences of one optimizer step, over all ranks.")
-    learning_rate: Positive = Field(default=1e-3, description="Peak learning rate, reached over the first tenth, then cosine.")
+    learning_rate: Positive = Field(
+        default=1e-3, description="Peak learning rate, reached over the first tenth, then cosine."
+    )
 
 
 class Evaluation(Section):
@@ -98,7 +100,9 @@ class Actor(Section):
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
     logprob_chunk: Count = Field(default=1024, description="Tokens whose logits exist at one time.")
-    isolation_check: bool = Field(default=True, description="At start, check that packed sequences do not see each other.")
+    isolation_check: bool = Field(
+        default=True, description="At start, check that packed sequences do not see each other."
+    )
 
 
 class Reference(Section):
@@ -111,10 +115,14 @@ class Algorithm(Section):
     """Advantages, the policy loss and its KL term."""
 
     baseline: Literal["mean", "leave_one_out"] = Field(default="mean", description="What a reward is compared with.")
-    scale: Literal["std", "none"] = Field(default="std", description="Divide advantages by the group's standard deviation.")
+    scale: Literal["std", "none"] = Field(
+        default="std", description="Divide advantages by the group's standard deviation."
+    )
     clip_low: float = Field(default=0.2, ge=0, lt=1, description="The ratio is clipped below 1 minus this.")
     clip_high: NonNegative = Field(default=0.28, description="The ratio is clipped above 1 plus this.")
-    dual_clip: float | None = Field(default=None, gt=1, description="Bound on the ratio for negative advantages; null: none.")
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="Bound on the ratio for negative advantages; null: none."
+    )
     kl_coef: NonNegative = Field(default=0.0, description="Weight of the KL term against the reference; 0 starts none.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the KL divergence.")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
@@ -134,19 +142,27 @@ class Model(Section):
         default=None, description="Folder or hub name; null takes model.path's, or the dataset's own characters."
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model; needs model.revision.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that comes with the model; needs model.revision."
+    )
 
 
 class Data(Section):
     """Prompts: a built-in generator, a JSONL or Parquet file, or a dataset of the hub."""
 
-    source: str = Field(default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name.")
+    source: str = Field(
+        default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name."
+    )
     split: str = Field(default="train", description="Split that prompts are drawn from (hub and generator).")
-    validation_source: str | None = Field(default=None, description="Source of the held-out prompts; null takes data.source.")
+    validation_source: str | None = Field(
+        default=None, description="Source of the held-out prompts; null takes data.source."
+    )
     validation_split: str = Field(default="validation", description="Held-out split.")
     prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field(default="answer", description="Column that rewards compare with; null for none.")
-    demonstration_column: str | None = Field(default=None, description="Column of the target text for supervised steps.")
+    demonstration_column: str | None = Field(
+        default=None, description="Column of the target text for supervised steps."
+    )
     chat_template: bool = Field(default=False, description="Render prompts through the tokenizer's chat template.")
     max_prompt_tokens: Count = Field(default=512, description="Longest prompt.")
     overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What happens to a longer prompt.")
@@ -188,13 +204,17 @@ class Pool(Section):
 class Placement(Section):
     """Which role runs where, and how long anyone waits."""
 
-    address: str | None = Field(default=None, description="Ray cluster to join (auto, or host:port); null starts a local one.")
+    address: str | None = Field(
+        default=None, description="Ray cluster to join (auto, or host:port); null starts a local one."
+    )
     pools: dict[str, Pool] = Field(default_factory=lambda: {"main": Pool()}, description="Pools of devices by name.")
     roles: dict[str, str] = Field(
-       default= default_factory=lambda: {"actor": "main", "reference": "main", "rollout": "main", "reward": "main"},
+        default_factory=lambda: {"actor": "main", "reference": "main", "rollout": "main", "reward": "main"},
         description="Pool of each role; roles of one pool share its processes. Others run in the first pool.",
     )
-    start_timeout_s: Positive = Field(default=300.0, description="Deadline for processes and roles to start, in seconds.")
+    start_timeout_s: Positive = Field(
+        default=300.0, description="Deadline for processes and roles to start, in seconds."
+    )
     call_timeout_s: Positive = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
 
 
@@ -225,7 +245,9 @@ class Logger(Section):
 class Checkpoint(Section):
     """Resumable state."""
 
-    every: Count = Field(default=20, description="Rollout steps between two checkpoints; one more is written at the end.")
+    every: Count = Field(
+        default=20, description="Rollout steps between two checkpoints; one more is written at the end."
+    )
     keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
 
 
@@ -246,7 +268,9 @@ class Config(Section):
     data: Data = Data()
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
-    batching: ActorBatching = Field(default=Batching(), description="How the actor, and every role without its own, batches.")
+    batching: ActorBatching = Field(
+        default=Batching(), description="How the actor, and every role without its own, batches."
+    )
     actor: Actor = Actor()
     reference: Reference = Reference()
     placement: Placement = Placement()
