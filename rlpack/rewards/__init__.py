@@ -1,1 +1,1 @@
-"""rewards."""
+"""Reward functions, and how they are found, called and checked."""

@@ -48,7 +48,6 @@ class HFEngine:
         self._pad_token_id = pad_token_id
         self._batch_rows = batch_rows
 
-    @torch.inference_mode()
     def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
         """Return one response for each prompt, as `Engine.generate` says.
 
@@ -65,8 +64,10 @@ class HFEngine:
         for rows in order.split(self._batch_rows):
             decoder = _Decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             part = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
-            tokens.append(Ragged.from_padded(part.tokens, part.lengths))
-            logprobs.append(Ragged.from_padded(part.logprobs, part.lengths))
+            # Copied outside of inference mode, whose own tensors may never meet autograd.
+            lengths = part.lengths.clone()
+            tokens.append(Ragged.from_padded(part.tokens, lengths))
+            logprobs.append(Ragged.from_padded(part.logprobs, lengths))
             reasons[rows.numpy(force=True)] = part.stopped.numpy(force=True)
         back = torch.argsort(order)
         return Generations(
@@ -155,6 +156,7 @@ class _Responses(NamedTuple):
     stopped: Tensor  # bool [B]
 
 
+@torch.inference_mode()
 def _respond(decoder: _Decoder, params: SamplingParams, seeds: np.ndarray, device: torch.device) -> _Responses:
     """Generate until every row has stopped or is at the limit."""
     shape = (len(seeds), params.max_new_tokens)
