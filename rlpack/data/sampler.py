@@ -75,5 +75,5 @@ def row_seeds(seed: int, step: int, positions: np.ndarray, samples: int) -> np.n
     sample = np.tile(np.arange(samples, dtype=np.uint64), len(positions))
     mixed = splitmix64(np.full(rows.shape, seed % _WORD, dtype=np.uint64))
     for word in (np.full(rows.shape, step % _WORD, dtype=np.uint64), rows, sample):
-        mixed = splitmix64(mixed ^ splitmix64(word))
+        mixed = splitmix64(mixed ^ word)
     return mixed

@@ -1,0 +1,168 @@
+import json
+import re
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlpack.data.datasets import Example, load_prompts
+from rlpack.data.errors import DataError
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+
+
+def jsonl(tmp_path, *rows, text=None):
+    path = tmp_path / "rows.jsonl"
+    content = "\n".join(json.dumps(row) for row in rows) if text is None else text
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def load(source, **arguments):
+    return load_prompts(source, **{"split": "train", "seed": 1, **arguments})
+
+
+def test_rows_of_a_jsonl_file_become_examples(tmp_path):
+    source = jsonl(tmp_path, {**GOOD, "level": 3}, {**GOOD, "uid": "second"})
+    dataset = load(source)
+    assert dataset[0] == Example("train-0", "1+1=", "2", None, {"level": 3})
+    assert (len(dataset), dataset[1].uid) == (2, "second")
+
+
+def test_columns_go_by_name(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    source = jsonl(tmp_path, {"messages": messages, "target": [1, 2], "worked": "text", "prompt": 7})
+    example = load(source, prompt_column="messages", answer_column="target", demonstration_column="worked")[0]
+    assert (example.prompt, example.answer, example.demonstration) == (messages, [1, 2], "text")
+    assert example.columns == {"prompt": 7}
+    assert load(source, prompt_column="messages", answer_column=None)[0].answer is None
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path):
+    rows = [{**GOOD, "extra": {"nested": [1, 2]}}, {**GOOD, "prompt": "אב 😀", "extra": {"nested": []}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert list(load(str(tmp_path / "rows.parquet"))) == list(load(jsonl(tmp_path, *rows)))
+
+
+def test_the_byte_order_mark_carriage_returns_and_blank_lines_are_fine(tmp_path):
+    line = json.dumps(GOOD)
+    plain, odd = jsonl(tmp_path, GOOD, GOOD), tmp_path / "odd.jsonl"
+    odd.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n\r\n{line}\r\n".encode())
+    assert list(load(str(odd))) == list(load(plain))
+
+
+def test_a_text_may_hold_any_character(tmp_path):
+    prompts = ["nul \0 in", "עברית", "👩‍👩‍👧", "<eos> <|im_end|>", "line\nbreak\u2028", "x" * 10_000_000]
+    dataset = load(jsonl(tmp_path, *[{"prompt": prompt, "answer": ""} for prompt in prompts]))
+    assert [example.prompt for example in dataset] == prompts
+
+
+def test_equal_rows_are_different_prompts(tmp_path):
+    assert len({example.uid for example in load(jsonl(tmp_path, GOOD, GOOD))}) == 2
+
+
+def test_the_generator_has_two_splits_that_share_no_prompt():
+    arguments = {"generator": {"train_size": 300, "validation_size": 30}, "demonstration_column": "demonstration"}
+    train, held_out = load("arithmetic", **arguments), load("arithmetic", split="validation", **arguments)
+    assert (len(train), len(held_out)) == (300, 30)
+    assert not {example.prompt for example in train} & {example.prompt for example in held_out}
+    assert list(load("arithmetic", **arguments)) == list(train)
+    assert list(load("arithmetic", **{**arguments, "seed": 2})) != list(train)
+
+
+def test_generator_errors_name_the_key():
+    with pytest.raises(DataError, match="data.generator: .*'operands'.*; the keys are train_size, "):
+        load("arithmetic", generator={"operands": 3})
+    with pytest.raises(DataError, match="no split 'test'"):
+        load("arithmetic", split="test")
+
+
+BAD_ROWS = {
+    "prompt missing": ({"answer": "2"}, "has no column 'prompt'; it has answer; set data.prompt_column"),
+    "answer missing": ({"prompt": "a"}, "has no column 'answer'; it has prompt; set data.answer_column"),
+    "prompt null": ({**GOOD, "prompt": None}, r"prompt is None \(NoneType\); it has to be text"),
+    "prompt empty": ({**GOOD, "prompt": ""}, "prompt is blank"),
+    "prompt blank": ({**GOOD, "prompt": " \n"}, "prompt is blank"),
+    "prompt a number": ({**GOOD, "prompt": 7}, r"prompt is 7 \(int\)"),
+    "prompt an object": ({**GOOD, "prompt": {"a": 1}}, r"\(dict\); it has to be text or a list"),
+    "surrogate": ({**GOOD, "prompt": "a\ud800"}, "half of a surrogate pair"),
+    "no message": ({**GOOD, "prompt": []}, "empty list"),
+    "message a text": ({**GOOD, "prompt": ["hi"]}, "message 0 is 'hi'"),
+    "unknown role": ({**GOOD, "prompt": [{"role": "human", "content": "a"}]}, "role 'human'; choose one of system"),
+    "no role": ({**GOOD, "prompt": [{"content": "a"}]}, "role None"),
+    "null content": ({**GOOD, "prompt": [{"role": "user", "content": None}]}, "message 0: content is None"),
+    "assistant last": ({**GOOD, "prompt": [{"role": "assistant", "content": "a"}]}, "ends with the assistant"),
+    "uid null": ({**GOOD, "uid": None}, "uid is None"),
+    "uid a number": ({**GOOD, "uid": 3}, "uid is 3"),
+    "an array": ([1, 2], "is a list; every line has to be one JSON object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_bad_row_is_one_error_with_file_and_line(tmp_path, case):
+    row, text = BAD_ROWS[case]
+    source = jsonl(tmp_path, GOOD, row)
+    with pytest.raises(DataError, match=f"^{re.escape(source)}:2.*{text}"):
+        load(source)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "has no rows"),
+        ("\n\n", "has no rows"),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": "a",', ":2 is not JSON: .*begins"),
+        (b'{"prompt": "\xff"}', ":1 is not UTF-8"),
+        ("[" * 100_000, ":1 is not JSON"),
+    ],
+)
+def test_broken_files_are_errors_with_their_line(tmp_path, content, text):
+    with pytest.raises(DataError, match=text):
+        load(jsonl(tmp_path, text=content))
+
+
+def test_uids_are_distinct(tmp_path):
+    with pytest.raises(DataError, match="rows 0 and 2 both have uid 'a'"):
+        load(jsonl(tmp_path, {**GOOD, "uid": "a"}, {**GOOD, "uid": "b"}, {**GOOD, "uid": "a"}))
+
+
+def test_a_demonstration_has_to_be_text(tmp_path):
+    with pytest.raises(DataError, match=r":1: worked is None"):
+        load(jsonl(tmp_path, {**GOOD, "worked": None}), demonstration_column="worked")
+    with pytest.raises(DataError, match=r"no column 'worked'; it has .*; set data.demonstration_column"):
+        load(jsonl(tmp_path, GOOD), demonstration_column="worked")
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(DataError, match=r"no file nothing.jsonl; set data.source"):
+        load("nothing.jsonl")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", None])
+def test_a_broken_parquet_file_is_named(tmp_path, content):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([GOOD] * 100), path)
+    path.write_bytes(path.read_bytes()[:-20] if content is None else content)
+    with pytest.raises(DataError, match="rows.parquet can't be read as Parquet"):
+        load(str(path))
+
+
+def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps(GOOD))
+    (folder / "validation.jsonl").write_text(json.dumps({**GOOD, "prompt": "2+2="}))
+    assert load(str(folder))[0].prompt == "1+1="
+    assert load(str(folder), split="validation")[0].prompt == "2+2="
+    with pytest.raises(DataError, match="split 'test', can't be loaded"):
+        load(str(folder), split="test")
+
+
+def test_a_hub_that_can_not_be_reached_is_said_in_time(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"dataset 'nobody/nothing' .*127.0.0.1:9 can't be reached"):
+        load("nobody/nothing")
+    assert time.monotonic() - began < 5

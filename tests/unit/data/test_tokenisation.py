@@ -1,0 +1,115 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rlpack.data.arithmetic import ALPHABET
+from rlpack.data.errors import DataError
+from rlpack.data.examples import Example
+from rlpack.data.tokenisation import character_tokenizer, characters, encode_demonstration, encode_prompt
+
+MIXED = "abeos<>/=# \t\n\0éß😀אb̈"[:-2] + "\u0308"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer(MIXED)
+
+
+@pytest.fixture
+def chat():
+    tokenizer = character_tokenizer(MIXED + "u")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.sampled_from(MIXED), min_size=1))
+def test_one_token_a_character_and_back(tokenizer, text):
+    ids = encode_prompt(tokenizer, Example("0", text), chat_template=False)
+    assert ids == [3 + MIXED.index(character) for character in text]
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    example = Example("0", "ab \n😀<eos>")
+    ids = encode_prompt(loaded, example, chat_template=False)
+    assert ids == encode_prompt(tokenizer, example, chat_template=False)
+    assert (loaded.pad_token_id, loaded.eos_token_id, len(loaded)) == (0, 1, 3 + len(MIXED))
+    assert loaded.decode(ids) == "ab \n😀<eos>"
+
+
+def test_specials_in_a_users_text_are_characters(tokenizer):
+    ids = encode_prompt(tokenizer, Example("0", "a<eos>"), chat_template=False)
+    assert ids == [3 + MIXED.index(character) for character in "a<eos>"]
+
+
+def test_demonstrations_end_with_one_end_of_sequence(tokenizer):
+    ids = encode_demonstration(tokenizer, Example("0", "a", demonstration="b<eos>"))
+    assert ids == [3 + MIXED.index(character) for character in "b<eos>"] + [tokenizer.eos_token_id]
+
+
+def test_messages_are_rendered_and_their_specials_are_characters(chat):
+    letter = {character: 3 + index for index, character in enumerate(MIXED + "u")}
+    spelled = [letter[character] for character in "<eos>"]
+    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "a<eos><eos>b"}]
+    expected = [letter[c] for c in "<s>b"] + [1] + [letter[c] for c in "<u>a"]
+    expected += spelled + spelled + [letter["b"], 1] + [letter[c] for c in "<a>"]
+    assert encode_prompt(chat, Example("0", messages), chat_template=True) == expected
+
+
+def test_a_text_prompt_through_a_template_is_one_message_of_the_user(chat):
+    messages = [{"role": "user", "content": "ab"}]
+    text = encode_prompt(chat, Example("0", "ab"), chat_template=True)
+    assert text == encode_prompt(chat, Example("0", messages), chat_template=True)
+    assert text == chat.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_the_alphabet_of_a_dataset_writes_all_its_texts():
+    examples = [
+        Example("0", [{"role": "user", "content": "xy"}], answer=42),
+        Example("1", "b", demonstration="ab", answer=None),
+    ]
+    assert characters(examples) == "24abxy"
+    assert sorted(ALPHABET) == list(characters([Example("0", ALPHABET)]))
+
+
+@pytest.mark.parametrize(
+    ("example", "chat_template", "text"),
+    [
+        (Example("row-7", "aZ"), False, r"prompt 'row-7' has characters that tokenizer .* can't write: \['Z'\]"),
+        (Example("row-7", [{"role": "user", "content": "a"}]), False, "'row-7' .* set data.chat_template=true"),
+        (Example("row-7", "a"), True, "'row-7': tokenizer '.*' has no chat template"),
+        (Example("row-7", ""), False, "'row-7' has no token"),
+    ],
+)
+def test_prompts_that_can_not_be_written_are_named(tokenizer, example, chat_template, text):
+    with pytest.raises(DataError, match=text):
+        encode_prompt(tokenizer, example, chat_template=chat_template)
+
+
+def test_a_template_that_refuses_is_named(chat):
+    chat.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match="'row-7': the chat template of .* refuses it: no system role"):
+        encode_prompt(chat, Example("row-7", "a"), chat_template=True)
+
+
+def test_demonstrations_need_a_text_and_an_end(tokenizer):
+    with pytest.raises(DataError, match=r"demonstration of '0' is missing; .*data.demonstration_column"):
+        encode_demonstration(tokenizer, Example("0", "a"))
+    endless = character_tokenizer("ab")
+    endless.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        encode_demonstration(endless, Example("0", "a", demonstration="b"))
+
+
+@pytest.mark.parametrize("alphabet", ["", "aba"])
+def test_alphabets_name_every_character_once(alphabet):
+    with pytest.raises(DataError, match="every character once"):
+        character_tokenizer(alphabet)
