@@ -65,6 +65,9 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         pad_token_id: fills the slots that hold no token; no real token sees them, whatever it is.
     """
     layout, ragged = view.layout, view.rows["input_ids"]
+    row_lengths = ragged.lengths.to(dtype=torch.int64, device="cpu")
+    if 0 in layout.shape:
+        return _one_empty_slot(row_lengths, packed=layout.cu_seqlens is not None, pad_token_id=pad_token_id).to(device)
     slots = torch.from_numpy(layout.slots)
     input_ids = torch.full(layout.shape, pad_token_id, dtype=torch.int64)
     input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
@@ -76,7 +79,7 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         position_ids=torch.from_numpy(layout.position_ids),
         packed=packed,
         slots=slots,
-        row_lengths=ragged.lengths.to(dtype=torch.int64, device="cpu"),
+        row_lengths=row_lengths,
     )
     return inputs.to(device)
 
@@ -88,6 +91,8 @@ def pack_rows(rows: list[Tensor]) -> ModelInputs:
     [[0, 1, 0]]
     """
     lengths = [row.shape[0] for row in rows]
+    if sum(lengths) == 0:
+        return _one_empty_slot(torch.tensor(lengths, dtype=torch.int64), packed=True, pad_token_id=0)
     values = torch.cat(rows)
     return ModelInputs(
         input_ids=values.unsqueeze(0),
@@ -95,4 +100,15 @@ def pack_rows(rows: list[Tensor]) -> ModelInputs:
         packed=Segments.of(lengths),
         slots=torch.arange(values.shape[0]),
         row_lengths=torch.tensor(lengths),
+    )
+
+
+def _one_empty_slot(row_lengths: Tensor, *, packed: bool, pad_token_id: int) -> ModelInputs:
+    """Stand in for rows without a single token: layers can't reshape nothing, and the ranks' collectives still run."""
+    return ModelInputs(
+        input_ids=torch.full((1, 1), pad_token_id, dtype=torch.int64),
+        position_ids=torch.zeros(1, 1, dtype=torch.int64),
+        packed=Segments.of([1]) if packed else None,
+        slots=torch.zeros(0, dtype=torch.int64),
+        row_lengths=row_lengths,
     )

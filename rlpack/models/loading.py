@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from torch import nn
 from transformers import (
@@ -116,7 +117,7 @@ def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConf
             raise ModelError(f"model.config.{key} is not a setting of {kind}{hint}")
     try:
         return AutoConfig.for_model(kind, **(settings | ids))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"model.config does not make a {kind}: {error}") from error
 
 
@@ -149,7 +150,7 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
     """Call `from_pretrained`, with its many kinds of failure turned into one that names the key."""
     try:
         return kind.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name, **arguments)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = arguments.get("local_files_only") and not Path(name).exists()
         hint = "the hub can't be reached and it is not in the local cache" if offline else reason

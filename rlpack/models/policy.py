@@ -100,6 +100,14 @@ class Policy(nn.Module):
         zeros = logprobs.new_zeros(inputs.num_tokens)
         return TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
 
+    def checkpoint_activations(self) -> None:
+        """Keep only each decoder layer's input for the backward pass, and compute the rest again there."""
+        options = {"use_reentrant": False}
+        if "activation_checkpointing_enable" in dir(self.model):
+            self.model.activation_checkpointing_enable(options)
+        else:  # transformers before the new name
+            self.model.gradient_checkpointing_enable(options)
+
     def own_logprobs(self, row: Tensor) -> Tensor:
         """Return log-probabilities [L] of one row [L] by the wrapped model's own head: the truth to check against.
 

@@ -1,0 +1,127 @@
+"""What each rank of the sharding tests runs; processes come from a fork server that has the imports already."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlpack.models.errors import ModelError
+from rlpack.models.inputs import ModelInputs, pack_rows
+from rlpack.models.isolation import check_isolation
+from rlpack.models.parallel import (
+    accumulate,
+    clip_grad_norm,
+    full_state_dict,
+    load_full_state_dict,
+    shard_policy,
+)
+from rlpack.models.policy import Policy
+from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
+
+ROWS = tiny_rows([9, 3, 13, 6, 1, 4])
+
+# Rows of each microbatch, by rank; rank 1's last is a filler.
+MICROBATCHES = [[[0], [2, 4], [5]], [[1, 3], [0, 5], []]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step left behind."""
+
+    norm: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    logprobs: Tensor
+
+
+def filler() -> ModelInputs:
+    empty = torch.zeros(0, dtype=torch.int64)
+    whole = pack_rows([torch.zeros(8, dtype=torch.int64)])
+    return ModelInputs(whole.input_ids, whole.position_ids, whole.packed, slots=empty, row_lengths=empty)
+
+
+def new_policy(dtype: torch.dtype = torch.float64) -> Policy:
+    policy = Policy(tiny_model("qwen2", dtype=dtype), chunk=7)
+    policy.train()
+    return policy
+
+
+def optimizer_step(policy: Policy, microbatches: list[list[int]], *, max_norm: float = 1e9) -> Step:
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+    for index, rows in enumerate(microbatches):
+        accumulate(policy, last=index == len(microbatches) - 1)
+        scores = policy(pack_rows([ROWS[row] for row in rows]) if rows else filler(), temperature=0.8)
+        (scores.logprobs.sum() + 0.1 * scores.entropy.sum()).backward()
+    norm = clip_grad_norm(policy, max_norm)
+    gradients = {
+        name: (p.grad.full_tensor() if isinstance(p.grad, torch.distributed.tensor.DTensor) else p.grad).clone()
+        for name, p in policy.model.named_parameters()
+        if p.grad is not None
+    }
+    optimizer.step()
+    with torch.no_grad():
+        logprobs = policy(pack_rows(ROWS)).logprobs
+    return Step(norm, gradients, full_state_dict(policy), logprobs)
+
+
+def sharded_step(mesh: Any, rank: int, precision: str, reshard: bool, checkpoint: bool, max_norm: float) -> Step:
+    policy = new_policy(torch.float64 if precision == "fp32" else torch.float32)
+    if checkpoint:
+        policy.checkpoint_activations()
+    shard_policy(policy, mesh, precision=precision, reshard_after_forward=reshard)
+    return optimizer_step(policy, MICROBATCHES[rank], max_norm=max_norm)
+
+
+def load_and_save(mesh: Any, rank: int) -> tuple[bool, bool, str]:
+    """Load other weights after a forward; say whether they arrived and are used, and what a misfit says."""
+    policy, other = new_policy(), new_policy()
+    shard_policy(policy, mesh)
+    with torch.no_grad():
+        policy(pack_rows(ROWS))
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+        state = full_state_dict(other)
+        load_full_state_dict(policy, state)
+        arrived = all(torch.equal(tensor, state[name]) for name, tensor in full_state_dict(policy).items())
+        used = torch.allclose(policy(pack_rows(ROWS)).logprobs, other(pack_rows(ROWS)).logprobs, rtol=0, atol=1e-12)
+    state["model.norm.weight"] = torch.ones(3)
+    try:
+        load_full_state_dict(policy, state)
+    except ModelError as error:
+        return arrived, used, str(error)
+    return arrived, used, ""
+
+
+def canary(mesh: Any, rank: int, precision: str) -> bool:
+    policy = Policy(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02))
+    shard_policy(policy, mesh, precision=precision)
+    check_isolation(policy, "cpu", VOCABULARY)
+    return True
+
+
+def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple) -> Any:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+    )
+    try:
+        return function(init_device_mesh("cpu", (size,)), rank, *arguments)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object) -> list[Any]:
+    """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(size, mp_context=context) as pool:
+        store = str(tmp_path / "store")
+        futures = [pool.submit(_rank, store, rank, size, function, arguments) for rank in range(size)]
+        return [future.result(timeout=90) for future in futures]

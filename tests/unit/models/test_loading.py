@@ -1,0 +1,123 @@
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+
+from rlpack.config.schema import Model
+from rlpack.models import loading
+from rlpack.models.errors import ModelError
+from rlpack.models.loading import build_causal_lm, load_tokenizer
+from tests.unit.models.tiny import tiny_model
+
+TINY = {
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+}
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def model_info(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loading.HfApi, "model_info", model_info)
+
+
+def test_a_new_model_takes_the_tokenizers_ids_and_the_seed_and_leaves_random_state_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, again, other = (
+        build_causal_lm(Model(config=TINY), vocab_size=11, eos_token_id=1, pad_token_id=0, seed=seed)
+        for seed in (3, 3, 4)
+    )
+    assert torch.equal(torch.rand(1), expected)
+    assert first.config.vocab_size == first.get_input_embeddings().weight.shape[0] == 11
+    assert (first.config.eos_token_id, first.config.pad_token_id) == (1, 0)
+    assert first.dtype == torch.float32
+    assert first.config._attn_implementation == "rlpack"
+    weights = [model.get_input_embeddings().weight[2] for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_saved_model_comes_back_in_fp32_with_the_same_weights(tmp_path: Path):
+    saved = tiny_model(dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    loaded = build_causal_lm(Model(path=str(tmp_path)), vocab_size=53, attention_name="sdpa")
+    assert loaded.dtype == torch.float32
+    assert loaded.config._attn_implementation == "sdpa"
+    for (name, left), right in zip(loaded.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(left, right.float()), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "no model_type"),
+        ({"model_type": "qwen22"}, "'qwen22'.*qwen2"),
+        (TINY | {"hiden_size": 8}, r"model\.config\.hiden_size is not a setting of qwen2; did you mean hidden_size"),
+        (TINY | {"hidden_size": "wide"}, "does not make a qwen2"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_named(settings: dict, message: str):
+    with pytest.raises(ModelError, match=message):
+        build_causal_lm(Model(config=settings))
+
+
+def test_a_tokenizer_larger_than_the_model_is_an_error(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="the tokenizer has 60 tokens and the model 53"):
+        build_causal_lm(Model(path=str(tmp_path)), vocab_size=60)
+
+
+def test_path_and_config_together_are_an_error():
+    with pytest.raises(ModelError, match="are both set"):
+        build_causal_lm(Model(path="somewhere", config=TINY))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "a/b/c"])
+def test_a_path_that_is_not_a_folder_is_an_error_without_asking_the_hub(path: str, monkeypatch):
+    unreachable(monkeypatch, AssertionError("the hub was asked"))
+    with pytest.raises(ModelError, match=r"model\.path is .* not a folder"):
+        build_causal_lm(Model(path=path))
+
+
+def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
+    with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded"):
+        build_causal_lm(Model(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=r"model\.tokenizer is .*can't be loaded"):
+        load_tokenizer(Model(tokenizer=str(tmp_path)))
+
+
+@pytest.mark.parametrize("error", [OfflineModeIsEnabled("offline"), httpx.ConnectError("no route"), TimeoutError()])
+def test_a_hub_name_while_offline_fails_fast_and_says_so(error: Exception, monkeypatch):
+    unreachable(monkeypatch, error)
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"'nobody/nothing-here'.*can't be reached"):
+        build_causal_lm(Model(path="nobody/nothing-here"))
+    assert time.monotonic() - start < 10
+
+
+def test_a_name_that_the_hub_does_not_know_is_an_error(monkeypatch):
+    response = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
+    unreachable(monkeypatch, RepositoryNotFoundError("nothing", response=response))
+    with pytest.raises(ModelError, match="no such model"):
+        build_causal_lm(Model(path="nobody/nothing-here"))
+
+
+def test_remote_code_needs_a_pinned_revision(monkeypatch):
+    unreachable(monkeypatch, AssertionError("the hub was asked"))
+    with pytest.raises(ModelError, match=r"pin it by model\.revision"):
+        build_causal_lm(Model(path="nobody/nothing-here", trust_remote_code=True))
+
+
+def test_a_tokenizer_has_to_come_from_somewhere():
+    with pytest.raises(ModelError, match=r"neither model\.tokenizer nor model\.path"):
+        load_tokenizer(Model())

@@ -1,0 +1,74 @@
+"""Tiny models of each supported kind, wild enough (initialiser, soft caps, windows) that a slip shows."""
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlpack.models import attention
+from rlpack.models.inputs import ModelInputs
+
+VOCABULARY = 53
+
+KINDS: dict[str, tuple[str, dict]] = {
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 8, "sliding_window": 4}),
+}
+
+
+def tiny_model(
+    kind: str = "qwen2", *, implementation: str = "rlpack", dtype: torch.dtype = torch.float64, **changes: object
+) -> PreTrainedModel:
+    """Return a model with the same weights for the same kind, whatever the attention."""
+    attention.register()
+    model_type, settings = KINDS[kind]
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "initializer_range": 0.25,
+    }
+    config = AutoConfig.for_model(model_type, **(shape | settings | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+
+
+def tiny_rows(lengths: list[int], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def pad_rows(rows: list[Tensor], width: int) -> ModelInputs:
+    """Lay rows out right-padded, one token at a time: slow, and independent of the planner's layouts."""
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    slots = []
+    for index, row in enumerate(rows):
+        for position, token in enumerate(row.tolist()):
+            input_ids[index, position] = token
+            slots.append(index * width + position)
+    return ModelInputs(
+        input_ids=input_ids,
+        position_ids=torch.arange(width).expand(len(rows), width),
+        packed=None,
+        slots=torch.tensor(slots, dtype=torch.int64),
+        row_lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+    )
+
+
+def reference_scores(model: PreTrainedModel, row: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies [L] of one row through the model's own attention and head, from the definition."""
+    scores = (model(row[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+    zero = scores.new_zeros(1)
+    logprobs = torch.cat([zero, scores[:-1].gather(1, row[1:, None])[:, 0]])
+    return logprobs, torch.cat([zero, -(scores.exp() * scores).sum(-1)[:-1]])
