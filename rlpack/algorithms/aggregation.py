@@ -77,7 +77,7 @@ def token_weights(mask: Tensor, lengths: Tensor, *, aggregation: Aggregation, de
         of_row = (_inverse(denominators.sequences) / counts.clamp(min=1).double()).float()
         return mask.float() * torch.repeat_interleave(of_row, lengths, output_size=mask.shape[0])
     if aggregation == "sequence_sum":
-        if denominators.constant is None or denominators.constant <= 0:
+        if denominators.constant is None or not denominators.constant > 0:
             raise AlgorithmError(
                 f"sequence_sum divides by {denominators.constant}; set algorithm.sequence_sum_constant above 0"
             )

@@ -77,6 +77,17 @@ def _reduce(reducer: Reducer, figures: list[float]) -> float:
         return float(np.max(figures))
     if reducer == "min":
         return float(np.min(figures))
-    finite = all(map(math.isfinite, figures))
-    # fsum refuses inf - inf; such a figure is broken anyway and has to be seen as such.
-    return math.fsum(figures) if finite else float(np.sum(figures))
+    try:
+        return math.fsum(figures)
+    except (ValueError, OverflowError):
+        # fsum refuses inf - inf and sums beyond float64; such a figure has to be seen as the NaN or infinity it is.
+        return float(sum(figures))
+
+
+def merge_steps(ranks: Iterable[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """Return the figures of each optimizer step, merged over the ranks, which all took the same steps.
+
+    >>> merge_steps([[{"loss": 0.25}, {"loss": 1.0}], [{"loss": 0.5}, {"loss": 2.0}]])
+    [{'loss': 0.75}, {'loss': 3.0}]
+    """
+    return [merge(parts) for parts in zip(*ranks, strict=True)]

@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.policy_loss import clipped_policy_loss
+from tests.unit.algorithms import reference
+
+logprob = st.floats(-6, 0, width=32)
+tokens = st.lists(st.tuples(logprob, logprob, st.floats(-3, 3, width=32)), min_size=1, max_size=12)
+bounds = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def columns(tokens, dtype=torch.float64):
+    return [torch.tensor(column, dtype=dtype) for column in zip(*tokens, strict=True)]
+
+
+@given(tokens=tokens, dual_clip=st.sampled_from([None, 1.5, 3.0]))
+@settings(max_examples=100, deadline=None)
+def test_losses_equal_the_formula_token_by_token(tokens, dual_clip):
+    new, old, advantages = columns(tokens)
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    found = clipped_policy_loss(new, old, advantages, mask, dual_clip=dual_clip, **bounds)
+    expected = [reference.token_loss(*token, 0.2, 0.28, dual_clip) for token in tokens]
+    torch.testing.assert_close(found.token_losses, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_gradients_equal_finite_differences_away_from_the_kinks():
+    # ratios 0.5, 0.9, 1.1, 1.6, 4 under both signs; the dual clip binds at 4 with a negative advantage
+    ratios = torch.tensor([0.5, 0.9, 1.1, 1.6, 4.0], dtype=torch.float64).repeat(2)
+    advantages = torch.tensor([1.5, -0.7], dtype=torch.float64).repeat_interleave(5)
+    old = torch.full_like(ratios, -2.0)
+    mask = torch.ones_like(ratios, dtype=torch.bool)
+
+    def total(new):
+        return clipped_policy_loss(new, old, advantages, mask, dual_clip=3.0, **bounds).token_losses
+
+    new = (old + ratios.log()).requires_grad_()
+    assert torch.autograd.gradcheck(total, (new,))
+    # In closed form: -A·r where no bound binds, else 0.
+    total(new).sum().backward()
+    free = torch.tensor([1, 1, 1, 0, 0, 0, 1, 1, 1, 0], dtype=torch.float64)
+    torch.testing.assert_close(new.grad, -advantages * ratios * free)
+
+
+def test_at_the_first_update_the_gradient_is_that_of_reinforce():
+    new = torch.tensor([-1.0, -2.0], requires_grad=True)
+    advantages = torch.tensor([0.5, -2.0])
+    for clip in (0.0, 0.2):
+        loss = clipped_policy_loss(
+            new, new.detach(), advantages, torch.tensor([True, True]), clip_low=clip, clip_high=clip
+        )
+        (gradient,) = torch.autograd.grad(loss.token_losses.sum(), new)
+        torch.testing.assert_close(gradient, -advantages)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_masked_tokens_have_zero_loss_and_gradient_whatever_they_hold(broken):
+    new = torch.tensor([-1.0, broken], requires_grad=True)
+    old, advantages = torch.tensor([-1.5, broken]), torch.tensor([1.0, broken])
+    loss = clipped_policy_loss(new, old, advantages, torch.tensor([True, False]), dual_clip=2.0, **bounds)
+    loss.token_losses.sum().backward()
+    assert loss.token_losses[1] == 0
+    assert new.grad is not None
+    assert new.grad[1] == 0
+    assert new.grad.isfinite().all()
+    assert loss.ratio[1] == 0
+    assert not loss.clipped_low[1]
+    assert not loss.clipped_high[1]
+
+
+def test_a_token_counts_as_clipped_only_where_its_gradient_is_lost():
+    ratios = torch.tensor([0.5, 0.5, 2.0, 2.0, 1.0])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    loss = clipped_policy_loss(
+        ratios.log(), torch.zeros(5), advantages, torch.ones(5, dtype=torch.bool), dual_clip=None, **bounds
+    )
+    assert loss.clipped_low.tolist() == [False, True, False, False, False]
+    assert loss.clipped_high.tolist() == [False, False, True, False, False]
+    torch.testing.assert_close(loss.ratio, ratios)
+    assert not loss.ratio.requires_grad
+
+
+def test_a_log_ratio_far_out_stays_finite():
+    new = torch.tensor([500.0, -500.0], requires_grad=True)
+    loss = clipped_policy_loss(new, torch.zeros(2), -torch.ones(2), torch.ones(2, dtype=torch.bool), **bounds)
+    loss.token_losses.sum().backward()
+    assert loss.ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert new.grad is not None
+    assert new.grad.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"clip_low": 1.0}, "clip_low"),
+        ({"clip_low": -0.1}, "clip_low"),
+        ({"clip_high": -0.1}, "clip_high"),
+        ({"clip_high": math.nan}, "clip_high"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+    ],
+)
+def test_bounds_that_make_no_trust_region_are_refused(change, text):
+    column = torch.zeros(1)
+    with pytest.raises(AlgorithmError, match=f"algorithm.{text}"):
+        clipped_policy_loss(column, column, column, torch.ones(1, dtype=torch.bool), **(bounds | change))
+
+
+def test_columns_of_different_lengths_are_refused_and_never_broadcast():
+    with pytest.raises(AlgorithmError, match=r"\(1,\), \(2,\)"):
+        clipped_policy_loss(torch.zeros(2), torch.zeros(1), torch.zeros(2), torch.ones(2, dtype=torch.bool), **bounds)
