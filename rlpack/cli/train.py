@@ -26,11 +26,13 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.rules import odd_choices
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
+from rlpack.config.yaml_limits import check_yaml_files
 
 log = logging.getLogger(__name__)
 
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _OWN_PACKAGES = ("rlpack.", "workers.", "recipes.")
+_DIRECTORY_FLAGS = {"--config-dir", "-cd", "--config-path", "-cp"}
 _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 
@@ -100,17 +102,39 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
         sweep_dir = HydraConfig.get().runtime.output_dir
         jobs.append(Job(config, job.num, sweep_dir, job.override_dirname) if in_sweep else Job(config))
 
-    overrides = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    flags = [word for word in arguments if word not in overrides]  # argparse wants all overrides side by side
-    for override in overrides:
-        if override.startswith(_PLUGINS) and not override.endswith("=basic"):
-            raise ConfigError([f"{override} is not supported; the jobs of a sweep run one after another"])
+    flags, overrides = _split(arguments)
     register_base()
     with config_errors(overrides), _hydras_command_line([*flags, *overrides]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
         raise ConfigError(problems)
     return jobs
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return flags (with their values) and overrides; Hydra's parser wants the overrides side by side.
+
+    Raises:
+        ConfigError: a word is neither, a plugin is asked for that rlpack can't run, or a config directory is unsafe.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
+    before = ""
+    for word in arguments:
+        if word.startswith("-") or (before.startswith("-") and "=" not in word):
+            flags.append(word)
+        elif "=" in word or word.startswith("~"):
+            overrides.append(word)
+        else:
+            raise ConfigError([f"{word!r} is not an override; write key=value, such as trainer.steps=50"])
+        flag, _, value = word.partition("=") if word.startswith("-") else (before, "", word)
+        if flag in _DIRECTORY_FLAGS and value:
+            check_yaml_files(Path(value))
+        before = word
+    for override in overrides:
+        if override.startswith(_PLUGINS) and not override.endswith("=basic"):
+            raise ConfigError([f"{override} is not supported; the jobs of a sweep run one after another"])
+    return flags, overrides
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -105,7 +105,7 @@ def config_errors(overrides: Sequence[str]) -> Iterator[None]:
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ConfigError(list(_diagnose(overrides)) or [_whole_text(error)]) from error
+        raise ConfigError(list(_diagnose(overrides, error)) or [_whole_text(error)]) from error
 
 
 def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
@@ -114,27 +114,27 @@ def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
-def _diagnose(overrides: Sequence[str]) -> Iterator[str]:
+def _diagnose(overrides: Sequence[str], error: Exception) -> Iterator[str]:
     """Yield a problem for each override that can't be read, or names no choice of its group, or no key."""
     parser = OverridesParser.create()
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except (HydraException, ValueError, RecursionError) as error:
-            yield f"{text[:40]!r} is not an override; write key=value ({_first_line(error)[:200]})"
+        except (HydraException, ValueError, RecursionError) as reason:
+            yield f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
             continue
         if override.key_or_group in (shipped := groups()):
-            yield from _wrong_choice(override.key_or_group, override.value(), shipped[override.key_or_group])
+            group, choice = override.key_or_group, override.value()
+            if choice is None or (isinstance(error, MissingConfigException) and f"'{group}/{choice}'" in str(error)):
+                yield _wrong_choice_problem(group, str(choice or "null"), shipped[group])
         elif not override.is_hydra_override() and find(override.key_or_group) is None:
             yield unknown_key_problem(override.key_or_group)
 
 
-def _wrong_choice(group: str, choice: Any, choices: Sequence[str]) -> Iterator[str]:
-    if choice in choices or (choice is not None and not isinstance(choice, str)):
-        return
-    nearest = get_close_matches(choice, choices, n=1) if choice else []
+def _wrong_choice_problem(group: str, choice: str, choices: Sequence[str]) -> str:
+    nearest = get_close_matches(choice, choices, n=1)
     hint = f"; did you mean {group}={nearest[0]}?" if nearest else ";"
-    yield f"{group}={choice or 'null'} is not a choice{hint} {group} has: {', '.join(choices)}"
+    return f"{group}={choice} is not a choice{hint} {group} has: {', '.join(choices)}"
 
 
 def _first_line(error: Exception) -> str:

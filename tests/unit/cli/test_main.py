@@ -1,0 +1,106 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rlpack
+from rlpack.cli.main import main
+
+ROOT = Path(rlpack.__file__).parents[1]
+
+
+def rlpack_process(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "rlpack", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )
+
+
+def test_help_answers_in_a_third_of_a_second():
+    fastest = 1e9
+    for _ in range(5):  # the fastest of five, so that a busy machine doesn't decide
+        begin = time.perf_counter()
+        answer = rlpack_process("--help")
+        fastest = min(fastest, time.perf_counter() - begin)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "rlpack train recipe=sft" in answer.stdout
+    assert fastest < 0.3
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from rlpack.cli.main import main; main([]); print(sorted(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    for package in ("torch", "ray", "transformers", "hydra", "omegaconf", "pydantic", "numpy"):
+        assert f"'{package}'" not in done.stdout
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"rlpack {rlpack.__version__}\n"
+
+
+def test_the_version_in_the_project_file_is_the_packages():
+    assert f'version = "{rlpack.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["trian"])
+    assert left.value.code == 2
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_a_wrong_key_ends_with_code_2_within_two_seconds_and_without_torch_or_ray():
+    begin = time.perf_counter()
+    answer = rlpack_process("train", "trainer.stepz=1", PYTHONPROFILEIMPORTTIME="1")
+    assert time.perf_counter() - begin < 2
+    said = [line for line in answer.stderr.splitlines() if not line.startswith("import time:")]
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert len(said) == 1
+    assert said[0].startswith("rlpack train: trainer.stepz is not a key; did you mean trainer.steps?")
+    imported = {
+        line.rpartition("|")[2].strip() for line in answer.stderr.splitlines() if line.startswith("import time:")
+    }
+    assert imported.isdisjoint({"torch", "ray", "transformers", "numba"})
+
+
+def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not the directory of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("rlpack ", "report train"),
+        ("rlpack tr", "train"),
+        ("rlpack train recipe=", "recipe=grpo recipe=sft"),
+        ("rlpack train model=tiny trainer.st", "trainer.steps="),
+        ("rlpack train placement.po", "placement.pools."),
+        ("rlpack report ", ""),
+    ],
+)
+def test_the_shell_is_offered_commands_groups_and_keys(line, offered, monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.strip() == offered
+
+
+@pytest.mark.parametrize("arguments", [["-sc", "install=bash"], ["train", "-sc", "install=bash"]])
+def test_completion_is_installed_for_the_command(arguments, capsys):
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.rstrip().endswith("hydra_bash_completion rlpack")

@@ -1,0 +1,71 @@
+import importlib.util
+
+import pytest
+
+from rlpack.cli.surroundings import check_surroundings
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config, Data, Logger, Reward, Role, builtin_roles
+from rlpack.data.errors import DataError
+
+
+def config_with(tmp_path, **sections):
+    roles = {name: Role(target="json:JSONDecoder") for name in builtin_roles()}
+    usable = {"run_dir": str(tmp_path / "run"), "roles": roles, "reward": Reward(function="json:loads")}
+    return Config(**(usable | sections))
+
+
+def problem_of(config):
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(config, {})
+    return str(caught.value)
+
+
+def test_a_config_whose_needs_are_met_passes(tmp_path):
+    check_surroundings(config_with(tmp_path), {})
+
+
+@pytest.mark.parametrize("function", ["no_such_package.rewards:f", "json.no_such_module:f", "json.decoder.deeper:f"])
+def test_a_reward_that_cannot_be_imported_is_named(tmp_path, function):
+    assert f"reward.function is '{function}': " in problem_of(config_with(tmp_path, reward=Reward(function=function)))
+
+
+def test_a_role_beside_the_command_is_found_and_one_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_judge.py").write_text("raise RuntimeError('imported too early')\n")
+    for module, is_there in (("my_judge", True), ("my_jugde", False)):
+        roles = config_with(tmp_path).roles | {"judge": Role(target=f"{module}:Judge")}
+        config = config_with(tmp_path, roles=roles)
+        if is_there:
+            check_surroundings(config, {})
+        else:
+            assert "roles.judge.target is 'my_jugde:Judge': there is no module my_jugde" in problem_of(config)
+
+
+def test_a_package_that_fails_on_import_is_a_configuration_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_rewards").mkdir()
+    (tmp_path / "broken_rewards" / "__init__.py").write_text("raise RuntimeError('no licence')\n")
+    config = config_with(tmp_path, reward=Reward(function="broken_rewards.f:g"))
+    assert "RuntimeError: no licence" in problem_of(config)
+
+
+def test_a_logger_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    problem = problem_of(config_with(tmp_path, logger=Logger(wandb="offline")))
+    assert (
+        problem == "logger.wandb=offline needs the package wandb, which is not installed; pip install 'rlpack[wandb]'"
+    )
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert f"but {tmp_path} is not writable" in problem_of(config_with(tmp_path))
+
+
+def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("")
+    config = config_with(tmp_path, data=Data(source="a.jsonl", validation_source="b.parquet"))
+    with pytest.raises(DataError, match=r"data\.validation_source is 'b\.parquet'"):
+        check_surroundings(config, {})

@@ -1,0 +1,185 @@
+import dataclasses
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlpack.cli.main import main
+from rlpack.cli.train import Job, with_run_dirs
+from rlpack.config.compose import compose
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config
+from rlpack.data.errors import DataError
+
+
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """Stand in for the recipes: what they were run with; `ran.fails` is raised by the next one."""
+
+    class Ran(list):
+        fails: BaseException | None = None
+
+        def main(self, config: Config) -> None:
+            self.append(config)
+            if self.fails:
+                raise self.fails
+
+    runs = Ran()
+    for name in ("grpo", "sft"):
+        recipe = ModuleType(f"recipes.{name}")
+        recipe.main = runs.main  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"recipes.{name}", recipe)
+    monkeypatch.setattr("rlpack.cli.surroundings._targets", lambda config: iter(()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return runs
+
+
+def test_a_command_runs_its_recipe_once_with_its_config(ran):
+    assert main(["train", "recipe=sft", "trainer.steps=3"]) == 0
+    assert len(ran) == 1
+    assert ran[0].model_copy(update={"run_dir": None}) == compose(["recipe=sft", "trainer.steps=3"])
+
+
+def test_composing_leaves_nothing_behind_and_does_not_change_directory(ran, tmp_path):
+    main(["train"])
+    assert (list(tmp_path.iterdir()), Path.cwd()) == ([], tmp_path)
+
+
+def test_a_run_directory_is_named_after_time_and_recipe(ran, tmp_path):
+    now = datetime(2026, 2, 3, 4, 5, 6)
+    config = compose(["recipe=sft"])
+    assert with_run_dirs([Job(config)], now)[0].config.run_dir == "runs/2026-02-03_04-05-06-sft"
+    (tmp_path / "runs/2026-02-03_04-05-06-sft").mkdir(parents=True)
+    assert with_run_dirs([Job(config)], now)[0].config.run_dir == "runs/2026-02-03_04-05-06-sft-2"
+
+
+def test_a_recipe_gets_an_absolute_run_directory(ran, tmp_path):
+    main(["train", "run_dir=here"])
+    assert ran[0].run_dir == str(tmp_path / "here")
+
+
+def test_cfg_job_shows_the_config_and_runs_nothing(ran, capsys):
+    assert main(["train", "seed=5", "--cfg", "job", "trainer.steps=3"]) == 0
+    assert capsys.readouterr().out.startswith("recipe: grpo\nseed: 5\nrun_dir: null\n")
+    assert ran == []
+
+
+def test_a_sweep_runs_every_job_in_its_own_directory(ran, tmp_path):
+    assert main(["train", "--multirun", "seed=1,2", "batching=packed,fixed"]) == 0
+    assert [(config.seed, config.batching.mode) for config in ran] == [
+        (1, "packed"), (1, "fixed"), (2, "packed"), (2, "fixed"),
+    ]  # fmt: skip
+    places = [Path(config.run_dir) for config in ran]
+    assert [place.name for place in places] == ["0", "1", "2", "3"]
+    assert {place.parent.parent for place in places} == {tmp_path / "runs"}
+
+
+def test_the_jobs_of_a_sweep_that_name_one_run_dir_get_their_numbers_below_it(ran, tmp_path):
+    main(["train", "run_dir=mine", "--multirun", "seed=1,2"])
+    assert [config.run_dir for config in ran] == [str(tmp_path / "mine/0"), str(tmp_path / "mine/1")]
+
+
+def test_a_sweep_over_run_dirs_keeps_them(ran, tmp_path):
+    main(["train", "run_dir=a,b", "--multirun"])
+    assert [config.run_dir for config in ran] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_one_wrong_job_of_a_sweep_stops_all_before_the_first_starts(ran, capsys):
+    assert main(["train", "-m", "seed=1,-2"]) == 2
+    assert ran == []
+    assert capsys.readouterr().err == "rlpack train: job 1 (seed=-2): seed is -2; it has to be at least 0\n"
+
+
+def test_the_first_failing_job_ends_a_sweep(ran, capsys):
+    ran.fails = DataError("prompts.jsonl:3: broken")
+    assert main(["train", "-m", "seed=1,2"]) == 3
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError(["trainer.steps is odd"]), 2, "rlpack train: trainer.steps is odd\n"),
+        (DataError("a.jsonl:3: broken JSON"), 3, "rlpack train: a.jsonl:3: broken JSON\n"),
+        (ValueError("not ours"), 1, "Traceback"),
+        (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_failed_run_ends_with_the_code_of_its_cause(ran, capsys, error, code, said):
+    ran.fails = error
+    assert main(["train"]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trainer.stepz=1"], "did you mean trainer.steps?"),
+        (["model=tinny"], "did you mean model=tiny?"),
+        (["seed"], "'seed' is not an override; write key=value"),
+        (["hydra/launcher=joblib"], "hydra/launcher=joblib is not supported"),
+        (["--config-dir", "nowhere"], "not found"),
+        (["resume=auto"], "set run_dir"),
+        (["run_dir=file"], "is a file; choose another run_dir"),
+        (["run_dir=file/below"], "is a file; choose another run_dir"),
+        (["run_dir=old"], "run_dir 'old' already holds a run; set resume=auto to go on with it, or another run_dir"),
+    ],
+)
+def test_what_is_wrong_before_a_run_is_one_message_and_code_2(ran, tmp_path, capsys, arguments, message):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("")
+    assert main(["train", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert (said.err.count("rlpack train: "), said.out, ran) == (1, "", [])
+
+
+def test_a_run_directory_that_holds_a_run_is_resumed_when_asked(ran, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.yaml").write_text("")
+    assert main(["train", "run_dir=old", "resume=auto"]) == 0
+
+
+def test_a_missing_data_file_is_a_data_error(ran, capsys):
+    assert main(["train", "data=jsonl", "data.source=prompts.jsonl"]) == 3
+    assert "data.source is 'prompts.jsonl', and there is no such file in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("run_dir", "code"), [([], 2), (["run_dir=here"], 2), (["run_dir={absolute}"], 0)])
+def test_a_run_directory_inside_a_ray_job_has_to_be_absolute(ran, tmp_path, monkeypatch, run_dir, code):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert main(["train", *(word.format(absolute=tmp_path / "x") for word in run_dir)]) == code
+
+
+def test_a_users_own_experiment_is_found_and_its_mistakes_are_named(ran, tmp_path, capsys):
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "good.yaml").write_text("# @package _global_\nseed: 9\n")
+    assert main(["train", "--config-dir", "conf", "experiment=good"]) == 0
+    assert ran[0].seed == 9
+    for text, message in (
+        ("# @package _global_\ntrainer:\n  stepz: 9\n", "trainer.stepz is not a key"),
+        ("# @package _global_\nseed: 1\nseed: 2\n", "duplicate key seed"),
+        ("# @package _global_\ntrainer:\n\tsteps: 2\n", "found character '\\t' that cannot start any token"),
+        ("# @package _global_\nseed: [1\n", "bad.yaml"),
+        ("# @package _global_\na: &a [*a]\n", "bad.yaml holds more than 10,000 values"),
+    ):
+        (folder / "bad.yaml").write_text(text)
+        assert main(["train", "--config-dir=conf", "experiment=bad"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help"])
+    assert left.value.code == 0
+    assert "recipe: grpo, sft\n" in capsys.readouterr().out
+
+
+def test_a_job_is_plain_data():
+    assert [field.name for field in dataclasses.fields(Job)] == ["config", "number", "sweep_dir", "overrides"]

@@ -1,0 +1,101 @@
+import pytest
+from omegaconf import OmegaConf
+
+from rlpack.config.compose import base_node, compose, groups
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config
+from rlpack.packing.batching import Batching
+
+CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
+NEEDED = {
+    ("model", "pretrained"): ["model.path=some/model"],
+    ("data", "jsonl"): ["data.source=prompts.jsonl"],
+    ("data", "parquet"): ["data.source=prompts.parquet"],
+    ("data", "hub"): ["data.source=owner/prompts"],
+}
+
+
+def problem_of(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    return str(caught.value)
+
+
+def test_the_base_node_is_the_schema():
+    assert Config.model_validate(OmegaConf.to_container(base_node())) == Config()
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_shipped_preset_composes_into_a_valid_config(group, choice):
+    compose([f"{group}={choice}", *NEEDED.get((group, choice), [])])
+
+
+@pytest.mark.parametrize(("group", "choice"), list(NEEDED))
+def test_a_preset_that_needs_a_value_says_which(group, choice):
+    assert NEEDED[group, choice][0].partition("=")[0] in problem_of(f"{group}={choice}")
+
+
+@pytest.mark.parametrize("recipe", groups()["recipe"])
+@pytest.mark.parametrize("mode", groups()["batching"])
+def test_the_recipe_group_sets_the_recipe_key_and_goes_with_every_batching(recipe, mode):
+    config = compose([f"recipe={recipe}", f"batching={mode}"])
+    assert (config.recipe, config.batching.mode) == (recipe, mode)
+    assert (config.warm_up.steps > 0) == (recipe == "grpo")
+
+
+def test_the_documented_command_means_what_it_says():
+    words = "recipe=grpo data=arithmetic model=tiny batching.mode=packed trainer.steps=50 seed=1"
+    config = compose(words.split())
+    assert config == compose(["trainer.steps=50"])
+    assert (config.trainer.steps, config.batching) == (50, Batching())
+
+
+def test_users_choose_names_without_a_plus_sign():
+    config = compose(
+        [
+            "roles.judge.target=my_pkg.judge:JudgeWorker",
+            "roles.judge.batching.mode=fixed",
+            "placement.pools.second.ranks=3",
+            "placement.roles.judge=second",
+            "model.config.rope_parameters.rope_theta=10000.0",
+            "data.generator.noise=0.1",
+            "reward.arguments.marker='#'",
+        ]
+    )
+    assert config.roles["judge"].target == "my_pkg.judge:JudgeWorker"
+    assert config.roles["actor"].target == "workers.actor:ActorWorker"
+    assert config.placement.pools["second"].ranks == 3
+    assert config.model.config["rope_parameters"] == {"rope_theta": 10000.0}
+    assert (config.data.generator, config.reward.arguments) == ({"noise": 0.1}, {"marker": "#"})
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_an_unknown_key_is_refused_however_it_is_written(sign):
+    assert "did you mean trainer.steps? trainer has: steps," in problem_of(f"{sign}trainer.stepz=1")
+    assert "roles.judge.tarket is not a key; did you mean roles.judge.target?" in problem_of(
+        "roles.judge.target=a:B", f"{sign}roles.judge.tarket=c"
+    )
+    assert "sequence_packing is not a key" in problem_of(f"{sign}sequence_packing=true")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
+        ("recipe=null", "recipe=null is not a choice; recipe has: grpo, sft"),
+        ("batching=[packed,dynamic]", "makes more than one choice; batching takes one of: dynamic, fixed, packed"),
+        ("trainer.steps=???", "trainer.steps is missing; set trainer.steps=… (rollout steps of the recipe)"),
+        ("run_dir=${no.such.key}", "run_dir: "),
+        ("run_dir=${run_dir}", "run_dir: "),
+        ("run_dir=${oc.env:RLPACK_IS_NOT_SET}", "RLPACK_IS_NOT_SET"),
+        ("seed", "'seed' is not an override; write key=value"),
+        ("a=b=c", "'a=b=c' is not an override; write key=value"),
+        ("trainer.steps=\udcff", "is not an override; write key=value"),
+        ("seed=" + "9" * 5000, "is not an override; write key=value"),
+        ("run_dir=" + "x" * 1_000_000, "has 1000008 characters, over the limit"),
+        ("trainer.steps=1,2", "Ambiguous value for argument 'trainer.steps=1,2'"),
+        ("hydra.foo=1", "Could not override 'hydra.foo'"),
+    ],
+)
+def test_an_override_that_cannot_be_composed_is_one_clear_error(override, message):
+    assert message in problem_of(override)

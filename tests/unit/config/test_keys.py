@@ -1,0 +1,47 @@
+import pytest
+
+from rlpack.config.keys import find, unknown_key_problem, walk
+
+
+def test_the_schema_stays_within_its_budget_of_120_keys():
+    assert len({key.path for key in walk() if key.is_leaf and "<name>" not in key.path}) <= 120
+
+
+def test_every_key_says_what_it_means():
+    inherited = "reference.batching."
+    assert [key.path for key in walk() if key.is_leaf and not key.description and ".batching." not in key.path] == []
+    assert find(inherited + "rows") is not None
+
+
+@pytest.mark.parametrize("path", ["seed", "actor.optimizer.beta1", "model.config.a.b", "roles.judge.batching.rows"])
+def test_a_key_that_exists_is_found(path):
+    assert find(path) is not None
+
+
+@pytest.mark.parametrize(
+    "path", ["sed", "actor.optimiser.beta1", "seed.low", "roles.judge.rows", "placement.pools.a.b"]
+)
+def test_a_key_that_does_not_exist_is_not_found(path):
+    assert find(path) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("trainer.stepz", "trainer.steps"),
+        ("steps", "trainer.steps"),
+        ("actor.optimizer.learning_rat", "actor.optimizer.learning_rate"),
+        ("placement.pools.big.rank", "placement.pools.big.ranks"),
+        ("modle", "model"),
+    ],
+)
+def test_the_message_names_the_nearest_key(path, nearest):
+    assert f"did you mean {nearest}?" in unknown_key_problem(path)
+
+
+def test_the_message_lists_the_valid_keys_beside_the_wrong_one():
+    assert unknown_key_problem("checkpoint.xyz").endswith("checkpoint has: every, keep")
+
+
+def test_a_key_below_a_value_is_named_as_such():
+    assert unknown_key_problem("seed.x") == "seed.x is not a key; seed is a value and has no keys below it"

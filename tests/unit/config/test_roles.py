@@ -1,0 +1,76 @@
+from dataclasses import fields
+
+import pytest
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.roles import pool_of, role_batching, started_roles
+from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching, builtin_roles
+from rlpack.config.validate import validate
+from rlpack.packing.batching import Batching
+
+ACTOR = Batching(
+    mode="dynamic", max_tokens=77, rows=3, algorithm="first_fit_shuffle", pad_to_multiple=2, length_multiple=4,
+    min_microbatches=5, divisible_by=6, overlong="drop",
+)  # fmt: skip
+
+
+def test_a_role_may_set_every_key_of_the_actors_batching():
+    assert set(RoleBatching.model_fields) == {field.name for field in fields(Batching)}
+
+
+@pytest.mark.parametrize("role", ["actor", "reference", "rollout", "reward"])
+def test_a_role_without_its_own_batching_inherits_all_of_the_actors(role):
+    assert role_batching(Config(batching=ACTOR), role) == ACTOR
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Batching)])
+def test_a_role_overrides_one_key_and_inherits_the_others(name):
+    value = {"mode": "packed", "algorithm": "concatenative", "overlong": "truncate"}.get(name, 9)
+    config = Config.model_validate({"reference": {"batching": {name: value}}}).model_copy(update={"batching": ACTOR})
+    found = role_batching(config, "reference")
+    assert getattr(found, name) == value
+    assert found.override(**{name: getattr(ACTOR, name)}) == ACTOR
+
+
+def test_a_users_role_takes_its_batching_from_its_own_section():
+    roles = builtin_roles() | {"judge": Role(target="a:B", batching=RoleBatching(rows=2))}
+    assert role_batching(Config(roles=roles), "judge").rows == 2
+
+
+def test_an_unknown_role_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"no role 'critic'; roles has: actor, reference"):
+        role_batching(Config(), "critic")
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ("actor", "roles.actor.batching is set; set batching instead"),
+        ("reference", "roles.reference.batching is set; set reference.batching instead"),
+        ("rollout", "the role rollout makes no microbatches"),
+    ],
+)
+def test_a_built_in_role_has_one_home_for_its_batching(role, message):
+    roles = {"roles": {name: {"target": target.target} for name, target in builtin_roles().items()}}
+    roles["roles"][role]["batching"] = {"rows": 2}
+    with pytest.raises(ConfigError, match=message):
+        validate({"model": {"config": {"model_type": "qwen2"}}} | roles)
+
+
+def test_what_a_role_inherits_has_to_go_with_what_it_sets():
+    sections = {"batching": {"mode": "fixed", "max_tokens": None}, "reference": {"batching": {"mode": "packed"}}}
+    with pytest.raises(ConfigError, match=r"reference\.batching, with what it inherits from batching: .*token budget"):
+        validate({"model": {"config": {"model_type": "qwen2"}}} | sections)
+
+
+def test_a_role_without_a_place_runs_in_the_first_pool():
+    placement = Placement(pools={"first": Pool(), "second": Pool()}, roles={"actor": "second"})
+    config = Config(placement=placement)
+    assert (pool_of(config, "actor"), pool_of(config, "judge")) == ("second", "first")
+
+
+def test_only_the_roles_that_a_run_needs_are_started():
+    assert started_roles(Config()) == ["actor", "rollout", "reward"]
+    with_kl = Config.model_validate({"algorithm": {"kl_coef": 0.1}})
+    assert started_roles(with_kl) == ["actor", "reference", "rollout", "reward"]
+    assert started_roles(Config(recipe="sft")) == ["actor"]

@@ -1,0 +1,93 @@
+import pytest
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.rules import broken_rules, odd_choices
+from rlpack.config.validate import validate
+
+VALID = {"model": {"config": {"model_type": "qwen2"}}}
+
+
+def broken(**sections):
+    with pytest.raises(ConfigError) as caught:
+        validate(VALID | sections)
+    return "\n".join(caught.value.problems)
+
+
+def test_a_plain_config_breaks_no_rule():
+    assert broken_rules(validate(VALID)) == []
+    assert odd_choices(validate(VALID)) == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "fits"), [({"max_tokens": 768}, True), ({"max_tokens": 767}, False), ({"max_tokens": 1}, False)]
+)
+def test_the_token_budget_holds_the_longest_prompt_and_response(budget, fits):
+    config = VALID | {"data": {"max_prompt_tokens": 512}, "rollout": {"max_new_tokens": 256}}
+    if fits:
+        validate(config | {"batching": budget})
+    else:
+        assert "under the 768 slots" in broken(**config, batching=budget)
+
+
+def test_alignment_counts_against_the_token_budget():
+    batching = {"max_tokens": 768, "pad_to_multiple": 1000}
+    assert "under the 1000 slots" in broken(batching=batching)
+    validate(VALID | {"batching": batching | {"mode": "fixed"}})
+    assert "under the 1000 slots" in broken(batching={"max_tokens": 768, "mode": "dynamic", "length_multiple": 1000})
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "own_microbatch"])
+def test_a_small_budget_is_allowed_where_overlong_sequences_have_a_way_out(overlong):
+    validate(VALID | {"batching": {"max_tokens": 8, "overlong": overlong}})
+
+
+def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
+    small = {"reference": {"batching": {"max_tokens": 8}}}
+    validate(VALID | small)
+    assert "for the role reference" in broken(**small, algorithm={"kl_coef": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"trainer": {"mini_batch_size": 257}}, "trainer.mini_batch_size is 257, over the 256 sequences"),
+        ({"algorithm": {"clip_low": 0.3, "clip_high": 0.2}}, "algorithm.clip_low is 0.3, over algorithm.clip_high"),
+        ({"algorithm": {"aggregation": "sequence_sum"}}, "set algorithm.sequence_sum_constant"),
+        ({"algorithm": {"sequence_sum_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
+        ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
+        ({"model": {}}, "lacks model_type"),
+        ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
+        ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
+        ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision belongs to a hub model"),
+        ({"data": {"source": "x.jsonl", "generator": {"noise": 0}}}, "choose data=jsonl"),
+        ({"data": {"prompt_column": " "}}, "data.prompt_column is blank"),
+        ({"warm_up": {"steps": 5}}, "warm_up.steps=5 trains on demonstrations; set data.demonstration_column, or"),
+        ({"recipe": "sft"}, "recipe=sft trains on demonstrations; set data.demonstration_column"),
+        ({"recipe": "sft", "warm_up": {"steps": 5}}, "recipe=sft has no warm-up; set warm_up.steps=0"),
+        ({"recipe": "sft", "trainer": {"epochs": 2}}, "leave trainer.mini_batch_size=null and trainer.epochs=1"),
+        ({"reward": {"function": "os.system"}}, "reward.function is 'os.system'; it has to be package.module:Name"),
+        ({"reward": {"function": "a:b;c"}}, "it has to be package.module:Name"),
+        ({"reward": {"arguments": {"api_key": "x"}}}, "reward.arguments.api_key looks like a secret"),
+        ({"reward": {"arguments": {"judge": {"auth_token": "x"}}}}, "reward.arguments.judge.auth_token looks like"),
+        ({"placement": {"pools": {}}}, "placement.pools is empty"),
+        ({"placement": {"roles": {"actor": "gpu"}}}, "placement.roles.actor is 'gpu'; placement.pools has: main"),
+        ({"placement": {"roles": {"acter": "main"}}}, "places a role that doesn't exist; roles has: actor,"),
+        ({"placement": {"pools": {"main": {}, "b": {}}}}, "placement.pools.b has no role"),
+        ({"placement": {"pools": {"main": {"gpus_per_rank": 1.5}}}}, "above 1 it has to be a whole number"),
+        ({"placement": {"pools": {"../x": {}}, "roles": {}}}, "holds the name '../x'"),
+        ({"roles": {"actor": {"target": "a:B"}}}, "recipe=grpo needs the role rollout"),
+        ({"resume": "auto"}, "resume=auto goes on from a run's directory; set run_dir"),
+        ({"run_dir": ""}, "run_dir is blank"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_named(sections, message):
+    assert message in broken(**sections)
+
+
+def test_token_ids_and_empty_values_are_no_secrets():
+    config = {"model": {"config": {"model_type": "qwen2", "pad_token_id": 0, "eos_token": "x"}}}
+    validate(config | {"reward": {"arguments": {"api_key": None}}})
+
+
+def test_a_group_of_one_can_run_but_is_spoken_of():
+    assert "a group of one" in odd_choices(validate(VALID | {"trainer": {"group_size": 1}}))[0]

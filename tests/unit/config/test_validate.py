@@ -1,0 +1,85 @@
+import pickle
+
+import pytest
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config
+from rlpack.config.validate import validate
+
+VALID = {"model": {"config": {"model_type": "qwen2"}}}
+
+
+def problems_of(changes):
+    with pytest.raises(ConfigError) as caught:
+        validate(VALID | changes)
+    return caught.value.problems
+
+
+def test_a_valid_mapping_becomes_the_config_that_it_describes():
+    config = validate(VALID | {"seed": 7, "batching": {"mode": "fixed", "max_tokens": None, "rows": 4}})
+    assert (config.seed, config.batching.mode, config.batching.max_tokens, config.batching.rows) == (
+        7,
+        "fixed",
+        None,
+        4,
+    )
+    assert config.trainer == Config().trainer
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"steps": "abc"}}, "trainer.steps is 'abc'; it has to be a whole number"),
+        ({"trainer": {"steps": True}}, "trainer.steps is True; it has to be a whole number"),
+        ({"trainer": {"steps": 2.0}}, "trainer.steps is 2.0; it has to be a whole number"),
+        ({"trainer": {"steps": -1}}, "trainer.steps is -1; it has to be at least 0"),
+        ({"trainer": {"prompts_per_step": 0}}, "trainer.prompts_per_step is 0; it has to be at least 1"),
+        ({"trainer": {"group_size": 0}}, "trainer.group_size is 0; it has to be at least 1"),
+        ({"trainer": {"steps": None}}, "trainer.steps is null, which it can't be; set trainer.steps=…"),
+        ({"trainer": 5}, "trainer is 5; it is a section, not a value; set one of its keys: steps,"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; it has to be less than"),
+        ({"actor": {"optimizer": {"learning_rate": -1.0}}}, "actor.optimizer.learning_rate is -1.0; it has to be more"),
+        ({"actor": {"optimizer": {"learning_rate": float("nan")}}}, "learning_rate is nan; it has to be a finite"),
+        ({"actor": {"optimizer": {"learning_rate": float("inf")}}}, "learning_rate is inf; it has to be a finite"),
+        ({"actor": {"precision": "half"}}, "actor.precision is 'half'; choose one of fp32, bf16"),
+        ({"resume": "auot"}, "resume is 'auot'; did you mean auto? choose one of never, auto"),
+        ({"algorithm": {"kl_coef": -0.1}}, "algorithm.kl_coef is -0.1; it has to be at least 0"),
+        ({"rollout": {"top_p": 0.0}}, "rollout.top_p is 0.0; it has to be more than 0"),
+        ({"rollout": {"top_p": 1.5}}, "rollout.top_p is 1.5; it has to be at most 1"),
+        ({"rollout": {"temperature": 0}}, "rollout.temperature is 0; it has to be more than 0"),
+        ({"rollout": {"stop_token_ids": [1, -2]}}, "rollout.stop_token_ids.1 is -2; it has to be at least 0"),
+        ({"placement": {"pools": {"main": {"ranks": 0}}}}, "placement.pools.main.ranks is 0; it has to be at least 1"),
+        ({"placement": {"call_timeout_s": 0}}, "placement.call_timeout_s is 0; it has to be more than 0"),
+        ({"checkpoint": {"every": 0}}, "checkpoint.every is 0; it has to be at least 1"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep is 0; it has to be at least 1"),
+        ({"batching": {"max_tokens": 0}}, "batching.max_tokens is 0; it has to be a whole number of at least 1"),
+        ({"batching": {"max_tokens": -5}}, "batching.max_tokens is -5"),
+        ({"batching": {"rows": True}}, "batching.rows is True; it has to be a whole number"),
+        ({"batching": {"rows": "8"}}, "batching.rows is '8'; it has to be a whole number"),
+        ({"batching": {"algorithm": "best_fit"}}, "choose one of concatenative, first_fit_decreasing,"),
+        ({"batching": {"max_tokens": None}}, "batching.mode=packed needs a token budget"),
+        ({"batching": {"max_token": 9}}, "did you mean batching.max_tokens? batching has: mode,"),
+        ({"batching": [1]}, "batching is [1]; it is a section, not a value"),
+        ({"reference": {"batching": {"rows": 0}}}, "reference.batching.rows is 0; it has to be at least 1"),
+        ({"roles": {"judge": {}}}, "roles.judge.target is missing; set roles.judge.target=…"),
+        ({"model": {"config": 5}}, "model.config is 5; it has to be a mapping"),
+        ({"packing": True}, "packing is not a key"),
+        ({"recipe": "x" * 500}, "(502 characters); choose one of grpo, sft"),
+    ],
+)
+def test_a_wrong_value_is_one_message_with_the_key_the_value_and_what_is_allowed(changes, message):
+    assert any(message in problem for problem in problems_of(changes))
+
+
+def test_every_problem_of_a_config_is_said_at_once():
+    assert len(problems_of({"seed": -1, "resume": "yes", "trainer": {"stepz": 1}})) == 3
+
+
+def test_the_error_crosses_a_process_boundary():
+    error = pickle.loads(pickle.dumps(ConfigError(["a", "b"])))
+    assert (error.problems, str(error)) == (["a", "b"], "a\nb")
+
+
+def test_a_section_cannot_be_changed_after_validation():
+    with pytest.raises(ValueError, match="frozen"):
+        validate(VALID).trainer.steps = 3  # type: ignore[misc]
