@@ -1,0 +1,91 @@
+"""Packed attention's CUDA kernels and the policy in bfloat16, against fp64 on the CPU."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlpack.models import attention as module
+from rlpack.models.attention import Segments, attention
+from rlpack.models.inputs import pack_rows
+from rlpack.models.isolation import check_isolation
+from rlpack.models.logprobs import linear_logprobs
+from rlpack.models.policy import Policy
+from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LENGTHS = [130, 1, 64, 257, 12]
+KERNELS = ["segments", "torch"] + (["flash"] if importlib.util.find_spec("flash_attn") else [])
+
+
+def run(leaves: list[Tensor], upstream: Tensor, **options: object) -> list[Tensor]:
+    packed = Segments.of(LENGTHS, leaves[0].device)
+    out, _ = attention(nn.Identity(), *leaves, None, packed=packed, scaling=0.1, **options)
+    return [out, *torch.autograd.grad((out * upstream).sum(), leaves)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_every_kernel_agrees_with_fp64(monkeypatch, kernel: str, window: int | None, softcap: float | None):
+    if kernel == "torch" and softcap is not None:
+        pytest.skip("torch's varlen kernel has no soft cap")
+    chosen = {"segments": None, "torch": module._torch_varlen, "flash": module._flash_attn}[kernel]
+    generator = torch.Generator().manual_seed(0)
+    exact = [
+        torch.randn(1, heads, sum(LENGTHS), 64, generator=generator).bfloat16().double().requires_grad_()
+        for heads in (8, 2, 2)
+    ]
+    upstream = torch.randn(1, sum(LENGTHS), 8, 64, generator=generator).bfloat16().double()
+    expected = run(exact, upstream, sliding_window=window, softcap=softcap)
+    monkeypatch.setattr(module, "_varlen_kernel", lambda query, rules: chosen)
+    low = [leaf.detach().to("cuda", torch.bfloat16).requires_grad_() for leaf in exact]
+    found = run(low, upstream.to("cuda", torch.bfloat16), sliding_window=window, softcap=softcap)
+    for left, right in zip(found, expected, strict=True):
+        assert (left.cpu().double() - right).norm() < 0.02 * right.norm()
+
+
+def test_bfloat16_without_dropout_takes_a_varlen_kernel():
+    rules = module._Rules(scaling=None, dropout=0.0, window=None, softcap=None)
+    query = torch.zeros(1, 2, 4, 64, device="cuda", dtype=torch.bfloat16)
+    assert module._varlen_kernel(query, rules) is not None
+    assert module._varlen_kernel(query.float(), rules) is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_sliding", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_pass_the_isolation_check(kind: str, dtype: torch.dtype):
+    changes = {"initializer_range": 0.02, "head_dim": 64}
+    policy = Policy(tiny_model(kind, dtype=dtype, **changes).to("cuda"))
+    check_isolation(policy, "cuda", VOCABULARY)
+
+
+def test_scores_on_the_device_equal_those_on_the_cpu():
+    inputs = pack_rows(tiny_rows([9, 1, 40, 6]))
+    expected = Policy(tiny_model("qwen3"))(inputs)
+    found = Policy(tiny_model("qwen3", dtype=torch.float32).to("cuda"))(inputs.to("cuda"))
+    assert torch.allclose(found.logprobs.cpu().double(), expected.logprobs, atol=1e-3)
+    assert torch.allclose(found.entropy.cpu().double(), expected.entropy, atol=1e-3)
+
+
+def test_log_probs_take_a_twentieth_of_the_naive_memory():
+    tokens, words, size = 8192, 151_936, 256
+    hidden = torch.randn(tokens, size, device="cuda", requires_grad=True)
+    weight = torch.randn(words, size, device="cuda", requires_grad=True)
+    labels = torch.randint(words, (tokens,), device="cuda")
+
+    def peak(compute) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        compute().sum().backward()
+        used = torch.cuda.max_memory_allocated() - before
+        hidden.grad = weight.grad = None
+        return used
+
+    naive = peak(lambda: (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None]))
+    assert peak(lambda: linear_logprobs(hidden, weight, labels)[0]) <= naive / 20
