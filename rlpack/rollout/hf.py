@@ -61,7 +61,7 @@ class HFEngine:
             raise SamplingError(f"prompt {int(prompts.lengths.argmin())} is empty; it needs at least one token")
         order = torch.argsort(prompts.lengths, stable=True)
         tokens, logprobs, reasons = [], [], np.zeros(prompts.num_rows, dtype=bool)
-        for rows in order.split(self._batch_rows):
+        for rows in order.split(self._batch_rows) if prompts.num_rows else ():
             decoder = _Decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             part = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
             # Copied outside of inference mode, whose own tensors may never meet autograd.

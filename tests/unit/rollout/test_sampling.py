@@ -1,0 +1,142 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpack.rollout.engine import SamplingParams
+from rlpack.rollout.errors import EngineError, SamplingError
+from rlpack.rollout.sampling import filtered_logprobs, sample, uniforms
+
+# Quarters: no two logits are closer than float32 tells probabilities apart.
+logit_rows = st.lists(st.integers(-32, 32).map(lambda n: n / 4), min_size=2, max_size=12, unique=True)
+
+
+def kept_by_hand(logits, params):
+    """Top-k, then the nucleus of what is left, one token at a time."""
+    weights = [math.exp(x / params.temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    order = order[: params.top_k] if params.top_k else order
+    total, mass, kept = sum(weights[i] for i in order), 0.0, []
+    for i in order:
+        if mass / total >= params.top_p:
+            break
+        kept.append(i)
+        mass += weights[i]
+    return {i: weights[i] / mass for i in kept}
+
+
+@given(logits=logit_rows, top_k=st.integers(0, 14), top_p=st.floats(0.05, 1), temperature=st.sampled_from([0.5, 1, 2]))
+@settings(max_examples=150, deadline=None)
+def test_filters_keep_and_renormalise_what_a_loop_over_tokens_keeps(logits, top_k, top_p, temperature):
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    expected = kept_by_hand(logits, params)
+    found = filtered_logprobs(torch.tensor([logits]), params)[0].exp()
+    if top_p < 1:  # a mass within rounding of top_p may go either way
+        weights = torch.tensor(sorted(kept_by_hand(logits, SamplingParams(temperature, 1.0, top_k)).values()))
+        if ((weights.flip(0).cumsum(0) - top_p).abs() < 1e-5).any():
+            return
+    assert found.nonzero().flatten().tolist() == sorted(i for i in expected if found[i] > 0)
+    assert found.sum().item() == pytest.approx(1, abs=1e-5)
+    for i, probability in expected.items():
+        assert found[i].item() == pytest.approx(probability, rel=1e-3, abs=1e-6)
+
+
+def test_worked_example_of_top_k_and_top_p():
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    top_k = filtered_logprobs(logits, SamplingParams(top_k=2)).exp()
+    torch.testing.assert_close(top_k, torch.tensor([[4 / 7, 3 / 7, 0, 0]]))
+    top_p = filtered_logprobs(logits, SamplingParams(top_p=0.75)).exp()
+    torch.testing.assert_close(top_p, torch.tensor([[4 / 9, 3 / 9, 2 / 9, 0]]))
+    # top-k first: of {0.4, 0.3, 0.2} renormalised the nucleus of 0.5 is {4/9, 3/9}
+    both = filtered_logprobs(logits, SamplingParams(top_k=3, top_p=0.5)).exp()
+    torch.testing.assert_close(both, torch.tensor([[4 / 7, 3 / 7, 0, 0]]))
+
+
+def test_frequencies_follow_the_exact_distribution():
+    params = SamplingParams(temperature=0.7, top_k=6, top_p=0.95)
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(0))
+    draws = 40_000
+    numbers = uniforms(np.arange(draws) * 0x5851F42D4C957F2D, position=3)
+    tokens, logprobs = sample(logits.expand(draws, -1), params, numbers)
+    probabilities = torch.tensor([kept_by_hand(logits[0].tolist(), params).get(i, 0.0) for i in range(10)])
+    counts = torch.bincount(tokens, minlength=10)
+    assert (counts[probabilities == 0] == 0).all()
+    expected = probabilities * draws
+    seen = probabilities > 0
+    chi_square = ((counts - expected)[seen] ** 2 / expected[seen]).sum().item()
+    assert chi_square < 30  # at most 5 degrees of freedom: passed by chance with probability 1 - 2e-5
+    torch.testing.assert_close(logprobs, probabilities[tokens].log())
+
+
+def test_uniform_numbers_are_uniform_along_a_stream_and_over_streams():
+    stream = np.array([uniforms(np.array([42], dtype=np.uint64), t)[0] for t in range(4000)])
+    across = uniforms(np.random.default_rng(0).integers(0, 2**63, 4000).astype(np.uint64), 0)
+    for numbers in (stream, across):
+        counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
+        assert ((counts - 200) ** 2 / 200).sum() < 50  # 19 degrees of freedom: 1.3e-4
+    assert abs(np.corrcoef(stream[:-1], stream[1:])[0, 1]) < 0.06
+
+
+def test_uniform_numbers_are_those_of_splitmix64():
+    # The generator's published first outputs for seed 1234567.
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    found = [uniforms(np.array([1234567], dtype=np.uint64), t)[0] for t in range(4)]
+    assert found == [(number >> 11) * 2.0**-53 for number in published]
+
+
+def test_signed_seeds_are_taken_by_their_bits():
+    assert uniforms(np.array([-1]), 0) == uniforms(np.array([2**64 - 1], dtype=np.uint64), 0)
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
+def test_a_token_without_probability_is_never_drawn_even_at_the_ends(number):
+    logits = torch.tensor([[-torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]])
+    token, logprob = sample(logits, SamplingParams(), np.array([number]))
+    assert token.item() in (1, 2)
+    assert logprob.isfinite().all()
+
+
+def test_large_vocabularies_are_drawn_in_parts_with_the_same_result(monkeypatch):
+    logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(2))
+    numbers = uniforms(np.arange(7), 0)
+    whole = sample(logits, SamplingParams(), numbers)
+    monkeypatch.setattr("rlpack.rollout.sampling._MAX_ENTRIES", 25)
+    parts = sample(logits, SamplingParams(), numbers)
+    assert whole[0].equal(parts[0])
+    assert whole[1].equal(parts[1])
+
+
+def test_greedy_takes_the_likeliest_token_with_certainty():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, -1.0, 2.0]])
+    tokens, logprobs = sample(logits, SamplingParams(temperature=0.0), np.zeros(2))
+    assert tokens.tolist() == [1, 0]
+    assert logprobs.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_refused(temperature):
+    logits = torch.zeros(3, 4)
+    logits[1] = float("nan")
+    with pytest.raises(EngineError, match="running row 1"):
+        sample(logits, SamplingParams(temperature=temperature), np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("max_new_tokens", 0),
+        ("stop_token_ids", (3, -1)),
+    ],
+)
+def test_parameters_outside_their_range_are_refused_by_key(name, value):
+    with pytest.raises(SamplingError, match=f"rollout.{name}"):
+        SamplingParams(**{name: value})
