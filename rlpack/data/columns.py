@@ -96,20 +96,26 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
     return torch.cat(dense)
 
 
-def scatter(column: Column, positions: np.ndarray, num_rows: int) -> Column:
-    """Return a column of `num_rows` rows whose row `positions[i]` is row i; the others are zeros, empty or None."""
+def scatter(columns: Mapping[str, Column], positions: np.ndarray, num_rows: int) -> dict[str, Column]:
+    """Return columns of `num_rows` rows whose row `positions[i]` is row i; the others are zeros, empty or None."""
+    ordered = select(columns, np.argsort(positions, kind="stable"))
+    if positions.size == num_rows:
+        return ordered
+    return {name: _spread(column, np.sort(positions), num_rows) for name, column in ordered.items()}
+
+
+def _spread(column: Column, positions: np.ndarray, num_rows: int) -> Column:
+    """Return a column in which row i of `column` stands at the ascending `positions[i]`."""
     if isinstance(column, list):
         placed: list = [None] * num_rows
         for position, item in zip(positions.tolist(), column, strict=True):
             placed[position] = item
         return placed
+    index = torch.from_numpy(positions)
     if isinstance(column, Tensor):
-        index = torch.from_numpy(positions).to(column.device)
-        return column.new_zeros((num_rows, *column.shape[1:])).index_copy(0, index, column)
-    device = column.values.device
-    lengths = column.lengths.new_zeros(num_rows)
-    lengths[torch.from_numpy(positions).to(device)] = column.lengths
-    return Ragged(column.select(np.argsort(positions)).values, lengths)
+        return column.new_zeros((num_rows, *column.shape[1:])).index_copy(0, index.to(column.device), column)
+    lengths = column.lengths.new_zeros(num_rows).index_copy(0, index.to(column.lengths.device), column.lengths)
+    return Ragged(column.values, lengths)
 
 
 def join(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]:

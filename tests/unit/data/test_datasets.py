@@ -72,7 +72,7 @@ def test_the_generator_has_two_splits_that_share_no_prompt():
 
 
 def test_generator_errors_name_the_key():
-    with pytest.raises(DataError, match="data.generator: .*'operands'.*; the keys are train_size, "):
+    with pytest.raises(DataError, match=r"data.generator: .*'operands'.*; the keys are train_size, "):
         load("arithmetic", generator={"operands": 3})
     with pytest.raises(DataError, match="no split 'test'"):
         load("arithmetic", split="test")
@@ -144,7 +144,7 @@ def test_a_broken_parquet_file_is_named(tmp_path, content):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([GOOD] * 100), path)
     path.write_bytes(path.read_bytes()[:-20] if content is None else content)
-    with pytest.raises(DataError, match="rows.parquet can't be read as Parquet"):
+    with pytest.raises(DataError, match=r"rows\.parquet can't be read as Parquet"):
         load(str(path))
 
 

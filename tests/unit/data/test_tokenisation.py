@@ -96,7 +96,7 @@ def test_prompts_that_can_not_be_written_are_named(tokenizer, example, chat_temp
 
 def test_a_template_that_refuses_is_named(chat):
     chat.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(DataError, match="'row-7': the chat template of .* refuses it: no system role"):
+    with pytest.raises(DataError, match=r"'row-7': the chat template of .* refuses it: no system role"):
         encode_prompt(chat, Example("row-7", "a"), chat_template=True)
 
 
