@@ -87,12 +87,12 @@ def test_greedy_follows_the_likeliest_token_of_a_plain_forward():
 
 def test_a_response_ends_with_its_first_stop_token_or_at_the_limit():
     stops = (1, 2)
-    free = generate(prompts_of(20), SamplingParams(max_new_tokens=15))
-    found = generate(prompts_of(20), SamplingParams(max_new_tokens=15, stop_token_ids=stops))
+    free = generate(prompts_of(20), SamplingParams(max_new_tokens=7))
+    found = generate(prompts_of(20), SamplingParams(max_new_tokens=7, stop_token_ids=stops))
     assert set(found.finish_reasons) == {"stop", "length"}
     for row, (whole, cut) in enumerate(zip(free.token_ids.rows(), found.token_ids.rows(), strict=True)):
         first = next((place for place, token in enumerate(whole.tolist()) if token in stops), None)
-        assert cut.tolist() == whole[: 15 if first is None else first + 1].tolist()
+        assert cut.tolist() == whole[: 7 if first is None else first + 1].tolist()
         assert found.finish_reasons[row] == ("length" if first is None else "stop")
 
 
