@@ -10,7 +10,7 @@ What holds, and is tested in `tests/unit/data`:
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ from rlpack.data.fields import FIELDS, Column, describe
 from rlpack.data.planning import Spec, check_restored, layout_of, plan_by_batch_size, shortened
 from rlpack.data.ragged import Ragged, Rows, row_index
 from rlpack.data.wire import from_array, to_array
-
-if TYPE_CHECKING:
-    from rlpack.packing import MicrobatchPlan, RankPlan
-    from rlpack.packing.layouts import Layout
+from rlpack.packing import MicrobatchPlan, RankPlan
+from rlpack.packing.layouts import Layout
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class MicrobatchView:
     """
 
     rows: "BatchedDataDict"
-    layout: "Layout"
+    layout: Layout
     is_filler: bool
     index: np.ndarray
 
@@ -64,7 +62,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         DataError: a column is of no known kind, or has another number of rows; ids repeat.
     """
 
-    plan: "RankPlan | None"
+    plan: RankPlan | None
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
@@ -293,7 +291,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         plan = plan_by_batch_size(counts, shards, batch_size, sequence_packing, dynamic_batching)
         return self.shard(plan, lengths_from=lengths_from)
 
-    def shard(self, plan: "MicrobatchPlan", *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
+    def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
         """Return one container per rank of the plan: its rows in dispatch order, with the rank's plan attached.
 
         Rows that the plan drops are in none; in truncated ones, every column of the token counts is cut.
@@ -306,7 +304,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         counts = self.token_counts(lengths_from).numpy() if lengths_from in self else None
         return [self._shard(plan.rank_plan(rank), counts, lengths_from) for rank in range(plan.num_ranks)]
 
-    def _shard(self, plan: "RankPlan", counts: np.ndarray | None, lengths_from: str) -> "BatchedDataDict":
+    def _shard(self, plan: RankPlan, counts: np.ndarray | None, lengths_from: str) -> "BatchedDataDict":
         """Return the rows of one rank."""
         cut = {} if counts is None else shortened(self._columns, plan, counts, lengths_from)
         rows = np.ascontiguousarray(plan.rows)
@@ -342,7 +340,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         self,
         outputs: Sequence["BatchedDataDict"],
         *,
-        plan: "MicrobatchPlan | None" = None,
+        plan: MicrobatchPlan | None = None,
         lengths_from: str = "input_ids",
     ) -> "BatchedDataDict":
         """Return the columns of the ranks' results, their rows in the order of this batch.
@@ -371,7 +369,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
             }
         return self._like(restored)
 
-    def _attached(self) -> "RankPlan":
+    def _attached(self) -> RankPlan:
         if self.plan is None:
             raise DataError("no plan is attached; call shard(plan) or shard_by_batch_size first")
         return self.plan
@@ -386,9 +384,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return ", ".join(self._columns) or "no columns"
 
 
-def _rebuild(
-    sent: dict[str, Any], row_ids: np.ndarray, plan: "RankPlan | None", planned: np.ndarray
-) -> BatchedDataDict:
+def _rebuild(sent: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned: np.ndarray) -> BatchedDataDict:
     """Put a pickled batch together again."""
     columns = {name: from_array(*column) if isinstance(column, tuple) else column for name, column in sent.items()}
     batch = BatchedDataDict(columns, row_ids=row_ids)

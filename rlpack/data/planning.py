@@ -1,7 +1,7 @@
 """From a container's arguments to a plan, and from a plan's microbatch to a layout."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +11,8 @@ from rlpack.data.columns import same_lengths
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
 from rlpack.data.ragged import Ragged
-from rlpack.packing.batching import Batching
-
-if TYPE_CHECKING:
-    from rlpack.packing import MicrobatchPlan, RankPlan
-    from rlpack.packing.layouts import Layout
+from rlpack.packing import Batching, MicrobatchPlan, RankPlan, make_plan
+from rlpack.packing.layouts import Layout, packed_layout, padded_layout
 
 Spec = Batching | Mapping[str, Any]
 
@@ -50,13 +47,11 @@ def plan_by_batch_size(
     batch_size: int | None,
     sequence_packing: Spec | None,
     dynamic_batching: Spec | None,
-) -> "MicrobatchPlan":
+) -> MicrobatchPlan:
     """Return the plan in which every `batch_size` rows are one optimizer step over `shards` ranks.
 
     Without packing and dynamic batching, a rank's rows of a step are one microbatch.
     """
-    from rlpack.packing import make_plan
-
     batching = exclusive_batching(sequence_packing, dynamic_batching)
     if batching is None:
         rows = max(1, -(-(batch_size or len(counts)) // max(shards, 1)))
@@ -64,17 +59,20 @@ def plan_by_batch_size(
     return make_plan(counts, batching, dp_size=shards, mini_batch_size=batch_size)
 
 
-def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> "Layout":
-    """Return where the tokens of a microbatch of `length` slots go, rows of `lengths` tokens in order."""
-    from rlpack.packing.layouts import packed_layout, padded_layout
+def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
+    """Return where the tokens of a microbatch of `length` slots go, rows of `lengths` tokens in order.
 
+    Without a row it is a filler, and as small as fillers are, however large the plan had it.
+    """
+    if not lengths.size:
+        length = min(length, max(batching.pad_to_multiple, batching.length_multiple))
     if batching.mode == "packed":
         return packed_layout(lengths, pad_to_multiple=batching.pad_to_multiple, length=length)
     return padded_layout(lengths, length)
 
 
 def shortened(
-    columns: Mapping[str, Column], plan: "RankPlan", counts: np.ndarray, lengths_from: str
+    columns: Mapping[str, Column], plan: RankPlan, counts: np.ndarray, lengths_from: str
 ) -> dict[str, Tensor]:
     """Return the lengths (int64 [n]) that a rank's plan cuts ragged columns to; nothing where it cuts none.
 
@@ -94,7 +92,7 @@ def shortened(
     return {name: torch.from_numpy(plan.lengths) for name, column in ragged.items() if same_lengths(column, source)}
 
 
-def check_restored(ids: np.ndarray, positions: np.ndarray, num_rows: int, plan: "MicrobatchPlan | None") -> None:
+def check_restored(ids: np.ndarray, positions: np.ndarray, num_rows: int, plan: MicrobatchPlan | None) -> None:
     """Raise a `DataError` unless every row came back once; those that the plan dropped need not.
 
     Row `ids[i]` came back, and stands at `positions[i]` of the batch (-1: it is of another batch).
