@@ -101,6 +101,23 @@ def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Example) -
     return [*_encode_text(tokenizer, example.demonstration, where, add_special_tokens=False), end]
 
 
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the end-of-sequence token, None where the tokenizer has none."""
+    return _single_id(tokenizer.eos_token_id, "end-of-sequence")
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return what slots without a token hold: the padding token, or 0; no real token ever sees it."""
+    return _single_id(tokenizer.pad_token_id, "padding") or 0
+
+
+def _single_id(token_id: object, what: str) -> int | None:
+    """Return a token's id; transformers' types would also allow lists of them."""
+    if token_id is None or isinstance(token_id, int):
+        return token_id
+    raise DataError(f"the tokenizer has {token_id!r} for its {what} token; it has to be one id")
+
+
 def _encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, add_special_tokens: bool, literal: bool = True
 ) -> list[int]:

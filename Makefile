@@ -1,0 +1,48 @@
+# The two commands of a new machine: `make train` and `make test`. Both make .venv and install into it first.
+PYTHON ?= python3.11
+# pip finds a CPU build of this version; for CUDA wheels give your own, e.g. make train TORCH="torch==2.13.0"
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: train test lint types unit bench install clean help
+
+help:
+	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
+	@echo "make test                                install, then lint, types and all tests"
+	@echo "make bench                               measure what benchmarks/RESULTS.md states"
+	@echo "make lint | types | unit | clean"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlpack needs Python 3.11 or newer")'
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+install: $(INSTALLED)
+
+train: $(INSTALLED)
+	$(BIN)/rlpack train $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit rlpack -q
+
+test: lint types
+	$(BIN)/python -m pytest -q
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.run_all
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,49 @@
+"""The held-out split, whole, at every evaluation."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.session import Session
+from recipes.stages import Draw, respond, scores
+from rlpack.data.batch import BatchedDataDict
+from rlpack.observe.console import Sample
+
+# Evaluation draws from streams of its own, at every evaluation the same ones.
+_STEP = 2**32
+
+
+def evaluate(session: Session) -> None:
+    """Measure the mean reward on the held-out split: sampled (mean and best of n) and greedy."""
+    samples = session.config.evaluation.samples
+    sampled = _rewards(session, samples, session.config.rollout.temperature).view(-1, samples)
+    session.metrics |= {
+        "evaluation/accuracy_sampled": sampled.mean().item(),
+        "evaluation/accuracy_best_of_n": sampled.amax(1).mean().item(),
+        "evaluation/accuracy_greedy": _rewards(session, 1, temperature=0.0).mean().item(),
+    }
+
+
+def _rewards(session: Session, samples: int, temperature: float) -> Tensor:
+    """Return the reward of every sample of every held-out prompt, f32 [prompts × samples]; a broken one counts 0."""
+    positions = np.arange(len(session.held_out))
+    draw = Draw(session.held_out.batch(positions), _STEP, positions)
+    rollouts = respond(session, draw, samples, temperature)
+    rewards, _ = scores(session, rollouts)
+    if temperature > 0:
+        _show(session, rollouts, rewards)
+    return rewards
+
+
+def _show(session: Session, rollouts: BatchedDataDict, rewards: Tensor) -> None:
+    """Show a few samples, spread over the split."""
+    count = min(session.config.logger.samples, rollouts.num_rows)
+    rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
+    session.run.samples(
+        [
+            Sample(
+                str(rollouts["prompt"][row]), rollouts["completion"][row], rollouts["answer"][row], rewards[row].item()
+            )
+            for row in rows
+        ]
+    )

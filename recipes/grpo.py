@@ -1,0 +1,39 @@
+"""GRPO (Shao et al., 2024, arXiv:2402.03300).
+
+for each step:
+    rollouts   = rollout.generate(prompts × n)
+    reward     = reward.score(rollouts)
+    old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
+    advantages = group_relative(reward)
+    actor.update(rollouts)            # every mini-batch, μ times
+    rollout.load(actor.weights)
+
+Before the first step, `warm_up.steps` supervised steps (recipes/sft.py) teach a new model what answers look like.
+"""
+
+from recipes import sft, stages
+from recipes.evaluation import evaluate
+from recipes.session import Session, open_session
+from rlpack.config.schema import Config
+
+
+def main(config: Config) -> None:
+    """Run the recipe from start, or from where its run directory stopped, to its report."""
+    with open_session(config) as session:
+        sft.warm_up(session)
+        train(session)
+
+
+def train(session: Session) -> None:
+    """Take `trainer.steps` rollout steps."""
+    stages.freeze_reference(session)
+    stages.load_rollout_weights(session)
+    for step in session.steps("train", session.config.trainer.steps, evaluate):
+        prompts = stages.draw_prompts(session, step)
+        rollouts = stages.generate(session, prompts)
+        rollouts = stages.score(session, rollouts)
+        rollouts = stages.old_logprobs(session, rollouts)
+        rollouts = stages.reference_logprobs(session, rollouts)
+        rollouts = stages.advantages(session, rollouts)
+        stages.update(session, rollouts)
+        stages.load_rollout_weights(session)

@@ -1,0 +1,46 @@
+"""Finding the checkpoint that a run goes on from, and refusing one that another run wrote."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpack.checkpoint.commit import load_state, newest
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config
+
+# With another value of these the rest of the run would not be the rest of that run.
+FIXED_KEYS = ("recipe", "seed", "model", "data", "warm_up")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A committed checkpoint, its files verified, and its state."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def newest_checkpoint(directory: Path) -> Resumed | None:
+    """Return the newest whole checkpoint of a run directory: the recipe's own steps come after the warm-up's."""
+    for phase in ("train", "warm_up"):
+        found = newest(directory / "checkpoints" / phase)
+        if found is not None:
+            return Resumed(found, load_state(found))
+    return None
+
+
+def check_same_run(saved: dict[str, Any], config: Config) -> None:
+    """Refuse to go on with another recipe, seed, model, dataset or warm-up.
+
+    Raises:
+        ConfigError: names each key that differs, with both values.
+    """
+    now = config.model_dump(mode="json")
+    differing = [
+        f"{key} is {now[key]!r} and the checkpoint in run_dir={config.run_dir} was written with {saved[key]!r}; "
+        f"set {key} as it was, or choose another run_dir"
+        for key in FIXED_KEYS
+        if now[key] != saved[key]
+    ]
+    if differing:
+        raise ConfigError(differing)

@@ -1,0 +1,177 @@
+"""What every recipe stands on: the run, the roles, the prompts, and where in the run we are."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from recipes.prompts import load_splits
+from recipes.resuming import check_same_run, newest_checkpoint
+from rlpack.algorithms.metrics import reducer_of
+from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.config.roles import is_builtin, started_roles
+from rlpack.config.schema import Config
+from rlpack.data.prompts import Prompts
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.roles import start_roles
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.observe.run import Run
+from rlpack.packing import MicrobatchPlan
+from workers.actor import ActorWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
+from workers.rollout import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["warm_up", "train"]
+
+
+@dataclass
+class Progress:
+    """Where a run is; with the seed it fixes everything random that comes.
+
+    Attributes:
+        phase: `warm_up`, or `train` for the recipe's own steps.
+        step: steps of the phase that are done.
+        policy_version: optimizer steps that are done, over all phases.
+        prompts_seen: prompts that rollouts were drawn for.
+    """
+
+    phase: Phase = "warm_up"
+    step: int = 0
+    policy_version: int = 0
+    prompts_seen: int = 0
+
+
+@dataclass
+class Session:
+    """A run that is under way."""
+
+    config: Config
+    run: Run
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Prompts
+    held_out: Prompts
+    groups: dict[str, WorkerGroup[Any]]
+    progress: Progress = field(default_factory=Progress)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def actor(self) -> WorkerGroup[ActorWorker]:
+        """Return the trained policy's ranks."""
+        return self.groups["actor"]
+
+    @property
+    def rollout(self) -> WorkerGroup[RolloutWorker]:
+        """Return the ranks that generate."""
+        return self.groups["rollout"]
+
+    @property
+    def reference(self) -> WorkerGroup[ReferenceWorker] | None:
+        """Return the frozen policy's ranks, if the loss has a KL term."""
+        return self.groups.get("reference")
+
+    @property
+    def scorers(self) -> list[WorkerGroup[RewardWorker]]:
+        """Return all roles that score: the built-in reward and the user's own."""
+        return [group for name, group in self.groups.items() if name == "reward" or not is_builtin(name)]
+
+    def steps(self, phase: Phase, total: int, evaluate: Callable[["Session"], None] | None = None) -> Iterator[int]:
+        """Yield the steps of a phase that are still to do, from 1; between them, all that is not the algorithm.
+
+        After a step its metrics are logged, the policy is evaluated and a checkpoint is written when they are due;
+        after Ctrl-C a checkpoint is written and the run ends. A phase that an earlier run finished yields nothing.
+        """
+        progress = self.progress
+        if progress.phase != phase:
+            if phase == "warm_up":
+                return
+            progress.phase, progress.step = phase, 0
+        with self.run.progress(total - progress.step, phase) as bar:
+            if evaluate and progress.step == 0:
+                self._evaluate(evaluate)
+            for step in range(progress.step + 1, total + 1):
+                with self.run.timer("step"):
+                    yield step
+                progress.step = step
+                self._log(phase)
+                bar.advance()
+                if evaluate and (step % self.config.evaluation.every == 0 or step == total):
+                    self._evaluate(evaluate)
+                self._save_if_due(step == total)
+
+    def took_steps(self, metrics: list[dict[str, float]]) -> None:
+        """Count optimizer steps and take over their figures: the mean over the steps, or the extreme."""
+        self.progress.policy_version += len(metrics)
+        self.metrics["policy_version"] = self.progress.policy_version
+        for name in dict.fromkeys(name for step in metrics for name in step):
+            values = [step[name] for step in metrics if name in step]
+            merged = {"sum": np.mean, "max": np.max, "min": np.min}[reducer_of(name)](values)
+            shown = name.replace("actor/", "warm_up/") if self.progress.phase == "warm_up" else name
+            self.metrics[shown] = float(merged)
+
+    def report_plan(self, plan: MicrobatchPlan, *, keep: bool = False) -> None:
+        """Take over the figures of a plan of the actor, and keep it for the packing picture."""
+        self.metrics |= {f"packing/{name}": value for name, value in plan.metrics.as_dict().items()}
+        if keep:
+            self.run.keep_plan(plan)
+
+    def save(self) -> None:
+        """Write and commit a checkpoint of weights, optimizer and progress; older ones go."""
+        root = self.run.directory / "checkpoints" / self.progress.phase
+        with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
+            self.actor.run(ActorWorker.save, str(staging.path / "actor"))
+            state = {"progress": asdict(self.progress), "config": self.config.model_dump(mode="json")}
+            staging.commit(state, keep=self.config.checkpoint.keep)
+
+    def export(self) -> None:
+        """Write the trained model as a Hugging Face folder, tokenizer included."""
+        folder = self.run.directory / "model"
+        self.actor.run(ActorWorker.export_model, str(folder))
+        self.tokenizer.save_pretrained(folder)
+        self.run.note(f"model written to {folder}")
+
+    def _save_if_due(self, is_last: bool) -> None:
+        """Write a checkpoint every so often, at the end of a phase, and before a Ctrl-C ends the run."""
+        if self.progress.step % self.config.checkpoint.every == 0 or is_last or self.run.interrupted:
+            self.save()
+        if self.run.interrupted:
+            raise KeyboardInterrupt
+
+    def _log(self, phase: Literal["warm_up", "train", "evaluation"]) -> None:
+        self.run.log(self.progress.step, self.metrics, phase=phase)
+        self.metrics.clear()
+
+    def _evaluate(self, evaluate: Callable[["Session"], None]) -> None:
+        with self.run.timer("evaluate"):
+            evaluate(self)
+        self._log("evaluation")
+
+
+@contextmanager
+def open_session(config: Config) -> Iterator[Session]:
+    """Start everything a recipe needs, and end all of it on the way out, whatever happened.
+
+    Data and tokenizer are read, and a run directory that is taken is refused, before any process starts.
+    """
+    directory = Path(cast(str, config.run_dir))
+    resumed = newest_checkpoint(directory) if config.resume == "auto" else None
+    if resumed is not None:
+        check_same_run(resumed.state["config"], config)
+    tokenizer, prompts, held_out = load_splits(config)
+    progress = Progress(**resumed.state["progress"]) if resumed else Progress()
+    run = Run.start(config, directory, resume_at=progress if resumed else None)
+    with run, Cluster(config.placement) as cluster:
+        groups = start_roles(cluster, config, started_roles(config), (config, tokenizer))
+        session = Session(config, run, tokenizer, prompts, held_out, groups, progress)
+        if resumed is not None:
+            session.actor.run(ActorWorker.load, str(resumed.path / "actor"))
+            run.note(f"resumed after step {progress.step} of {progress.phase} from {resumed.path}")
+        yield session
+        session.export()

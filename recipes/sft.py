@@ -1,0 +1,43 @@
+"""Supervised fine-tuning on demonstrations.
+
+for each step:
+    batch = demonstrations(prompts)
+    actor.imitate(batch)              # one optimizer step
+"""
+
+import math
+
+from recipes import stages
+from recipes.session import Session, open_session
+from rlpack.config.schema import Config, WarmUp
+
+
+def main(config: Config) -> None:
+    """Take `trainer.steps` steps of `trainer.prompts_per_step` sequences at a constant learning rate."""
+    with open_session(config) as session:
+        for step in session.steps("train", config.trainer.steps):
+            batch = stages.demonstrations(session, step, config.trainer.prompts_per_step)
+            stages.imitate(session, batch, config.actor.optimizer.learning_rate)
+
+
+def warm_up(session: Session) -> None:
+    """Take `warm_up.steps` steps before another recipe begins; its optimizer starts anew."""
+    settings = session.config.warm_up
+    for step in session.steps("warm_up", settings.steps):
+        batch = stages.demonstrations(session, step, settings.batch_size)
+        stages.imitate(session, batch, warm_up_rate(settings, step))
+        if step == settings.steps:
+            stages.forget_moments(session)
+
+
+def warm_up_rate(settings: WarmUp, step: int) -> float:
+    """Return the learning rate of step 1, 2, …: linear over the first tenth, then half a cosine down to nothing.
+
+    >>> settings = WarmUp(steps=10, learning_rate=1.0)
+    >>> [round(warm_up_rate(settings, step), 2) for step in (1, 6, 10)]
+    [1.0, 0.5, 0.0]
+    """
+    ramp = max(1, settings.steps // 10)
+    if step <= ramp:
+        return settings.learning_rate * step / ramp
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - 1) / settings.steps))

@@ -1,0 +1,125 @@
+"""The built-in task: add digits modulo 10, one step at a time, and get the last total right.
+
+A prompt names its digits by letters, `a7b4c8=`; an answer walks them, each step a letter, its digit and the total
+so far modulo 10, and ends with the last total: `a77b41c89#9`. Lengths are geometric, so that a batch is as uneven as
+real ones: most answers are short, a few are close to a hundred tokens.
+
+Demonstrations are imperfect on purpose: each total is off by one with probability `noise`, and the steps after it go
+on from there. A model that imitates them makes the same mistakes when it samples; the verifiable reward (the last
+total is right) lets reinforcement learning remove them. What is learned can be checked against exact arithmetic.
+"""
+
+import string
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from rlpack.data.errors import DataError
+
+ALPHABET = string.ascii_lowercase + string.digits + "=#"
+_SPLITS = {"train": 0, "validation": 1}
+_MAX_OPERANDS = len(string.ascii_lowercase)
+
+
+@dataclass(frozen=True)
+class ArithmeticTask:
+    """The arguments of `data.generator`.
+
+    Attributes:
+        train_size: rows of the training split.
+        validation_size: rows of the held-out split.
+        min_operands: fewest digits of a prompt.
+        max_operands: most digits of a prompt, at most 26 (one letter each).
+        mean_operands: mean count of digits before the two limits cut the geometric distribution.
+        noise: probability that a step of a demonstration is off by one.
+
+    Raises:
+        DataError: a value is outside its limits.
+    """
+
+    train_size: int = 16384
+    validation_size: int = 128
+    min_operands: int = 2
+    max_operands: int = 26
+    mean_operands: float = 8.0
+    noise: float = 0.15
+
+    def __post_init__(self) -> None:
+        """Check every value against its limits."""
+        limits = {
+            "train_size": (1, 2**31),
+            "validation_size": (1, 2**31),
+            "min_operands": (1, _MAX_OPERANDS),
+            "max_operands": (self.min_operands, _MAX_OPERANDS),
+            "mean_operands": (self.min_operands, _MAX_OPERANDS),
+            "noise": (0.0, 1.0),
+        }
+        for field in fields(self):
+            value, (low, high) = getattr(self, field.name), limits[field.name]
+            kind = float if field.name in ("mean_operands", "noise") else int
+            if isinstance(value, bool) or not isinstance(value, (int, kind)) or not low <= value <= high:
+                raise DataError(
+                    f"data.generator.{field.name} is {value!r}; it has to be a number from {low:g} to {high:g}"
+                )
+
+
+def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[str]]:
+    """Return the columns `prompt`, `answer` and `demonstration` of a split; the two splits share no prompt.
+
+    Rows are drawn from (seed, split) alone. A prompt that stands in the held-out split is never drawn for training.
+
+    >>> rows = generate("validation", seed=1, task=ArithmeticTask(validation_size=1, noise=0.0))
+    >>> solve(rows["prompt"][0]) == rows["demonstration"][0]
+    True
+    """
+    if split not in _SPLITS:
+        raise DataError(f"the built-in task has no split {split!r}; choose train or validation")
+    held_out = _draw_prompts("validation", task.validation_size, seed, task, frozenset())
+    prompts = (
+        held_out if split == "validation" else _draw_prompts(split, task.train_size, seed, task, frozenset(held_out))
+    )
+    rng = np.random.default_rng((seed, _SPLITS[split], 1))
+    demonstrations = [solve(prompt, slips=_slips(rng, len(prompt) // 2, task.noise)) for prompt in prompts]
+    return {
+        "prompt": prompts,
+        "answer": [solve(prompt)[-1] for prompt in prompts],
+        "demonstration": demonstrations,
+    }
+
+
+def solve(prompt: str, slips: np.ndarray | None = None) -> str:
+    """Return the worked answer of a prompt; `slips` (int, one a digit) are added to the totals, modulo 10.
+
+    >>> solve("a7b4c8=")
+    'a77b41c89#9'
+    """
+    letters, digits = prompt[0:-1:2], prompt[1:-1:2]
+    steps = np.fromiter(map(int, digits), dtype=np.int64) + (0 if slips is None else slips)
+    totals = np.cumsum(steps) % 10
+    worked = "".join(f"{letter}{digit}{total}" for letter, digit, total in zip(letters, digits, totals, strict=True))
+    return f"{worked}#{totals[-1]}"
+
+
+def _slips(rng: np.random.Generator, count: int, noise: float) -> np.ndarray:
+    """Return -1, 0 or 1 for each step; a slip has probability `noise`."""
+    return (rng.random(count) < noise) * rng.choice([-1, 1], size=count)
+
+
+def _draw_prompts(split: str, size: int, seed: int, task: ArithmeticTask, taken: frozenset[str]) -> list[str]:
+    """Return `size` prompts outside `taken`."""
+    rng = np.random.default_rng((seed, _SPLITS[split], 0))
+    prompts: list[str] = []
+    for _ in range(100 * size):
+        if len(prompts) == size:
+            return prompts
+        count = task.min_operands - 1 + rng.geometric(1 / (task.mean_operands - task.min_operands + 1))
+        digits = rng.integers(0, 10, size=min(count, task.max_operands))
+        prompt = (
+            "".join(f"{letter}{digit}" for letter, digit in zip(string.ascii_lowercase, digits, strict=False)) + "="
+        )
+        if prompt not in taken:
+            prompts.append(prompt)
+    raise DataError(
+        f"only {len(prompts)} of {size} {split} prompts could be drawn that the held-out split lacks; "
+        "raise data.generator.max_operands or lower data.generator.validation_size"
+    )

@@ -1,0 +1,94 @@
+"""Prompts as token ids: a dataset read once through the tokenizer, and batches of its rows."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.errors import DataError
+from rlpack.data.examples import Example, PromptDataset
+from rlpack.data.ragged import Ragged
+from rlpack.data.tokenisation import encode_demonstration, encode_prompt
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Examples and their prompts' token ids.
+
+    Attributes:
+        examples: in the order of the dataset, without those that were dropped.
+        input_ids: the prompts, int64 [B rows].
+        num_dropped: prompts over the limit that were left out.
+    """
+
+    examples: Sequence[Example]
+    input_ids: Ragged
+    num_dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def batch(self, rows: np.ndarray) -> BatchedDataDict:
+        """Return `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns of these rows."""
+        picked = [self.examples[row] for row in rows]
+        lists = {name: [example.columns.get(name) for example in picked] for name in self.examples[0].columns}
+        lists |= {name: [vars(example)[name] for example in picked] for name in ("uid", "prompt", "answer")}
+        return BatchedDataDict({"input_ids": self.input_ids.select(rows), **lists})
+
+    def demonstrations(self, rows: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> BatchedDataDict:
+        """Return `input_ids` (prompt and demonstration) and `response_mask` (true on the demonstration) of these rows.
+
+        Raises:
+            DataError: an example has no demonstration.
+        """
+        targets = [encode_demonstration(tokenizer, self.examples[row]) for row in rows]
+        prompts = [prompt.tolist() for prompt in self.input_ids.select(rows).rows()]
+        pairs = list(zip(prompts, targets, strict=True))
+        return BatchedDataDict(
+            {
+                "input_ids": Ragged.from_rows([prompt + target for prompt, target in pairs], torch.int64),
+                "response_mask": Ragged.from_rows([[False] * len(p) + [True] * len(t) for p, t in pairs], torch.bool),
+            }
+        )
+
+
+def encode_prompts(
+    dataset: PromptDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat_template: bool,
+    max_tokens: int,
+    overlong: Literal["error", "drop"],
+) -> Prompts:
+    """Read a whole dataset through the tokenizer; what doesn't fit is said before anything starts.
+
+    Raises:
+        DataError: a prompt is over the limit and `overlong` is error, or none is left.
+    """
+    examples, encoded = [], []
+    for example in dataset:
+        ids = encode_prompt(tokenizer, example, chat_template=chat_template)
+        if len(ids) > max_tokens:
+            if overlong == "error":
+                raise DataError(
+                    f"{dataset.name}: prompt {example.uid!r} has {len(ids)} tokens, over the limit of {max_tokens}; "
+                    "raise data.max_prompt_tokens or set data.overlong_prompt=drop"
+                )
+            continue
+        examples.append(example)
+        encoded.append(ids)
+    num_dropped = len(dataset) - len(examples)
+    if num_dropped:
+        logger.warning(
+            "%s: dropped %d of %d prompts over %d tokens", dataset.name, num_dropped, len(dataset), max_tokens
+        )
+    if not examples:
+        raise DataError(f"{dataset.name}: every prompt is over data.max_prompt_tokens={max_tokens}; raise it")
+    return Prompts(examples, Ragged.from_rows(encoded, torch.int64), num_dropped)

@@ -1,0 +1,110 @@
+"""A run's place on a Ray cluster: joins or starts one, puts pools of ranks on it, and ends all it started."""
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from rlpack.config.schema import Placement, Pool
+from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.ranks import RayRanks
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Pools of ranks on a Ray cluster; a context manager that leaves no process behind."""
+
+    def __init__(self, placement: Placement) -> None:
+        """Join the cluster at `placement.address`, or start one on this machine.
+
+        Raises:
+            PlacementError: there is no cluster at the address.
+        """
+        self._placement = placement
+        self._pools: dict[str, RayRanks] = {}
+        _connect(placement)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End every process of the run, at once when the run failed, and leave the cluster."""
+        for ranks in self._pools.values():
+            if error is None:
+                ranks.close()
+            else:
+                ranks.kill()
+        self._pools.clear()
+        ray.shutdown()
+
+    def open_pools(self, names: list[str]) -> dict[str, RayRanks]:
+        """Start the processes of these pools and wait until each pool has its process group.
+
+        Raises:
+            PlacementError: the cluster has fewer devices than the pools ask for; said at once, with what is free.
+            RoleError: the processes did not start by `placement.start_timeout_s`.
+        """
+        pools = {name: self._placement.pools[name] for name in names}
+        _check_capacity(pools)
+        for name, pool in pools.items():
+            self._pools[name] = self._open(name, pool)
+        for ranks in self._pools.values():
+            ranks.meet()
+        return self._pools
+
+    def _open(self, name: str, pool: Pool) -> RayRanks:
+        bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
+        group = placement_group([{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks, strategy="PACK")
+        if not group.wait(self._placement.start_timeout_s):
+            remove_placement_group(group)
+            raise PlacementError(
+                f"pool {name} did not get its {pool.ranks} ranks within {self._placement.start_timeout_s:g} s; free "
+                f"are {_listing(ray.available_resources())}; wait for others to finish, or lower "
+                f"placement.pools.{name}.ranks"
+            )
+        return RayRanks(name, pool, group, self._placement)
+
+
+def _connect(placement: Placement) -> None:
+    """Call `ray.init`; a cluster of this machine alone gets as many CPU slots as the pools claim."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray otherwise hides GPUs from CPU actors by an environment variable and warns that this will change.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if placement.address is not None:
+        try:
+            ray.init(address=placement.address, logging_level=logging.WARNING)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise PlacementError(
+                f"no Ray cluster answers at placement.address={placement.address}: {error}; "
+                "start one with `ray start --head`, or set placement.address=null for one of this run's own"
+            ) from error
+        return
+    claimed = math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))
+    cores = os.cpu_count() or 1
+    if claimed > cores:
+        logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
+    ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
+
+
+def _check_capacity(pools: dict[str, Pool]) -> None:
+    """Refuse pools that the whole cluster could never hold."""
+    total = ray.cluster_resources()
+    for kind, field in (("CPU", "cpus_per_rank"), ("GPU", "gpus_per_rank")):
+        asked = sum(pool.ranks * getattr(pool, field) for pool in pools.values())
+        if asked > total.get(kind, 0):
+            raise PlacementError(
+                f"the pools {', '.join(pools)} ask for {asked:g} {kind}, the cluster has {total.get(kind, 0):g} "
+                f"({_listing(ray.available_resources())} free); lower placement.pools.*.ranks or .{field}"
+            )
+
+
+def _listing(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))

@@ -1,0 +1,88 @@
+"""One process of a pool: it joins the pool's process group and runs the roles that are placed there.
+
+No Ray in this file: `rlpack.distributed.cluster` makes Ray actors of this class, a test calls it directly.
+"""
+
+import importlib
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.errors import PlacementError
+
+logger = logging.getLogger(__name__)
+
+
+class RankHost:
+    """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
+
+    def __init__(self, context: RankContext, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._context = context
+        self._store: TCPStore | None = None
+        self._roles: dict[str, Any] = {}
+
+    def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
+        """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""
+        store = TCPStore(node_ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        self._store = store
+        return node_ip, store.port
+
+    def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
+        """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
+        timeout = timedelta(seconds=timeout_s)
+        store = self._store or TCPStore(*address, is_master=False, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "cpu:gloo"
+        dist.init_process_group(
+            backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
+        )
+
+    def start(self, role: str, target: str, settings: tuple[Any, ...]) -> None:
+        """Build the role's object by its class's `from_settings` and keep it under its name."""
+        self._roles[role] = load_class(target).from_settings(self._context, *settings)
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of a role."""
+        return getattr(self._roles[role], method)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Drop the roles and leave the process group."""
+        self._roles.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _interface_of(node_ip: str) -> str:
+    """Return the network interface that has this address; gloo otherwise guesses from the host's name."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == node_ip for address in addresses):
+            return name
+    raise RuntimeError(f"no network interface has this node's address {node_ip}; set GLOO_SOCKET_IFNAME")
+
+
+def load_class(target: str) -> type[Any]:
+    """Return the class that `package.module:Class` names.
+
+    Raises:
+        PlacementError: the text has another form, the module can't be imported, or it has no such class.
+    """
+    module_name, _, class_name = target.partition(":")
+    if not module_name or not class_name:
+        raise PlacementError(f"role target {target!r} is not of the form package.module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
+    found = vars(module).get(class_name)
+    if not isinstance(found, type):
+        classes = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, type)))
+        raise PlacementError(f"role target {target!r}: {module_name} has no class {class_name}; it has {classes}")
+    return found

@@ -1,0 +1,111 @@
+"""The driver's handle of one role: shards a batch by a plan, runs the ranks, restores the order.
+
+Invariants (tests/distributed/test_worker_group.py):
+
+1. a sharded call returns rows in the order of the batch it was given, whatever the role's batching;
+2. the plan of a call depends on the batch's lengths and the role's batching alone, so two calls on the same rows with
+   the same `mini_batches` share their microbatches exactly;
+3. every wait has a deadline, and the first failure of a rank ends the wait for all.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.ragged import Ragged
+from rlpack.distributed.dispatch import Dispatch, dispatch_of
+from rlpack.packing import Batching, MicrobatchPlan, make_plan
+
+logger = logging.getLogger(__name__)
+
+W = TypeVar("W")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Ranks(Protocol):
+    """The processes behind a group; `RayRanks` is the real one."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the count of processes."""
+        ...
+
+    def call(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Run `method` on as many ranks as there are argument tuples; results in rank order."""
+        ...
+
+    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
+        """Hand rank 0's result of one method to a method of all ranks of `target`, past the driver's memory."""
+        ...
+
+
+class WorkerGroup(Generic[W]):
+    """The ranks of one role.
+
+    Methods are named by the function itself, `group.run(ActorWorker.logprobs, batch)`, so a type checker checks the
+    arguments and a rename finds every caller.
+    """
+
+    def __init__(self, role: str, ranks: Ranks, batching: Batching, mini_batch_size: int | None = None) -> None:
+        self.role = role
+        self.ranks = ranks
+        self.batching = batching
+        self.mini_batch_size = mini_batch_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the count of data-parallel ranks."""
+        return self.ranks.num_ranks
+
+    def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> MicrobatchPlan:
+        """Return the plan that a sharded call on `batch` follows."""
+        return make_plan(
+            _token_counts(batch),
+            self.batching,
+            dp_size=self.num_ranks,
+            mini_batch_size=self.mini_batch_size if mini_batches else None,
+        )
+
+    def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a method of the role as its dispatch decorator says.
+
+        Raises:
+            RoleError: a rank raised, died, or missed its deadline.
+            PackingError: the batch of a sharded call cannot be planned.
+        """
+        dispatch = dispatch_of(method)
+        if dispatch.kind == "sharded":
+            batch, *rest = args
+            assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
+            return self._run_sharded(method.__name__, dispatch, batch, tuple(rest), dict(kwargs))
+        called = self.num_ranks if dispatch.kind == "broadcast" else 1
+        return self.ranks.call(self.role, method.__name__, [tuple(args)] * called, dict(kwargs))[0]
+
+    def _run_sharded(
+        self, name: str, dispatch: Dispatch, batch: BatchedDataDict, rest: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        plan = self.plan(batch, mini_batches=dispatch.mini_batches)
+        results = self.ranks.call(self.role, name, [(shard, *rest) for shard in batch.shard(plan)], kwargs)
+        return batch.restore(results, plan=plan) if dispatch.merge is None else dispatch.merge(results)
+
+    def transfer(
+        self,
+        export: Callable[[W], Any],
+        target: "WorkerGroup[Any]",
+        load: Callable[..., None],
+        *extra: Any,
+    ) -> None:
+        """Give rank 0's result of `export`, a collective, to `load` on every rank of `target`, past the driver."""
+        self.ranks.transfer((self.role, export.__name__), target.ranks, (target.role, load.__name__), extra)
+
+
+def _token_counts(batch: BatchedDataDict) -> np.ndarray:
+    """Return the tokens of each row; rows without tokens (texts to score, say) weigh the same."""
+    tokens = batch.get("input_ids")
+    return tokens.lengths.numpy() if isinstance(tokens, Ragged) else np.ones(batch.num_rows, dtype=np.int64)

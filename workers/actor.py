@@ -1,0 +1,143 @@
+"""The actor: the policy that is trained."""
+
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.algorithms.metrics import MetricSums, merge_steps
+from rlpack.checkpoint.sharded import load_training_state, save_training_state
+from rlpack.config.schema import Actor, Config, Optimizer
+from rlpack.data.batch import BatchedDataDict
+from rlpack.models.inputs import to_model_inputs
+from rlpack.models.parallel import accumulate, clip_grad_norm, full_state_dict
+from rlpack.models.policy import Policy
+from workers.base import RankContext, Worker, broadcast, sharded
+from workers.loading import build_policy
+from workers.objectives import ClippedPolicy, Imitation, Objective
+from workers.scoring import Scorer
+
+
+class ActorWorker(Worker):
+    """One data-parallel rank of the trained policy (FSDP2) with its AdamW."""
+
+    def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, objective: ClippedPolicy) -> None:
+        super().__init__(context)
+        self._scorer = scorer
+        self._settings = settings
+        self._objective = objective
+        self._optimizer = _adamw(scorer.policy, settings.optimizer)
+
+    @classmethod
+    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Build and shard the policy, check that packing isolates its sequences, and make the optimizer."""
+        policy = build_policy(config.model, config.actor, tokenizer, context, seed=config.seed)
+        scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
+        return cls(context, scorer, config.actor, ClippedPolicy(config.algorithm))
+
+    @sharded(mini_batches=True)
+    def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return the column `logprobs`; its microbatches are those of `update`, so that the first ratio is 1."""
+        return self._scorer.logprobs(shard, "logprobs")
+
+    @sharded(mini_batches=True, merge=merge_steps)
+    def update(self, shard: BatchedDataDict) -> list[dict[str, float]]:
+        """Take one optimizer step for each mini-batch; return the metrics of each.
+
+        Args:
+            shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and per
+                row `loss_weight` and `token_weight` of its optimizer step.
+        """
+        return [self._step(shard, step, self._objective) for step in range(shard.num_steps)]
+
+    @sharded(merge=merge_steps)
+    def imitate(self, shard: BatchedDataDict, learning_rate: float) -> list[dict[str, float]]:
+        """Take one supervised step on the whole batch: `input_ids`, `response_mask`, per row `loss_weight`."""
+        usual = self._settings.optimizer.learning_rate
+        self._set_learning_rate(learning_rate)
+        metrics = [self._step(shard, step, Imitation()) for step in range(shard.num_steps)]
+        self._set_learning_rate(usual)
+        return metrics
+
+    @broadcast
+    def forget_moments(self) -> None:
+        """Start the optimizer anew, as a recipe does after its supervised warm-up."""
+        self._optimizer = _adamw(self._scorer.policy, self._settings.optimizer)
+
+    @broadcast
+    def export_weights(self) -> dict[str, np.ndarray]:
+        """Return all weights by their Hugging Face names, f32, on rank 0; a collective, empty elsewhere."""
+        state = full_state_dict(self._scorer.policy)
+        return {name: tensor.float().numpy() for name, tensor in state.items()} if self.context.rank == 0 else {}
+
+    @broadcast
+    def save(self, folder: str) -> None:
+        """Write this rank's part of weights and optimizer state into `folder`; a collective."""
+        save_training_state(self._scorer.policy, self._optimizer, Path(folder))
+
+    @broadcast
+    def load(self, folder: str) -> None:
+        """Read weights and optimizer state back, saved on any number of ranks; a collective."""
+        load_training_state(self._scorer.policy, self._optimizer, Path(folder))
+
+    @broadcast
+    def export_model(self, folder: str) -> None:
+        """Write a Hugging Face model folder (config, safetensors) from rank 0; a collective."""
+        state = full_state_dict(self._scorer.policy)
+        if self.context.rank == 0:
+            self._scorer.policy.model.save_pretrained(folder, state_dict=state)
+
+    def _step(self, shard: BatchedDataDict, step: int, objective: Objective) -> dict[str, float]:
+        """Run forward and backward over the step's microbatches, then the optimizer once."""
+        policy = self._scorer.policy.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        views = list(shard.microbatches(step))
+        sums = MetricSums()
+        for number, view in enumerate(views, start=1):
+            accumulate(policy, last=number == len(views))
+            inputs = to_model_inputs(view, device=self._scorer.device, pad_token_id=self._scorer.pad_token_id)
+            scores = policy(
+                inputs,
+                select=view.rows["response_mask"].values.to(self._scorer.device),
+                temperature=self._scorer.temperature,
+                entropy=objective.needs_entropy,
+            )
+            loss = objective(scores, view.rows)
+            loss.value.backward()
+            sums.add(loss.metrics)
+        grad_norm = clip_grad_norm(policy, self._settings.optimizer.max_grad_norm)
+        return sums.result() | self._apply(grad_norm)
+
+    def _apply(self, grad_norm: float) -> dict[str, float]:
+        """Take the optimizer step, unless no token had a gradient or the gradient is not a number: both are counted.
+
+        AdamW would move the weights by its momentum alone, and a NaN would spread to all of them.
+        """
+        skip = not np.isfinite(grad_norm) or grad_norm == 0
+        if not skip:
+            self._optimizer.step()
+        if self.context.rank > 0:
+            return {}  # these are figures of the step, not parts of it: one rank reports them
+        rate = self._optimizer.param_groups[0]["lr"]
+        return {"actor/grad_norm": grad_norm, "actor/learning_rate": rate, "actor/skipped_steps": float(skip)}
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+
+
+def _adamw(policy: Policy, settings: Optimizer) -> torch.optim.AdamW:
+    """Return AdamW over the weights that are trained; vectors (norms, biases) are not decayed."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2))
+    for parameter in trained:
+        # What AdamW itself starts from. Without it a checkpoint before the first step would make torch invent one.
+        moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+    return optimizer

@@ -1,0 +1,34 @@
+"""The base of every role.
+
+A role is a plain class: no Ray in it, so it is made and tested in one process. An instance lives on each rank of the
+role's pool, and the driver calls its methods as their dispatch decorators say (`rlpack.distributed.dispatch`):
+
+    class Shout(Worker):
+        @sharded()
+        def score(self, shard):
+            return shard.keep([]).union(...)      # rows may come in any order: they carry their ids
+
+One line of configuration starts it: `roles.shout.target=my_package.shout:Shout`.
+"""
+
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.schema import Config
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
+
+__all__ = ["RankContext", "Worker", "broadcast", "rank_zero", "sharded"]
+
+
+class Worker:
+    """One rank of a role."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+
+    @classmethod
+    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Build the role on one rank; a subclass picks the sections that it needs and hands them to its `__init__`."""
+        return cls(context)

@@ -1,0 +1,71 @@
+"""Building a model on a rank, from configuration and from weights that came over the wire."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlpack.config.schema import Actor, Model
+from rlpack.data.tokenisation import eos_id, pad_id
+from rlpack.models import attention
+from rlpack.models.isolation import check_isolation
+from rlpack.models.loading import build_causal_lm
+from rlpack.models.parallel import shard_policy
+from rlpack.models.policy import Policy
+from workers.base import RankContext
+
+
+def build_model(
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    context: RankContext,
+    *,
+    seed: int,
+    attention_name: str = attention.NAME,
+) -> PreTrainedModel:
+    """Return the language model that belongs to the tokenizer, on the rank's device."""
+    return build_causal_lm(
+        model,
+        vocab_size=len(tokenizer),
+        eos_token_id=eos_id(tokenizer),
+        pad_token_id=pad_id(tokenizer),
+        seed=seed,
+        device=context.torch_device,
+        attention_name=attention_name,
+    )
+
+
+def build_policy(
+    model: Model, settings: Actor, tokenizer: PreTrainedTokenizerBase, context: RankContext, *, seed: int
+) -> Policy:
+    """Return the policy, sharded over the pool's ranks and checked for isolation; a collective.
+
+    Raises:
+        IsolationError: packed sequences see each other in this model.
+    """
+    lm = build_model(model, tokenizer, context, seed=seed)
+    policy = Policy(lm, chunk=settings.logprob_chunk)
+    if settings.gradient_checkpointing:
+        policy.checkpoint_activations()
+    mesh = init_device_mesh(context.device, (context.num_ranks,), mesh_dim_names=("data",))
+    shard_policy(policy, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
+    if settings.isolation_check:
+        check_isolation(policy, context.torch_device, len(tokenizer))
+    return policy
+
+
+def to_tensors(weights: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return tensors over the arrays' memory, copied where it is read-only (Ray maps its objects so)."""
+    return {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in weights.items()}
+
+
+def read_weights(folder: str) -> dict[str, Tensor]:
+    """Return the weights of a Hugging Face model folder, from its safetensors files."""
+    weights: dict[str, Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        weights |= load_file(path)
+    return weights

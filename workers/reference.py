@@ -1,0 +1,36 @@
+"""The reference: the frozen policy that the KL term compares with."""
+
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.schema import Config
+from rlpack.data.batch import BatchedDataDict
+from rlpack.models.parallel import load_full_state_dict
+from workers.base import RankContext, Worker, broadcast, sharded
+from workers.loading import build_policy, read_weights
+from workers.scoring import Scorer
+
+
+class ReferenceWorker(Worker):
+    """One data-parallel rank of the frozen policy."""
+
+    def __init__(self, context: RankContext, scorer: Scorer) -> None:
+        super().__init__(context)
+        self._scorer = scorer
+
+    @classmethod
+    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Build and shard the policy; nothing in it is trained."""
+        policy = build_policy(config.model, config.actor, tokenizer, context, seed=config.seed).requires_grad_(False)
+        return cls(context, Scorer.of(policy, context, config.rollout.temperature, tokenizer))
+
+    @sharded()
+    def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return the column `reference_logprobs`."""
+        return self._scorer.logprobs(shard, "reference_logprobs")
+
+    @broadcast
+    def load_model(self, folder: str) -> None:
+        """Take over the weights of a model folder, the policy that a recipe began with."""
+        load_full_state_dict(self._scorer.policy, read_weights(folder))

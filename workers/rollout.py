@@ -1,0 +1,61 @@
+"""The rollout role: samples responses with its own copy of the policy."""
+
+from typing import Self
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.schema import Config
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.tokenisation import pad_id
+from rlpack.rollout.assemble import rollout_batch
+from rlpack.rollout.engine import Engine, SamplingParams
+from rlpack.rollout.hf import HFEngine
+from workers.base import RankContext, Worker, broadcast, sharded
+from workers.loading import build_model, to_tensors
+
+
+class RolloutWorker(Worker):
+    """One rank of generation engines."""
+
+    def __init__(
+        self, context: RankContext, engine: Engine, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    ) -> None:
+        super().__init__(context)
+        self._vocab_size = vocab_size
+        self._engine = engine
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Build the engine; weights reach it from the actor before the first call."""
+        model = build_model(config.model, tokenizer, context, seed=config.seed, attention_name="sdpa")
+        engine = HFEngine(model, pad_token_id=pad_id(tokenizer), batch_rows=config.rollout.batch_rows)
+        return cls(context, engine, tokenizer, model.config.get_text_config().vocab_size)
+
+    @sharded()
+    def generate(self, shard: BatchedDataDict, params: SamplingParams) -> BatchedDataDict:
+        """Sample one response for each row.
+
+        Args:
+            shard: `input_ids`, the prompts; `seeds` int64 [B], the randomness of each row; `group_ids` and `uid`.
+            params: how tokens are drawn.
+
+        Returns:
+            The columns of `rlpack.rollout.assemble.rollout_batch`, and `completion`, the response as text.
+        """
+        made = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
+        columns = rollout_batch(
+            shard["input_ids"],
+            made,
+            group_ids=shard["group_ids"],
+            uids=shard["uid"],
+            vocab_size=self._vocab_size,
+        )
+        texts = self._tokenizer.batch_decode([row.tolist() for row in made.token_ids.rows()], skip_special_tokens=True)
+        return shard.keep([]).union(dict(columns) | {"completion": list(texts)})
+
+    @broadcast
+    def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
+        """Take over the actor's weights; `version` is the count of its optimizer steps."""
+        self._engine.load_weights(to_tensors(weights), version)

@@ -1,0 +1,54 @@
+"""Log-probabilities of a shard's tokens: what the actor and the reference both do."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.tokenisation import pad_id
+from rlpack.distributed.context import RankContext
+from rlpack.models.inputs import to_model_inputs
+from rlpack.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A policy and how it reads tokens.
+
+    Attributes:
+        policy: the model, sharded over the pool or not.
+        device: where it lives.
+        temperature: the temperature that responses were sampled at.
+        pad_token_id: what fills the slots without a token.
+    """
+
+    policy: Policy
+    device: torch.device
+    temperature: float
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, policy: Policy, context: RankContext, temperature: float, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Return the scorer of a rank's policy."""
+        return cls(policy, context.torch_device, temperature, pad_id(tokenizer))
+
+    @torch.no_grad()
+    def logprobs(self, shard: BatchedDataDict, name: str) -> BatchedDataDict:
+        """Return the column `name`: log p(token | tokens before it) of response tokens, f32, zero elsewhere.
+
+        Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
+        """
+        self.policy.eval()
+        values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
+        for step in range(shard.num_steps):
+            for view in shard.microbatches(step):
+                inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
+                select = view.rows["response_mask"].values.to(self.device)
+                scores = self.policy(inputs, select=select, temperature=self.temperature, entropy=False)
+                values.append(scores.logprobs.float().cpu())
+                order.append(view.index)
+        scored = shard.select(np.concatenate(order)).keep(["input_ids"])
+        return scored.keep([]).union({name: scored["input_ids"].with_values(torch.cat(values))})
