@@ -1,0 +1,58 @@
+"""What a sequence costs to train on."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpack.packing.errors import PackingError
+
+# The dearest row gets 2**TICK_BITS ticks: precise to 1e-9, and 2**20 such rows add up exactly, also in float64.
+TICK_BITS = 32
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The work that a sequence of L slots is: `linear · L + quadratic · L²`, in any unit.
+
+    The linear part stands for the matrix multiplications of each token, the quadratic one for attention; only their
+    proportion matters to a plan.
+
+    >>> Cost(linear=2.0, quadratic=0.5).of(np.array([1, 4]))
+    array([ 2.5, 16. ])
+
+    Raises:
+        PackingError: a coefficient is negative or not finite, or both are zero.
+    """
+
+    linear: float
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the coefficients."""
+        for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
+            if not math.isfinite(value) or value < 0:
+                raise PackingError(f"cost.{name} is {value}; it has to be a finite number of at least 0")
+        if self.linear == self.quadratic == 0:
+            raise PackingError("cost.linear and cost.quadratic are both 0; one of them has to be above 0")
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the cost of each length, float64 of the same shape."""
+        slots = np.asarray(lengths, dtype=np.float64)
+        return self.linear * slots + self.quadratic * slots * slots
+
+
+def ticks(weights: np.ndarray) -> np.ndarray:
+    """Scale weights to integers by a power of two, so that their sums do not depend on the order of summing.
+
+    The greatest becomes about 2**32; whole numbers below that stay as they are. Plans computed from ticks are the
+    same on every machine.
+
+    >>> ticks(np.array([1.0, 0.5, 0.0])).tolist()
+    [2147483648, 1073741824, 0]
+    """
+    if weights.dtype.kind in "iu" and (weights.size == 0 or int(weights.max()) <= 2**TICK_BITS):
+        return weights.astype(np.int64)
+    values = weights.astype(np.float64)
+    _, exponent = np.frexp(values.max(initial=0.0))
+    return np.rint(np.ldexp(values, TICK_BITS - int(exponent))).astype(np.int64)

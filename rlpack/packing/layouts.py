@@ -1,0 +1,143 @@
+"""Where each token of a microbatch goes: pure index arithmetic.
+
+1. Every real token has a slot of its own, in row order.
+2. In a packed row the segments cover every slot, and no segment holds two sequences.
+3. The ranks of a context-parallel group hold every slot of a packed row once, and as many slots each.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import Integers, align, check_count, check_lengths
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The slots of one microbatch.
+
+    Attributes:
+        shape: of what the model eats: (1, length) when packed, (rows, length) when padded.
+        slots: place of each real token in the flattened `shape`, in row order, int64 [T].
+        position_ids: int64 of `shape`; they restart at each sequence.
+        cu_seqlens: bounds of the segments, int32 [S+1], from 0 to the last slot; None when padded.
+        max_seqlen: slots of the longest segment.
+    """
+
+    shape: tuple[int, int]
+    slots: np.ndarray
+    position_ids: np.ndarray
+    cu_seqlens: np.ndarray | None
+    max_seqlen: int
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelSlots:
+    """What one rank of a context-parallel group holds of a packed row.
+
+    Attributes:
+        slots: the slots of the whole packed row that lie here, in local order, int64 [T / cp].
+        sequence: the sequence that each belongs to, int64 [T / cp].
+        is_padding: which of them hold no real token, bool [T / cp].
+        cu_seqlens: bounds of the sequences in the whole row, alignment included, int32 [S+1].
+        local_cu_seqlens: the same on this rank, int32 [S+1].
+    """
+
+    slots: np.ndarray
+    sequence: np.ndarray
+    is_padding: np.ndarray
+    cu_seqlens: np.ndarray
+    local_cu_seqlens: np.ndarray
+
+
+def runs(lengths: np.ndarray) -> np.ndarray:
+    """Count from 0 in each run, int64 [Σ lengths].
+
+    >>> runs(np.array([3, 0, 2])).tolist()
+    [0, 1, 2, 0, 1]
+    """
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | None = None) -> Layout:
+    """Return the layout of sequences side by side in one row of `length` slots.
+
+    Each sequence's alignment padding belongs to its own segment; what is left up to `length` is a segment of its own.
+
+    >>> packed_layout([3, 0, 2], length=6).cu_seqlens.tolist()
+    [0, 3, 3, 5, 6]
+
+    Args:
+        lengths: tokens of each row; none for a filler.
+        pad_to_multiple: what each sequence is rounded up to.
+        length: slots of the whole row; None for just enough.
+
+    Raises:
+        PackingError: the sequences don't fit.
+    """
+    counts = check_lengths(lengths)
+    segments = align(counts, check_count(pad_to_multiple, "pad_to_multiple"))
+    used = int(segments.sum())
+    width = used if length is None else length
+    if used > width:
+        raise PackingError(f"{counts.size} sequences take {used} slots, over the length of {width}; plan them apart")
+    slots = np.repeat(np.cumsum(segments) - segments, counts) + runs(counts)
+    if width > used:
+        segments = np.append(segments, width - used)
+    bounds = np.concatenate(([0], np.cumsum(segments))).astype(np.int32)
+    return Layout((1, width), slots, runs(segments).reshape(1, width), bounds, int(segments.max(initial=0)))
+
+
+def padded_layout(lengths: Integers, length: int) -> Layout:
+    """Return the layout of one sequence a row, padded on the right to `length` slots; no sequence gives one empty row.
+
+    >>> padded_layout([1, 2], 3).slots.tolist()
+    [0, 3, 4]
+
+    Raises:
+        PackingError: a sequence is longer than `length`.
+    """
+    counts = check_lengths(lengths)
+    if counts.max(initial=0) > length:
+        row = int(np.argmax(counts))
+        raise PackingError(f"sequence {row} has {counts[row]} tokens, over the length of {length}; plan it apart")
+    shape = (max(1, counts.size), length)
+    slots = np.repeat(np.arange(counts.size) * length, counts) + runs(counts)
+    return Layout(shape, slots, np.tile(np.arange(length), (shape[0], 1)), None, length)
+
+
+def context_parallel_slots(lengths: Integers, *, cp: int, rank: int, pad_to_multiple: int) -> ContextParallelSlots:
+    """Return the slots of a packed row that context-parallel rank `rank` of `cp` holds.
+
+    Each sequence is cut by itself into 2·cp chunks, of which rank r takes chunks r and 2·cp−1−r, so that causal
+    attention costs every rank the same.
+
+    >>> context_parallel_slots([5], cp=2, rank=0, pad_to_multiple=4).slots.tolist()
+    [0, 1, 6, 7]
+
+    Raises:
+        PackingError: `pad_to_multiple` is no multiple of 2·cp, or the rank is none of the group.
+    """
+    counts, group = check_lengths(lengths), check_count(cp, "cp")
+    multiple = check_count(pad_to_multiple, "pad_to_multiple")
+    if group > 1 and multiple % (2 * group):
+        raise PackingError(f"pad_to_multiple is {multiple}; context parallelism over {group} needs a multiple of 2·cp")
+    if not 0 <= rank < group:
+        raise PackingError(f"context-parallel rank is {rank}; it has to be between 0 and {group - 1}")
+    segments = align(counts, multiple)
+    bounds = np.concatenate(([0], np.cumsum(segments)))
+    local = segments // group
+    within = runs(local)
+    sequence = np.repeat(np.arange(counts.size), local)
+    if group > 1:
+        chunk = np.maximum(segments // (2 * group), 1)[sequence]
+        which = np.where(within < chunk, rank, 2 * group - 1 - rank)
+        within = which * chunk + within % chunk
+    return ContextParallelSlots(
+        slots=bounds[sequence] + within,
+        sequence=sequence,
+        is_padding=within >= counts[sequence],
+        cu_seqlens=bounds.astype(np.int32),
+        local_cu_seqlens=np.concatenate(([0], np.cumsum(local))).astype(np.int32),
+    )

@@ -1,0 +1,76 @@
+"""Compute the metrics of a plan from its grid of microbatches."""
+
+import numpy as np
+
+from rlpack.packing.items import Rows
+from rlpack.packing.metrics import PackingMetrics
+from rlpack.packing.packers import lower_bound
+from rlpack.packing.plan import Request
+
+
+def measure_plan(
+    request: Request, rows: Rows, cell: np.ndarray, counts: np.ndarray, widths: np.ndarray, step_bounds: np.ndarray
+) -> PackingMetrics:
+    """Return the metrics of a grid of microbatches.
+
+    Args:
+        request: what was asked for.
+        rows: the batch's rows.
+        cell: microbatch of each row that was kept, counted through the flattened grid.
+        counts: rows of each microbatch, int64 [ranks, M].
+        widths: padded length of each, int64 [ranks, M].
+        step_bounds: first microbatch of each optimizer step, and M.
+    """
+    used = counts > 0
+    slots = widths if request.batching.mode == "packed" else widths * np.maximum(counts, 1)
+    in_use = slots[used]
+    largest = int(in_use.max(initial=0))
+    capacity = request.batching.max_tokens or max(largest, 1)
+    real, total = int(rows.lengths.sum()), int(slots.sum())
+    costs = _costs(request, rows, cell, counts, widths)
+    firsts = step_bounds[:-1]
+    loads = np.add.reduceat(slots * used, firsts, axis=1) if firsts.size else slots[:, :0]
+    return PackingMetrics(
+        num_microbatches=int(used.sum()),
+        bin_utilisation=_ratio(real, in_use.size * capacity),
+        waste_ratio=1.0 - _ratio(real, total),
+        bin_balance=_ratio(int(in_use.sum()), in_use.size * largest),
+        packing_efficiency=_ratio(_fewest(request, rows, capacity), in_use.size),
+        rank_imbalance=_overhead(loads),
+        lockstep_overhead=_overhead(costs),
+        fillers=int(used.size - used.sum()),
+        overlong=int(rows.overlong.sum()),
+        dropped=int(rows.dropped.sum()),
+        truncated_tokens=int((request.lengths - rows.lengths)[~rows.dropped].sum()),
+        real_tokens=real,
+        slots=total,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Return part / whole, and 1 (nothing lost, all alike) where there is nothing at all."""
+    return part / whole if whole else 1.0
+
+
+def _overhead(loads: np.ndarray) -> float:
+    """Return Σ of the ranks' maxima over Σ of the ranks' means, less 1; `loads` is [ranks, ...]."""
+    longest = float(loads.max(axis=0, initial=0).sum())
+    return max(0.0, _ratio(longest * loads.shape[0], float(loads.sum())) - 1.0)
+
+
+def _costs(request: Request, rows: Rows, cell: np.ndarray, counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return the cost of each microbatch, float64 [ranks, M]; a filler's is 0."""
+    cost = request.cost
+    if request.batching.mode == "packed":
+        aligned = rows.aligned[~rows.dropped]
+        weights = aligned if cost is None else cost.of(aligned)
+        return np.bincount(cell, weights=weights, minlength=counts.size).reshape(counts.shape)
+    return counts * (widths.astype(np.float64) if cost is None else cost.of(widths))
+
+
+def _fewest(request: Request, rows: Rows, capacity: int) -> int:
+    """Return the fewest microbatches that the rows could be packed into, over all optimizer steps."""
+    slots = np.minimum(rows.aligned, capacity)
+    starts = range(0, rows.lengths.size, request.rows_per_step)
+    steps = (slice(start, start + request.rows_per_step) for start in starts)
+    return sum(lower_bound(slots[step][~rows.dropped[step]], capacity) for step in steps)

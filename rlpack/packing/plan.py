@@ -1,0 +1,208 @@
+"""The plan: which rows share a microbatch, on which rank, in which optimizer step.
+
+What a plan guarantees is numbered in `rlpack.packing.invariants`; `MicrobatchPlan.assert_invariants` checks it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rlpack.packing.batching import Batching
+from rlpack.packing.cost import Cost
+from rlpack.packing.errors import PackingError
+from rlpack.packing.metrics import PackingMetrics
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """The rows of one forward and backward on one rank.
+
+    Attributes:
+        rows: int64 [n], ascending; which rows they count depends on who gives it: the batch's or the rank's.
+        length: padded length: slots of the packed row in packed mode, the width of each row in the other two.
+        is_filler: holds no row; takes part in forward and backward with zero weight, to keep ranks in step.
+    """
+
+    rows: np.ndarray
+    length: int
+    is_filler: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What `make_plan` was asked for, checked.
+
+    Attributes:
+        lengths: tokens of each row as given, int64 [B].
+        batching: the mode, the budget and the alignments.
+        dp_size: number of data-parallel ranks.
+        mini_batch_size: rows of an optimizer step; None for all.
+        groups: group of each row, int64 [B], or None.
+        cost: model of a row's cost; None for its slots.
+        seed: of `first_fit_shuffle`.
+    """
+
+    lengths: np.ndarray
+    batching: Batching
+    dp_size: int
+    mini_batch_size: int | None = None
+    groups: np.ndarray | None = None
+    cost: Cost | None = None
+    seed: int = 0
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a full optimizer step."""
+        return self.mini_batch_size or max(1, self.lengths.size)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps; the last may hold fewer rows."""
+        return -(-self.lengths.size // self.rows_per_step)
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """One rank's part of a plan; small, and sent along with the rank's shard.
+
+    Attributes:
+        batching: the mode, the budget and the alignments.
+        rank: the data-parallel rank.
+        num_ranks: how many of them there are.
+        rows: the batch's rows that this rank gets, in dispatch order, int64 [n].
+        lengths: their tokens after truncation, int64 [n].
+        counts: rows of each microbatch, int64 [M], over all optimizer steps.
+        widths: padded length of each microbatch, int64 [M].
+        step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1].
+    """
+
+    batching: Batching
+    rank: int
+    num_ranks: int
+    rows: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    widths: np.ndarray
+    step_bounds: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        """How many optimizer steps there are."""
+        return self.step_bounds.size - 1
+
+    def microbatches(self, step: int) -> list[Microbatch]:
+        """Return the microbatches of an optimizer step; their rows count into this rank's `rows`.
+
+        Raises:
+            PackingError: there is no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise PackingError(f"optimizer step {step} is not in the plan, which has {self.num_steps}")
+        first, stop = int(self.step_bounds[step]), int(self.step_bounds[step + 1])
+        bounds = np.cumsum(self.counts) - self.counts
+        return [
+            Microbatch(
+                rows=np.arange(bounds[at], bounds[at] + self.counts[at]),
+                length=int(self.widths[at]),
+                is_filler=bool(self.counts[at] == 0),
+            )
+            for at in range(first, stop)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchPlan:
+    """Every decision on how one batch is computed, on all ranks and in all optimizer steps.
+
+    Attributes:
+        request: what was asked for.
+        metrics: how well the plan does.
+        lengths: tokens of each row after truncation, int64 [B]; 0 for a dropped one.
+        order: the batch's rows in dispatch order, rank by rank, int64 [B − dropped].
+        inverse: place of each row in `order`, int64 [B]; −1 for a dropped one.
+        step_of_row: optimizer step of each row, int64 [B]; −1 for a dropped one.
+        truncated: rows that were cut, int64.
+        dropped: rows that were left out, int64.
+        counts: rows of each microbatch, int64 [ranks, M], over all optimizer steps.
+        widths: padded length of each microbatch, int64 [ranks, M].
+        step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1]; the same on every rank.
+    """
+
+    request: Request
+    metrics: PackingMetrics
+    lengths: np.ndarray
+    order: np.ndarray
+    inverse: np.ndarray
+    step_of_row: np.ndarray
+    truncated: np.ndarray
+    dropped: np.ndarray
+    counts: np.ndarray
+    widths: np.ndarray
+    step_bounds: np.ndarray
+
+    @property
+    def batching(self) -> Batching:
+        """The mode, the budget and the alignments."""
+        return self.request.batching
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch, dropped ones included."""
+        return self.request.lengths.size
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps."""
+        return self.step_bounds.size - 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.request.dp_size
+
+    @cached_property
+    def _rank_bounds(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self.counts.sum(axis=1))))
+
+    def rank_plan(self, rank: int) -> RankPlan:
+        """Return what one rank has to know.
+
+        Raises:
+            PackingError: there is no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise PackingError(f"rank {rank} is not in the plan, which has {self.num_ranks}")
+        rows = self.order[self._rank_bounds[rank] : self._rank_bounds[rank + 1]].copy()
+        return RankPlan(
+            batching=self.batching,
+            rank=rank,
+            num_ranks=self.num_ranks,
+            rows=rows,
+            lengths=self.lengths[rows],
+            counts=self.counts[rank].copy(),
+            widths=self.widths[rank].copy(),
+            step_bounds=self.step_bounds,
+        )
+
+    def microbatches(self, rank: int, step: int) -> list[Microbatch]:
+        """Return the microbatches of an optimizer step on one rank; their rows are the batch's.
+
+        Raises:
+            PackingError: there is no such rank or step.
+        """
+        plan = self.rank_plan(rank)
+        return [
+            Microbatch(plan.rows[microbatch.rows], microbatch.length, microbatch.is_filler)
+            for microbatch in plan.microbatches(step)
+        ]
+
+    def assert_invariants(self) -> None:
+        """Check everything that a plan guarantees (see `rlpack.packing.invariants`).
+
+        Raises:
+            AssertionError: a guarantee is broken, which is a bug of the planner.
+        """
+        from rlpack.packing.invariants import assert_invariants
+
+        assert_invariants(self)
