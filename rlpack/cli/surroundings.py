@@ -12,9 +12,11 @@ from pathlib import Path
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
+from rlpack.observe.directory import check_run_dir
+from rlpack.observe.errors import RunDirectoryError, SinkError
+from rlpack.observe.sinks import check_packages
 
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable of that name, which Ray sets for a submitted job's driver
-_RUN_FILES = ("config.yaml", "metrics.jsonl")
 
 
 def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
@@ -24,7 +26,11 @@ def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
         ConfigError: the run directory can't be used, a target can't be found, or a package isn't installed.
         DataError: a data file isn't there.
     """
-    problems = [*_run_dir(config, environment), *_targets(config), *_packages(config)]
+    problems = [*_run_dir(config, environment), *_targets(config)]
+    try:
+        check_packages(config.logger)
+    except SinkError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError(problems)
     if missing := list(_data_files(config)):
@@ -43,13 +49,10 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
             "set run_dir to an absolute path on storage that stays"
         )
         return
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    if not existing.is_dir():
-        yield f"run_dir is {config.run_dir!r}, but {existing} is a file; choose another run_dir"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"run_dir is {config.run_dir!r}, but {existing} is not writable; choose another run_dir"
-    elif config.resume == "never" and any((path / name).exists() for name in _RUN_FILES):
-        yield f"run_dir {config.run_dir!r} already holds a run; set resume=auto to go on with it, or another run_dir"
+    try:
+        check_run_dir(path, resume=config.resume == "auto")
+    except RunDirectoryError as error:
+        yield str(error)
 
 
 def _targets(config: Config) -> Iterator[str]:
@@ -73,16 +76,6 @@ def _why_not_importable(module: str) -> str:
     finally:
         sys.path[:] = path
     return "" if found else f"there is no module {module}"
-
-
-def _packages(config: Config) -> Iterator[str]:
-    wanted = {
-        "wandb": (config.logger.wandb != "disabled", f"logger.wandb={config.logger.wandb}"),
-        "tensorboard": (config.logger.tensorboard, "logger.tensorboard=true"),
-    }
-    for package, (is_wanted, key) in wanted.items():
-        if is_wanted and importlib.util.find_spec(package) is None:
-            yield f"{key} needs the package {package}, which is not installed; pip install 'rlpack[{package}]'"
 
 
 def _data_files(config: Config) -> Iterator[str]:

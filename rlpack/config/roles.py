@@ -20,20 +20,19 @@ def role_batching(config: Config, role: str) -> Batching:
     """
     if role not in config.roles:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
-    place, own = own_batching(config, role)
+    own = own_batching(config, role)
     try:
         return config.batching.override(**own.model_dump())
     except PackingError as error:
-        raise ConfigError([f"{place}, with what it inherits from batching: {error}"]) from error
+        key = "reference.batching" if role == "reference" else f"roles.{role}.batching"
+        raise ConfigError([f"{key}, with what it inherits from batching: {error}"]) from error
 
 
-def own_batching(config: Config, role: str) -> tuple[str, RoleBatching]:
-    """Return the key that holds a role's own batching, and its value; the actor's own one is `batching` itself."""
+def own_batching(config: Config, role: str) -> RoleBatching:
+    """Return what a role sets for itself; the actor sets nothing, because `batching` is its own."""
     if role == "actor":
-        return "batching", RoleBatching()
-    if role == "reference":
-        return "reference.batching", config.reference.batching
-    return f"roles.{role}.batching", config.roles[role].batching
+        return RoleBatching()
+    return config.reference.batching if role == "reference" else config.roles[role].batching
 
 
 def pool_of(config: Config, role: str) -> str:

@@ -53,14 +53,13 @@ def test_a_logger_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     problem = problem_of(config_with(tmp_path, logger=Logger(wandb="offline")))
-    assert (
-        problem == "logger.wandb=offline needs the package wandb, which is not installed; pip install 'rlpack[wandb]'"
-    )
+    assert "logger.wandb needs the package wandb" in problem
+    assert "rlpack[wandb]" in problem
 
 
 def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    assert f"but {tmp_path} is not writable" in problem_of(config_with(tmp_path))
+    assert "can't be written" in problem_of(config_with(tmp_path))
 
 
 def test_both_data_files_are_looked_for(tmp_path, monkeypatch):

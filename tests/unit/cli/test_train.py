@@ -124,9 +124,9 @@ def test_a_failed_run_ends_with_the_code_of_its_cause(ran, capsys, error, code, 
         (["hydra/launcher=joblib"], "hydra/launcher=joblib is not supported"),
         (["--config-dir", "nowhere"], "not found"),
         (["resume=auto"], "set run_dir"),
-        (["run_dir=file"], "is a file; choose another run_dir"),
-        (["run_dir=file/below"], "is a file; choose another run_dir"),
-        (["run_dir=old"], "run_dir 'old' already holds a run; set resume=auto to go on with it, or another run_dir"),
+        (["run_dir=file"], "run_dir=file is not a directory; choose another run_dir"),
+        (["run_dir=file/below"], "choose another run_dir"),
+        (["run_dir=old"], "run_dir=old already holds a run"),
     ],
 )
 def test_what_is_wrong_before_a_run_is_one_message_and_code_2(ran, tmp_path, capsys, arguments, message):
