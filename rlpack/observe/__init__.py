@@ -1,1 +1,1 @@
-"""observe."""
+"""What one sees of a run: the metric table, sinks, the console, the report and the packing picture."""

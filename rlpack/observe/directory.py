@@ -1,0 +1,113 @@
+"""The run directory: what lies where, and whether a run may use it."""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlpack.observe.errors import RunDirectoryError
+
+logger = logging.getLogger(__name__)
+
+CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
+PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
+_SECRET = re.compile(r"(^|_)(secret|password|passwd|credentials?|api_?key|(access|auth|bearer|hub|hf)_?token)$", re.I)
+HIDDEN = "<hidden>"
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Return whether a run has written into `run_dir`."""
+    return any((run_dir / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Check, without making anything, that a run may use `run_dir`.
+
+    Raises:
+        RunDirectoryError: it is a file, can't be written, or holds a run that isn't to be resumed.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunDirectoryError(f"run_dir={run_dir} is not a directory; choose another run_dir")
+    if not resume and holds_run(run_dir):
+        raise RunDirectoryError(
+            f"run_dir={run_dir} already holds a run; go on with it by resume=auto, or choose another run_dir"
+        )
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise RunDirectoryError(f"run_dir={run_dir} can't be written ({nearest} refuses); choose another run_dir")
+
+
+def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> None:
+    """Check and make the directory and write `config.yaml`; a resumed run says which keys differ from before.
+
+    Args:
+        run_dir: the directory.
+        config: plain values, secrets already hidden.
+        resume: whether the directory may hold a run.
+
+    Raises:
+        RunDirectoryError: the directory can't be used.
+    """
+    check_run_dir(run_dir, resume=resume)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        before = read_config(run_dir)
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        (run_dir / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error
+    changed = changed_keys(before, config) if before else []
+    if changed:
+        logger.warning("resumed with other values than before of: %s", ", ".join(changed))
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the configuration that the run wrote, empty if there is none that can be read."""
+    path = run_dir / CONFIG
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        logger.warning("%s can't be read and is left out: %s", path, error)
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the values of keys that look like secrets hidden.
+
+    >>> without_secrets({"max_tokens": 8, "judge": {"api_key": "abc"}})
+    {'max_tokens': 8, 'judge': {'api_key': '<hidden>'}}
+    """
+    shown: dict[str, Any] = {}
+    for key, value in config.items():
+        if _SECRET.search(str(key)) and value is not None:
+            shown[key] = HIDDEN
+        else:
+            shown[key] = without_secrets(value) if isinstance(value, Mapping) else value
+    return shown
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested configuration as dotted keys.
+
+    >>> flat({"seed": 1, "trainer": {"steps": 70}})
+    {'seed': 1, 'trainer.steps': 70}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys whose values differ; `resume` itself, which has to, is left out.
+
+    >>> changed_keys({"seed": 1, "resume": "never"}, {"seed": 2, "resume": "auto"})
+    ['seed']
+    """
+    old, new = flat(before), flat(after)
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "resume")

@@ -1,0 +1,137 @@
+"""The one table of metric names: a name that isn't here is a mistake, and the reference page is made from it.
+
+`python -m rlpack.observe.names` writes docs/reference/metrics.md.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+REFERENCE = Path("docs/reference/metrics.md")
+
+
+class UnknownMetricWarning(UserWarning):
+    """A metric was logged whose name is not in the table."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a metric is.
+
+    Attributes:
+        unit: unit of its value; `1` for plain numbers, `fraction` for numbers from 0 to 1.
+        description: one sentence.
+    """
+
+    unit: str
+    description: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("1", "Mean reward of the step's rollouts; quarantined rows are left out."),
+    "reward/std": Metric("1", "Standard deviation of the step's rewards."),
+    "reward/min": Metric("1", "Lowest reward of the step."),
+    "reward/max": Metric("1", "Highest reward of the step."),
+    "reward/quarantined": Metric("rows", "Rollouts whose reward was missing or not a finite number; they don't train."),
+    "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),
+    "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
+    "rollout/truncated_fraction": Metric("fraction", "Responses that ended at rollout.max_new_tokens."),
+    "rollout/logprob_gap": Metric("nats", "Mean absolute difference of the trainer's and the sampler's log-probs."),
+    "actor/loss": Metric("1", "What is minimised: policy loss plus the weighted KL term."),
+    "actor/policy_loss": Metric("1", "The clipped policy loss."),
+    "actor/kl": Metric("nats", "Estimated KL divergence from the reference, by algorithm.kl_estimator."),
+    "actor/entropy": Metric("nats", "Mean entropy of the policy at the sampled tokens."),
+    "actor/ratio_mean": Metric("1", "Mean ratio of new and old probability of the sampled tokens."),
+    "actor/ratio_max": Metric("1", "Largest such ratio."),
+    "actor/clip_low_fraction": Metric("fraction", "Tokens whose gradient the lower bound of the ratio cut off."),
+    "actor/clip_high_fraction": Metric("fraction", "Tokens whose gradient the upper bound of the ratio cut off."),
+    "actor/grad_norm": Metric("1", "Global norm of the gradient before clipping."),
+    "actor/learning_rate": Metric("1", "Learning rate of the optimizer step."),
+    "actor/skipped_steps": Metric("steps", "Optimizer steps left out: no token had a gradient, or it was not finite."),
+    "advantage/mean": Metric("1", "Mean advantage of the rollouts that train."),
+    "advantage/std": Metric("1", "Standard deviation of these advantages."),
+    "advantage/zero_group_fraction": Metric("fraction", "Groups without a gradient: all their rewards are equal."),
+    "evaluation/accuracy_sampled": Metric("fraction", "Held-out accuracy, mean over evaluation.samples samples."),
+    "evaluation/accuracy_best_of_n": Metric("fraction", "Held-out prompts with at least one right sample."),
+    "evaluation/accuracy_greedy": Metric("fraction", "Held-out accuracy of the likeliest tokens."),
+    "warm_up/loss": Metric("nats", "Mean negative log-prob of the demonstrations' tokens."),
+    "warm_up/grad_norm": Metric("1", "Global norm of the supervised gradient before clipping."),
+    "warm_up/learning_rate": Metric("1", "Learning rate of the supervised step."),
+    "warm_up/skipped_steps": Metric("steps", "Supervised steps left out, as actor/skipped_steps."),
+    "time/step_s": Metric("s", "Wall-clock time of the whole step."),
+    "time/generate_s": Metric("s", "Generation."),
+    "time/reward_s": Metric("s", "Rewards."),
+    "time/logprobs_s": Metric("s", "Log-probs of the policy before its update."),
+    "time/reference_s": Metric("s", "Log-probs of the reference."),
+    "time/advantages_s": Metric("s", "Advantages."),
+    "time/update_s": Metric("s", "Forward, backward and optimizer."),
+    "time/sync_s": Metric("s", "Weight transfer to generation."),
+    "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
+    "time/checkpoint_s": Metric("s", "Checkpoints."),
+    "throughput/tokens_per_s": Metric("tokens/s", "Real tokens, prompt and response, trained per second of the step."),
+    "packing/num_microbatches": Metric("microbatches", "Microbatches that hold rows, over ranks and optimizer steps."),
+    "packing/bin_utilisation": Metric("fraction", "Real tokens over microbatches × token budget."),
+    "packing/waste_ratio": Metric("fraction", "Token slots that hold no real token."),
+    "packing/bin_balance": Metric("fraction", "Mean slots over the most slots of a microbatch."),
+    "packing/packing_efficiency": Metric("fraction", "Fewest microbatches the rows could be packed into over theirs."),
+    "packing/rank_imbalance": Metric("1", "Most slots of a rank over the mean of the ranks, minus 1."),
+    "packing/lockstep_overhead": Metric("1", "Time lost because ranks meet at every microbatch, over the ideal time."),
+    "packing/fillers": Metric("microbatches", "Empty microbatches that keep the ranks' counts equal."),
+    "packing/overlong": Metric("rows", "Sequences over the token budget."),
+    "packing/dropped": Metric("rows", "Over-long sequences that were left out."),
+    "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
+    "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),
+    "packing/slots": Metric("tokens", "Token slots, padding and fillers included."),
+    "policy_version": Metric("steps", "Optimizer steps behind the weights that generated the rollouts."),
+    "epoch": Metric("1", "Epoch of the dataset that the step's last prompt belongs to, from 0."),
+    "prompts_seen": Metric("prompts", "Prompts drawn since the start of the run."),
+}
+
+
+def unknown_names(names: Iterable[str]) -> list[str]:
+    """Return the names that are not in the table, sorted.
+
+    >>> unknown_names(["reward/mean", "rewards/mean"])
+    ['rewards/mean']
+    """
+    return sorted(set(names) - METRICS.keys())
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Warn about names that are not in the table; the project's own tests make that an error."""
+    for name in unknown_names(names):
+        text = f"metric {name!r} is not in rlpack.observe.names.METRICS; add it there, with unit and description"
+        warnings.warn(text, UnknownMetricWarning, stacklevel=3)
+
+
+def reference() -> str:
+    """Return the reference page of all metrics, as Markdown."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every record of `metrics.jsonl` is one JSON object: `step`, `phase` (`warm_up`, `train` or `evaluation`),",
+        "`time_s` (seconds since the run began, pauses between resumed parts left out) and the metrics below. A figure",
+        'that is not finite is written as the text `"NaN"`, `"Infinity"` or `"-Infinity"`. TensorBoard and W&B show',
+        "the same names after `<phase>/`.",
+        "",
+        "This page is generated from `rlpack/observe/names.py` by `python -m rlpack.observe.names`.",
+    ]
+    family = None
+    for name, metric in METRICS.items():
+        heading = name.split("/", 1)[0] if "/" in name else "counters"
+        if heading != family:
+            lines += ["", f"## {heading}", "", "| name | unit | meaning |", "|---|---|---|"]
+            family = heading
+        lines.append(f"| `{name}` | {metric.unit} | {metric.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_reference(path: Path = REFERENCE) -> None:
+    """Write the reference page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(reference(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_reference()

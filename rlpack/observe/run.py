@@ -1,0 +1,171 @@
+"""A run as the recipe sees it: `run.log`, `run.timer`, `run.progress`, `run.samples`, `run.interrupted`.
+
+>>> import tempfile
+>>> from rich.console import Console as Screen
+>>> folder = Path(tempfile.mkdtemp()) / "first"
+>>> with Run.start(Config(), folder, console=Console(Screen(quiet=True))) as run:
+...     with run.timer("update"):
+...         pass
+...     run.log(1, {"reward/mean": 0.5})
+>>> sorted(path.name for path in folder.iterdir())
+['config.yaml', 'metrics.jsonl', 'report.html']
+"""
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from rlpack.config.schema import Config
+from rlpack.observe.console import Console, Progress, Sample
+from rlpack.observe.directory import LENGTHS, REPORT, SAMPLES, open_run_dir, without_secrets
+from rlpack.observe.plan_record import PlanRecord
+from rlpack.observe.sinks import Phase, ResumePoint, Sink, check_packages, open_sinks
+from rlpack.packing.plan import MicrobatchPlan
+
+logger = logging.getLogger(__name__)
+
+FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C again to stop at once\n"
+
+
+class Place(Protocol):
+    """Where a run stands: the recipe's own record of its progress will do."""
+
+    @property
+    def phase(self) -> Literal["warm_up", "train"]:
+        """Phase of the last step that is done."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        ...
+
+
+class Run:
+    """One run: its directory, its sinks, its console, its timers and its Ctrl-C.
+
+    Use it as a context manager: inside, the first Ctrl-C only sets `interrupted`, the second raises
+    KeyboardInterrupt. Leaving closes the sinks and writes the report, also after an error.
+    """
+
+    def __init__(self, directory: Path, sinks: Sequence[Sink], console: Console, totals: Mapping[Phase, int]) -> None:
+        self.directory = directory
+        self.interrupted = False
+        self._sinks = sinks
+        self._console = console
+        self._totals = totals
+        self._times: dict[str, float] = {}
+        self._step = 0
+        self._usual: Any = None
+        self._finished = False
+
+    @classmethod
+    def start(
+        cls, config: Config, directory: Path, *, resume_at: Place | None = None, console: Console | None = None
+    ) -> Self:
+        """Make the run directory, write `config.yaml` and open the sinks.
+
+        Args:
+            config: the whole configuration, which is written down (keys that look like secrets are hidden).
+            directory: directory of the run; with `resume=auto` it may already hold one.
+            resume_at: the loaded checkpoint's place; records behind it are cut off. None begins anew.
+            console: where lines go; None is the standard output.
+
+        Raises:
+            RunDirectoryError: the directory can't be used.
+            SinkError: a package that a sink needs is missing.
+        """
+        check_packages(config.logger)  # before the directory counts as taken
+        values = without_secrets(config.model_dump(mode="json"))
+        open_run_dir(directory, values, resume=config.resume == "auto")
+        point = None if resume_at is None else ResumePoint(resume_at.step, resume_at.phase)
+        sinks = open_sinks(config.logger, directory, values, point)
+        totals: dict[Phase, int] = {"warm_up": config.warm_up.steps, "train": config.trainer.steps}
+        return cls(directory, sinks, Console() if console is None else console, totals)
+
+    def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
+        """Write a step's metrics to every sink and the console; times measured since the last call are added."""
+        record = {**metrics, **self._times}
+        self._times = {}
+        self._step = step
+        for sink in self._sinks:
+            sink.log(step, phase, record)
+        self._console.line(step, phase, record, self._totals.get(phase))
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Add the time inside to `time/<name>_s` of the next `log`; the same name adds up, names may nest."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"time/{name}_s"
+            self._times[key] = self._times.get(key, 0.0) + time.perf_counter() - began
+
+    def progress(self, total: float, description: str) -> AbstractContextManager[Progress]:
+        """Show the progress of long work on the console."""
+        return self._console.progress(total, description)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Show rollouts of the step under way on the console, and keep them for the report."""
+        with (self.directory / SAMPLES).open("a", encoding="utf-8") as stream:
+            # Escaped to ASCII: a lone surrogate in a model's text can't be written as UTF-8.
+            stream.writelines(json.dumps({"step": self._step, **asdict(sample)}) + "\n" for sample in samples)
+        self._console.show_samples(samples)
+
+    def keep_plan(self, plan: MicrobatchPlan) -> None:
+        """Keep the lengths and settings behind the plan of the step under way; the picture shows the last one kept."""
+        PlanRecord.of(plan, self._step + 1).write(self.directory / LENGTHS)
+
+    def note(self, message: str) -> None:
+        """Show a line on the console."""
+        self._console.note(message)
+
+    def finish(self) -> Path:
+        """Close the sinks, write `report.html` and return its path; further calls only return it."""
+        # Imported here: matplotlib takes a second, which nobody should wait for at the start.
+        from rlpack.observe.report import write_report
+
+        if self._finished:
+            return self.directory / REPORT
+        self._finished = True
+        for sink in self._sinks:
+            sink.close()
+        return write_report(self.directory)
+
+    def __enter__(self) -> Self:
+        """Take over Ctrl-C, where Python allows it: in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._usual = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give Ctrl-C back and finish; a report that fails must not hide the error that ended the run."""
+        if self._usual is not None:
+            signal.signal(signal.SIGINT, self._usual)
+            self._usual = None
+        try:
+            self.finish()
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("no report could be written to %s", self.directory)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Note the first Ctrl-C, obey the second."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        # Not through logging or rich: a handler may run in the middle of one of their writes.
+        os.write(2, FIRST_INTERRUPT)

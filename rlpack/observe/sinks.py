@@ -1,0 +1,218 @@
+"""Where metrics go: a JSONL file always, TensorBoard and Weights & Biases on demand, all behind one protocol."""
+
+import importlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+from rlpack.config.schema import Logger
+from rlpack.observe.directory import EVENTS, METRICS
+from rlpack.observe.errors import SinkError
+from rlpack.observe.names import check_names
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["warm_up", "train", "evaluation"]
+RECORD_KEYS = frozenset({"step", "phase", "time_s"})
+
+
+class Sink(Protocol):
+    """Something that metrics are written to."""
+
+    def log(self, step: int, phase: Phase, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending and let go; called once."""
+        ...
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on: after `step` of `phase`. Records behind it will be written again.
+
+    Attributes:
+        step: the step of the checkpoint.
+        phase: the phase of that step; the warm-up comes before all of `train`.
+    """
+
+    step: int
+    phase: Phase = "train"
+
+    def covers(self, record: Mapping[str, Any]) -> bool:
+        """Return whether a record belongs to what came before the checkpoint.
+
+        >>> ResumePoint(20).covers({"phase": "warm_up", "step": 400})
+        True
+        """
+        return (record["phase"] == "warm_up" and self.phase != "warm_up") or int(record["step"]) <= self.step
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics file in order, metrics that are not finite as floats again.
+
+    A line that can't be read, as a crash may leave behind, is left out with a warning.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                record = json.loads(line)
+                yield {
+                    "step": int(record["step"]),
+                    "phase": str(record["phase"]),
+                    "time_s": float(record["time_s"]),
+                } | {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
+            except (ValueError, KeyError, TypeError):
+                logger.warning("%s:%d is not a record and is left out", path, number)
+
+
+class JsonlSink:
+    """Appends one flushed line a record to a file: `step`, `phase`, `time_s`, then the metrics."""
+
+    def __init__(self, path: Path, *, resume: ResumePoint | None = None) -> None:
+        """Open the file.
+
+        Args:
+            path: the file; begun anew unless `resume` is given.
+            resume: keep the records up to this point, cut off the rest.
+        """
+        kept = [record for record in read_records(path) if resume is not None and resume.covers(record)]
+        self._began = time.monotonic() - max((record["time_s"] for record in kept), default=0.0)
+        # Cut by replacement: a crash meanwhile leaves the old file whole.
+        staging = path.with_name(path.name + ".tmp")
+        staging.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        os.replace(staging, path)
+        self._stream: TextIO = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, phase: Phase, metrics: Mapping[str, float]) -> None:
+        """Append one record; after this it survives the process."""
+        check_names(metrics)
+        seconds = round(time.monotonic() - self._began, 3)
+        self._stream.write(_line({"step": step, "phase": phase, "time_s": seconds, **metrics}))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+class TensorBoardSink:
+    """Writes event files that TensorBoard reads; each phase is a run of its own there, tags are metric names."""
+
+    def __init__(self, folder: Path, *, resume: ResumePoint | None = None) -> None:
+        """Prepare event files in `folder`; with `resume`, TensorBoard hides what is behind that point."""
+        self._board = importlib.import_module("torch.utils.tensorboard")
+        self._folder = folder
+        self._resume = resume
+        self._writers: dict[Phase, Any] = {}
+
+    def log(self, step: int, phase: Phase, metrics: Mapping[str, float]) -> None:
+        """Add every metric as a scalar."""
+        check_names(metrics)
+        if phase not in self._writers:
+            self._writers[phase] = self._open(phase)
+        for name, value in metrics.items():
+            self._writers[phase].add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write pending events and close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _open(self, phase: Phase) -> Any:
+        """Open the event file of one phase; a finished warm-up is never purged."""
+        behind = self._resume is not None and not self._resume.covers({"phase": phase, "step": self._resume.step + 1})
+        purge = self._resume.step + 1 if self._resume is not None and behind else None
+        return self._board.SummaryWriter(str(self._folder / phase), purge_step=purge)
+
+
+class WandbSink:
+    """Writes a Weights & Biases run; each phase has its own step axis, `<phase>/step`."""
+
+    def __init__(
+        self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, config: Mapping[str, Any]
+    ) -> None:
+        """Start the W&B run (needs the package wandb), or go on with the one that the run directory began."""
+        wandb = importlib.import_module("wandb")
+        identity = run_dir / "wandb-id"
+        if not identity.exists():
+            identity.write_text(secrets.token_hex(4), encoding="utf-8")
+        self._run = wandb.init(
+            project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config), resume="allow",
+            id=identity.read_text(encoding="utf-8"),
+        )  # fmt: skip
+        for phase in ("warm_up", "train", "evaluation"):
+            self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+
+    def log(self, step: int, phase: Phase, metrics: Mapping[str, float]) -> None:
+        """Send every metric."""
+        check_names(metrics)
+        self._run.log({f"{phase}/{name}": value for name, value in metrics.items()} | {f"{phase}/step": step})
+
+    def close(self) -> None:
+        """Wait until everything is sent (online) or written (offline)."""
+        self._run.finish()
+
+
+def open_sinks(
+    settings: Logger, run_dir: Path, config: Mapping[str, Any], resume: ResumePoint | None = None
+) -> list[Sink]:
+    """Open the JSONL file, and what else the `logger` section asks for.
+
+    Args:
+        settings: the section.
+        run_dir: the run's directory, which exists.
+        config: plain values without secrets, shown by Weights & Biases.
+        resume: where the run goes on; None begins anew.
+
+    Raises:
+        SinkError: a package is missing.
+    """
+    check_packages(settings)
+    others: list[Sink] = []
+    if settings.tensorboard:
+        others.append(TensorBoardSink(run_dir / EVENTS, resume=resume))
+    if settings.wandb != "disabled":
+        others.append(WandbSink(run_dir, mode=settings.wandb, project=settings.wandb_project, config=config))
+    return [JsonlSink(run_dir / METRICS, resume=resume), *others]
+
+
+def check_packages(settings: Logger) -> None:
+    """Check that the packages of the sinks that are asked for are installed, without importing them.
+
+    Raises:
+        SinkError: names the package, the key and the extra.
+    """
+    asked = {"tensorboard": settings.tensorboard, "wandb": settings.wandb != "disabled"}
+    for package, wanted in asked.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            key = f"logger.{package}"
+            raise SinkError(
+                f"{key} needs the package {package}, which is not installed; install rlpack[{package}] or unset {key}"
+            )
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """Return a record as one line of strict JSON; numbers that are not finite become texts."""
+    return json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> str | int | float:
+    """Return a value that JSON can hold; NumPy and torch scalars become floats."""
+    if isinstance(value, str | int):
+        return value
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")
