@@ -57,12 +57,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(run_dir: Path) -> int:
     """Write the report of a run and say where it is."""
-    if not (run_dir / "config.yaml").is_file():
-        print(f"rlpack report: {run_dir} is not the directory of a run: it has no config.yaml", file=sys.stderr)
-        return 2
+    from rlpack.observe.errors import ReportError
     from rlpack.observe.report import write_report
 
-    print(write_report(run_dir))
+    try:
+        print(write_report(run_dir))
+    except ReportError as error:
+        print(f"rlpack report: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
