@@ -82,9 +82,9 @@ def _draw(logits: Tensor, params: SamplingParams, targets: Tensor) -> tuple[Tens
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     _check_finite(total, logits)
-    # Below the total by at least one step, or rounding could pass the last token that has any probability.
-    targets = torch.minimum(targets * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, targets[:, None], right=True)
+    # A target never reaches the total: the largest is 1 - 2^-53, and for a total near 1 rounding keeps it below. So with
+    # `right` the token found always has some probability.
+    tokens = torch.searchsorted(cumulative, (targets * total)[:, None], right=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
