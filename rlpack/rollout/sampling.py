@@ -82,7 +82,7 @@ def _draw(logits: Tensor, params: SamplingParams, targets: Tensor) -> tuple[Tens
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     _check_finite(total, logits)
-    # A target never reaches the total: the largest is 1 - 2^-53, and for a total near 1 rounding keeps it below. So with
+    # No target reaches the total: the largest is 1 - 2^-53, and for a total near 1 rounding keeps it below. So with
     # `right` the token found always has some probability.
     tokens = torch.searchsorted(cumulative, (targets * total)[:, None], right=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
