@@ -1,1 +1,1 @@
-"""data."""
+"""Batches as named columns, and the prompts they are made from."""

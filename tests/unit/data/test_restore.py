@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
@@ -17,7 +18,7 @@ from rlpack.data.ragged import Ragged
 from rlpack.packing import Batching, PackingError, make_plan
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "worked_examples.json").read_text())
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 LENGTHS = st.lists(st.integers(0, 16), max_size=20)
 BATCHINGS = st.one_of(
@@ -157,6 +158,32 @@ def test_an_emptied_microbatch_is_as_small_as_a_filler():
         [shard] = make([16, 15]).shard(plan_of(make([16, 15]), batching, 1))
         views = list(shard.select([0]).microbatches())
         assert sorted(view.layout.shape[1] for view in views) == [batching.length_multiple, 16]
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts torch operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_operations_do_not_grow_with_the_rows(overlong):
+    counts = []
+    for repeats in (20, 100):
+        batch = make([3, 20, 0, 7] * repeats).keep(["input_ids", "place"])
+        plan = plan_of(batch, Batching(max_tokens=16, overlong=overlong), 2)
+        with CountedOps() as ops:
+            batch.restore(batch.shard(plan), plan=plan)
+            batch.select(np.arange(batch.num_rows)[::-1]).repeat_interleave(2).padded("input_ids")
+            Ragged.from_padded(batch.padded("input_ids"), batch["input_ids"].lengths)
+        counts.append(ops.count)
+    assert counts[0] == counts[1]
 
 
 def test_ranks_always_walk_the_same_number_of_microbatches():
