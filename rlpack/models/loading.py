@@ -5,13 +5,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of whichever HTTP library this version is built on
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -140,7 +139,7 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
             f"{key} is {name!r}: the hub has no such model for you (revision {model.revision or 'main'}); check the "
             "name and model.revision, or log in"
         ) from error
-    except (OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         _log.warning("the hub can't be reached (%s); %s is taken from the local cache", type(error).__name__, name)
         arguments["local_files_only"] = True
     return arguments

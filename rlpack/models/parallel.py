@@ -87,6 +87,16 @@ def accumulate(policy: Policy, last: bool) -> None:
         policy.set_reshard_after_backward(last or policy.reshard_after_forward)
 
 
+def reshard(policy: Policy) -> None:
+    """Free the gathered copies that a forward without backward leaves at the root.
+
+    While they are there, `policy.parameters()` gives the copies and not the weights: an optimizer made from them would
+    train nothing, a checkpoint would miss them.
+    """
+    for module in _sharded_modules(policy):
+        module.reshard()
+
+
 def clip_grad_norm(policy: Policy, max_norm: float) -> float:
     """Scale gradients down to a global L2 norm of at most `max_norm`; return the norm before. All ranks call.
 
@@ -132,9 +142,7 @@ def load_full_state_dict(policy: Policy, state: Mapping[str, Tensor]) -> None:
 
 def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
-    for module in _sharded_modules(policy):
-        # After a forward without backward the root still shows gathered copies, which are not the weights.
-        module.reshard()
+    reshard(policy)
     yield from policy.model.named_parameters()
     saved = policy.model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
