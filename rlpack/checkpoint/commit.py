@@ -95,7 +95,7 @@ class Staging:
         flush(self.root)
         write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
         self.committed = target
-        hint = self.root / f".tmp-latest-{secrets.token_hex(4)}"
+        hint = self.root / f".{HINT}"  # one name, so that a crash can't leave more than the next save overwrites
         write_flushed(hint, target.name + "\n")
         hint.replace(self.root / HINT)
         flush(self.root)

@@ -1,0 +1,289 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpack.checkpoint import commit as commit_module
+from rlpack.checkpoint.commit import by_step, load_state, new_checkpoint, newest, prune
+from rlpack.checkpoint.errors import CheckpointError
+
+
+def save(root: Path, step: int, *, keep: int = 2, content: bytes = b"weights") -> None:
+    with new_checkpoint(root, step) as staging:
+        (staging.path / "actor").mkdir()
+        (staging.path / "actor" / "shard-0.bin").write_bytes(content + str(step).encode())
+        staging.commit({"seed": 7}, keep=keep)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_committed_checkpoint_is_found_with_its_state_and_files(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    found = newest(tmp_path)
+    assert found == tmp_path / "step-20"
+    assert load_state(found) == {"seed": 7, "step": 20, "format": 1}
+    assert (found / "actor" / "shard-0.bin").read_bytes() == b"weights20"
+    assert (tmp_path / "latest").read_text() == "step-20\n"
+
+
+def test_the_manifest_holds_name_size_and_sha256_of_every_file(tmp_path: Path) -> None:
+    with new_checkpoint(tmp_path, 1) as staging:
+        (staging.path / "a").write_bytes(b"abc")
+        manifest = staging.commit({})
+    files = {entry["name"]: entry for entry in manifest["files"]}
+    assert set(files) == {"a", "state.json"}
+    # SHA-256 of "abc": FIPS 180-2, appendix B.1.
+    assert files["a"]["sha256"] == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert files["a"]["size"] == 3
+
+
+def test_no_directory_and_an_empty_one_hold_no_checkpoint(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None
+    assert newest(tmp_path / "missing") is None
+
+
+def test_the_newest_step_counts_by_number_and_not_by_name(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save(tmp_path, step)
+    assert newest(tmp_path) == tmp_path / "step-10"
+
+
+def test_leaving_by_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def fail() -> None:
+        with new_checkpoint(tmp_path, 2) as staging:
+            (staging.path / "half").write_bytes(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert names(tmp_path) == ["latest", "step-1"]
+
+
+KILLED_AT_EVERY_OPERATION = textwrap.dedent("""
+    import json, os, signal, sys
+    from pathlib import Path
+    from rlpack.checkpoint.commit import by_step, load_state, new_checkpoint, newest
+
+    CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
+    left = None  # file operations until the kill; None never kills
+
+    def hook(event, arguments):
+        global left
+        changes = event in CHANGES or (event == "open" and isinstance(arguments[2], int))
+        if left is None or not changes:
+            return
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+
+    def save(root, step):
+        with new_checkpoint(root, step) as staging:
+            (staging.path / "shard").write_bytes(b"x" * 100)
+            staging.commit({"marker": step}, keep=2)
+
+    sys.addaudithook(hook)
+    outcomes = []
+    for operation in range(1000):
+        root = Path(sys.argv[1]) / str(operation)
+        for step in (1, 2, 3):
+            save(root, step)
+        child = os.fork()
+        if child == 0:
+            left = operation
+            save(root, 4)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found = newest(root)
+        outcomes.append([found.name, load_state(found)["marker"], os.WIFSIGNALED(status)])
+        save(root, 5)  # the next run's save works on whatever was left behind
+        assert newest(root).name == "step-5"
+        assert {p.name for p in root.iterdir()} <= {"latest", "step-3", "step-4", "step-5"}, list(root.iterdir())
+        if status == 0:
+            break
+    print(json.dumps(outcomes))
+""")
+
+
+def test_a_kill_before_any_file_operation_of_a_save_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_AT_EVERY_OPERATION, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
+    assert ended.returncode == 0, ended.stderr
+    outcomes = json.loads(ended.stdout)
+    # A kill yields step 3 until step 4's marker is written, and step 4 from then on.
+    steps = [int(name.removeprefix("step-")) for name, _, _ in outcomes]
+    assert set(steps) == {3, 4}
+    assert steps == sorted(steps)
+    assert [marker for _, marker, _ in outcomes] == steps
+    assert [killed for *_, killed in outcomes] == [True] * (len(outcomes) - 1) + [False]
+    assert len(outcomes) > 12
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_changed_byte_makes_the_checkpoint_before_it_the_newest(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("flip")
+    save(root, 1)
+    save(root, 2)
+    file = data.draw(st.sampled_from(["actor/shard-0.bin", "state.json", "manifest.json", "COMMITTED"]))
+    path = root / "step-2" / file
+    content = bytearray(path.read_bytes())
+    # The marker's last byte is its newline, which says nothing.
+    at = data.draw(st.integers(0, len(content) - 2))
+    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(bytes(content))
+    assert newest(root) == root / "step-1"
+    with pytest.raises(CheckpointError, match="step-2 can't be loaded"):
+        by_step(root, 2)
+
+
+@pytest.mark.parametrize("file", ["actor/shard-0.bin", "state.json", "manifest.json", "COMMITTED"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_a_missing_or_cut_file_is_passed_over_loudly(
+    tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = tmp_path / "step-2" / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
+    assert newest(tmp_path) == tmp_path / "step-1"
+    assert "step-2 is passed over" in caplog.text
+
+
+def test_a_step_asked_for_by_number_never_falls_back(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; steps there: 1"):
+        by_step(tmp_path, 3)
+    assert by_step(tmp_path, 1) == tmp_path / "step-1"
+
+
+def test_a_damaged_state_is_never_returned(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-1" / "state.json").write_text('{"seed": 8}')
+    with pytest.raises(CheckpointError, match=r"state\.json has"):
+        load_state(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname"])
+def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    manifest = json.loads((tmp_path / "step-1" / "manifest.json").read_text())
+    manifest["files"].append({"name": name, "size": 0, "sha256": ""})
+    text = json.dumps(manifest)
+    (tmp_path / "step-1" / "manifest.json").write_text(text)
+    digest = commit_module.sha256(text.encode()).hexdigest()
+    (tmp_path / "step-1" / "COMMITTED").write_text(digest)
+    with pytest.raises(CheckpointError, match="not a plain file inside"):
+        by_step(tmp_path, 1)
+
+
+def test_a_link_is_not_committed(tmp_path: Path) -> None:
+    with new_checkpoint(tmp_path, 1) as staging:
+        (staging.path / "link").symlink_to("/etc/hostname")
+        with pytest.raises(CheckpointError, match="not a plain file"):
+            staging.commit({})
+    assert newest(tmp_path) is None
+
+
+def test_a_committed_step_is_not_overwritten_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        save(tmp_path, 1)
+    (tmp_path / "step-1" / "state.json").unlink()
+    save(tmp_path, 1, content=b"again")
+    assert (by_step(tmp_path, 1) / "actor" / "shard-0.bin").read_bytes() == b"again1"
+    assert names(tmp_path) == ["latest", "step-1"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_pruning_keeps_the_newest_and_never_less_than_two(tmp_path: Path, keep: int, left: list[int]) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, keep=keep)
+    assert names(tmp_path) == ["latest", *(f"step-{step}" for step in left)]
+
+
+def test_uncommitted_steps_do_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    (tmp_path / "step-2" / "COMMITTED").unlink()
+    prune(tmp_path, 2)
+    assert names(tmp_path) == ["latest", "step-1", "step-3"]
+
+
+def test_a_delete_that_fails_only_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"{path} is in use")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    save(tmp_path, 3)
+    assert newest(tmp_path) == tmp_path / "step-3"
+    assert "can be deleted by hand" in caplog.text
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="free"), new_checkpoint(tmp_path, 1, required_bytes=2**62):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_is_a_checkpoint_error_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path, 2)
+    assert newest(tmp_path) == tmp_path / "step-1"
+
+
+def test_all_files_and_directories_are_on_the_disk_before_the_rename_and_the_marker_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def seen_fsync(descriptor: int) -> None:
+        events.append("fsync " + os.readlink(f"/proc/self/fd/{descriptor}").replace(str(tmp_path), ""))
+        fsync(descriptor)
+
+    def seen_rename(source: Path, target: Path) -> Path:
+        events.append(f"rename to /{target.name}")
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(Path, "rename", seen_rename)
+    save(tmp_path, 1)
+    cut = events.index("rename to /step-1")
+    before = {event.split("/", 2)[2] if event.count("/") > 1 else "" for event in events[:cut]}
+    assert before == {"", "actor", "actor/shard-0.bin", "state.json", "manifest.json"}
+    after = events[cut + 1 :]
+    assert after[:3] == ["fsync ", "fsync /step-1/COMMITTED", "fsync /step-1"]
+
+
+def test_the_state_holds_strict_json_only(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"), new_checkpoint(tmp_path, 1) as staging:
+        staging.commit({"loss": float("nan")})
+    assert newest(tmp_path) is None
