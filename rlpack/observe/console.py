@@ -87,6 +87,15 @@ class Console:
         """Show a line of our own words."""
         self._show(Text(visible(message)))
 
+    def table(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Show a summary: a label, the figure before and the figure after."""
+        labels, before, after = (max(map(len, column), default=0) for column in zip(*rows, strict=True))
+        for label, first, last in rows:
+            text = Text(f"  {label.ljust(labels)}  ", style="dim")
+            text.append(f"{first.rjust(before)} {'→' if first else ' '} ", style="default")
+            text.append(last.rjust(after), style="bold")
+            self._show(text)
+
     def show_samples(self, samples: Sequence[Sample], title: str = "samples") -> None:
         """Show rollouts; whatever they contain stays text."""
         if not samples:

@@ -1,5 +1,6 @@
 """The run directory: what lies where, and whether a run may use it."""
 
+import json
 import logging
 import os
 import re
@@ -74,6 +75,21 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         logger.warning("%s can't be read and is left out: %s", path, error)
         return {}
     return loaded if isinstance(loaded, dict) else {}
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Return the rollouts that were kept; a line that can't be read is left out."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            logger.warning("a line of %s can't be read and is left out", path)
+            continue
+        found += [sample] if isinstance(sample, dict) else []
+    return found
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:

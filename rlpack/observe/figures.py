@@ -149,6 +149,7 @@ def policy_health(records: Records) -> Figure | None:
         axes.plot(found.steps, found.values, color=REWARD, linewidth=1.5)
         unit = METRICS[name].unit
         axes.set_title(name + ("" if unit == "1" else f" ({unit})"), fontsize=10)
+        axes.ticklabel_format(axis="y", useOffset=False)
         _steps(axes, None)
     for axes in grid[len(series) :]:
         axes.set_visible(False)
@@ -157,7 +158,7 @@ def policy_health(records: Records) -> Figure | None:
 
 def _steps(axes: Axes, label: str | None = "step") -> None:
     """Give an axis whole steps."""
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if label:
         axes.set_xlabel(label, color=FAINT)
     plain(axes)

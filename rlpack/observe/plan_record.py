@@ -1,6 +1,7 @@
 """One step's lengths and batching, kept so that its packing can be drawn later and compared with other modes."""
 
 import json
+import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -10,6 +11,8 @@ import numpy as np
 from rlpack.packing.batching import Batching, Mode
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.packing.planning import make_plan
+
+logger = logging.getLogger(__name__)
 
 TITLES: dict[Mode, str] = {
     "fixed": "fixed (padded, in arrival order)",
@@ -73,3 +76,14 @@ class PlanRecord:
         if self.batching.mode == "fixed" and self.batching.max_tokens is None:
             modes = ["fixed"]
         return {TITLES[mode]: self.plan(mode) for mode in modes}
+
+
+def read_plan(path: Path) -> PlanRecord | None:
+    """Return the record in a file, or None where there is none; one that can't be read is left out with a warning."""
+    if not path.exists():
+        return None
+    try:
+        return PlanRecord.read(path)
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s can't be read and the packing picture is left out: %s", path, error)
+        return None

@@ -4,8 +4,6 @@ All text is escaped, what a model wrote too; a content policy in the page forbid
 """
 
 import base64
-import json
-import logging
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -15,16 +13,25 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from rlpack.observe import figures
-from rlpack.observe.directory import LENGTHS, METRICS, PICTURE, REPORT, SAMPLES, flat, read_config, without_secrets
+from rlpack.observe.directory import (
+    LENGTHS,
+    METRICS,
+    PICTURE,
+    REPORT,
+    SAMPLES,
+    flat,
+    read_config,
+    read_samples,
+    without_secrets,
+)
 from rlpack.observe.errors import ReportError
 from rlpack.observe.names import METRICS as TABLE
-from rlpack.observe.packing_picture import layout_boxes, packing_picture
-from rlpack.observe.plan_record import TITLES, PlanRecord
+from rlpack.observe.packing_picture import packing_picture
+from rlpack.observe.plan_record import TITLES, PlanRecord, read_plan
 from rlpack.observe.sinks import read_records
 from rlpack.observe.style import SETTINGS, svg
+from rlpack.observe.summary import summarise
 from rlpack.observe.text import shortened, visible
-
-logger = logging.getLogger(__name__)
 
 SHOWN_SAMPLES = 8
 SAMPLE_CHARACTERS = 600
@@ -38,9 +45,9 @@ h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 18px
 p { margin: 2px 0 14px; color: var(--faint); }
 section { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 18px 22px; margin-top: 18px; }
 img { display: block; width: 100%; height: auto; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin-top: 18px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 12px; margin-top: 18px; }
 .card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
-.card b { display: block; font-size: 23px; line-height: 1.3; white-space: nowrap; }
+.card b { display: block; font-size: 21px; line-height: 1.3; white-space: nowrap; }
 .card span { color: var(--faint); font-size: 13.5px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
@@ -61,7 +68,7 @@ def write_report(run_dir: Path) -> Path:
         raise ReportError(f"{run_dir} holds no run: there is no {METRICS} in it; give the directory of a run")
     records = list(read_records(run_dir / METRICS))
     config = without_secrets(read_config(run_dir))
-    plans = _read_plan(run_dir / LENGTHS)
+    plans = read_plan(run_dir / LENGTHS)
     with matplotlib.rc_context(SETTINGS):
         sections = [
             _cards(records, plans),
@@ -79,31 +86,6 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def summary(records: figures.Records) -> list[tuple[str, str, str]]:
-    """Return what a run came to: name, first and last figure of what is watched most, and how long it took."""
-    rows: list[tuple[str, str, str]] = []
-    watched = (("reward/mean", "train"), *((name, "evaluation") for name, *_ in figures.ACCURACIES))
-    for name, phase in watched:
-        series = figures.Series.of(records, name, phase)
-        if len(series):
-            form = "{:.3f}" if phase == "train" else "{:.1%}"
-            rows.append((name, form.format(series.values[0]), form.format(series.values[-1])))
-    return rows
-
-
-def duration(seconds: float) -> str:
-    """Return a time as people say it.
-
-    >>> duration(75.2), duration(4000)
-    ('1 min 15 s', '1 h 6 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
-
-
 def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str:
     """Put the page together."""
     name = _text(run_dir.resolve().name)
@@ -119,26 +101,16 @@ def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str
 
 def _cards(records: figures.Records, plans: PlanRecord | None) -> str:
     """Return the figures on top."""
-    labels = {"reward/mean": "mean reward, first → last step"} | {
-        name: f"{label}, before → after" for name, label, *_ in figures.ACCURACIES
-    }
-    cards = [(f"{first} → {last}", labels[name]) for name, first, last in summary(records)]
-    steps = max((record["step"] for record in records if record["phase"] == "train"), default=0)
-    cards.append((f"{steps:,}", "training steps"))
-    if records:
-        cards.append((duration(max(record["time_s"] for record in records)), "wall-clock time"))
-    if plans is not None:
-        waste = [layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan())]
-        cards.append((f"{waste[0]:.0%} → {waste[1]:.0%}", f"wasted slots, padded → {plans.batching.mode}"))
-    inner = "".join(
-        f'<div class="card"><b>{_text(figure)}</b><span>{_text(label)}</span></div>' for figure, label in cards
+    cards = "".join(
+        f'<div class="card"><b>{_text(row.figure)}</b><span>{_text(row.label)}</span></div>'
+        for row in summarise(records, plans)
     )
-    return f'<div class="cards">{inner}</div>'
+    return f'<div class="cards">{cards}</div>'
 
 
 def _reward_section(records: figures.Records) -> str:
     """Return the curves of reward and accuracy, or a sentence when there are none."""
-    if not summary(records):
+    if not any(record["phase"] in {"train", "evaluation"} for record in records):
         return "<section><h2>Reward and held-out accuracy</h2><p>No training step has been logged.</p></section>"
     text = "Held-out accuracy is measured on the whole validation split."
     return _figure_section("Reward and held-out accuracy", text, figures.reward_and_accuracy(records))
@@ -169,12 +141,14 @@ def _figure_section(title: str, text: str, figure: Figure | None) -> str:
 
 def _samples_section(path: Path) -> str:
     """Return the last rollouts that were kept."""
-    shown = _read_samples(path)[-SHOWN_SAMPLES:]
+    shown = read_samples(path)[-SHOWN_SAMPLES:]
     if not shown:
         return ""
     parts = []
     for sample in reversed(shown):
-        head = f"step {sample.get('step')} · reward {sample.get('reward')}"
+        head = f"step {sample.get('step')} · " + (
+            "quarantined" if sample.get("reward") is None else f"reward {sample['reward']}"
+        )
         head += f" · answer {sample['answer']}" if sample.get("answer") is not None else ""
         parts.append(
             f'<div class="sample"><span>{_text(head)}</span><pre>{_text(sample.get("prompt"))}</pre>'
@@ -210,32 +184,6 @@ def _config_section(config: dict[str, Any]) -> str:
         for key, value in flat(config).items()
     )
     return f"<section><details><summary>Configuration</summary><table>{rows}</table></details></section>"
-
-
-def _read_plan(path: Path) -> PlanRecord | None:
-    """Return the lengths that were kept, or None."""
-    if not path.exists():
-        return None
-    try:
-        return PlanRecord.read(path)
-    except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s can't be read and the packing picture is left out: %s", path, error)
-        return None
-
-
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the rollouts that were kept; a line that can't be read is left out."""
-    if not path.exists():
-        return []
-    found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            sample = json.loads(line)
-        except ValueError:
-            logger.warning("a line of %s can't be read and is left out", path)
-            continue
-        found += [sample] if isinstance(sample, dict) else []
-    return found
 
 
 def _text(value: Any) -> str:

@@ -26,9 +26,9 @@ from typing import Any, Literal, Protocol, Self
 
 from rlpack.config.schema import Config
 from rlpack.observe.console import Console, Progress, Sample
-from rlpack.observe.directory import LENGTHS, REPORT, SAMPLES, open_run_dir, without_secrets
-from rlpack.observe.plan_record import PlanRecord
-from rlpack.observe.sinks import Phase, ResumePoint, Sink, check_packages, open_sinks
+from rlpack.observe.directory import LENGTHS, METRICS, REPORT, SAMPLES, open_run_dir, read_samples, without_secrets
+from rlpack.observe.plan_record import PlanRecord, read_plan
+from rlpack.observe.sinks import Phase, ResumePoint, Sink, check_packages, open_sinks, read_records
 from rlpack.packing.plan import MicrobatchPlan
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class Run:
         self._console = console
         self._totals = totals
         self._times: dict[str, float] = {}
-        self._step = 0
+        self._pending_samples: list[Sample] = []
+        self._pending_plan: MicrobatchPlan | None = None
         self._usual: Any = None
         self._finished = False
 
@@ -88,6 +89,7 @@ class Run:
         values = without_secrets(config.model_dump(mode="json"))
         open_run_dir(directory, values, resume=config.resume == "auto")
         point = None if resume_at is None else ResumePoint(resume_at.step, resume_at.phase)
+        _cut_samples(directory / SAMPLES, point)
         sinks = open_sinks(config.logger, directory, values, point)
         totals: dict[Phase, int] = {"warm_up": config.warm_up.steps, "train": config.trainer.steps}
         return cls(directory, sinks, Console() if console is None else console, totals)
@@ -96,9 +98,9 @@ class Run:
         """Write a step's metrics to every sink and the console; times measured since the last call are added."""
         record = {**metrics, **self._times}
         self._times = {}
-        self._step = step
         for sink in self._sinks:
             sink.log(step, phase, record)
+        self._keep_pending(step)
         self._console.line(step, phase, record, self._totals.get(phase))
 
     @contextmanager
@@ -116,31 +118,37 @@ class Run:
         return self._console.progress(total, description)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Show rollouts of the step under way on the console, and keep them for the report."""
-        with (self.directory / SAMPLES).open("a", encoding="utf-8") as stream:
-            # Escaped to ASCII: a lone surrogate in a model's text can't be written as UTF-8.
-            stream.writelines(json.dumps({"step": self._step, **asdict(sample)}) + "\n" for sample in samples)
+        """Show rollouts on the console; the next `log` keeps them, with its step, for the report."""
         self._console.show_samples(samples)
+        self._pending_samples += samples
 
     def keep_plan(self, plan: MicrobatchPlan) -> None:
-        """Keep the lengths and settings behind the plan of the step under way; the picture shows the last one kept."""
-        PlanRecord.of(plan, self._step + 1).write(self.directory / LENGTHS)
+        """Have the next `log` keep what a plan was made from; the packing picture shows the last one kept."""
+        self._pending_plan = plan
 
     def note(self, message: str) -> None:
         """Show a line on the console."""
         self._console.note(message)
 
     def finish(self) -> Path:
-        """Close the sinks, write `report.html` and return its path; further calls only return it."""
-        # Imported here: matplotlib takes a second, which nobody should wait for at the start.
-        from rlpack.observe.report import write_report
+        """Close the sinks, write `report.html`, show what the run came to, and return the report's path.
 
+        Further calls only return the path.
+        """
         if self._finished:
             return self.directory / REPORT
         self._finished = True
         for sink in self._sinks:
             sink.close()
-        return write_report(self.directory)
+        # Imported here: matplotlib takes a second, which nobody should wait for at the start.
+        from rlpack.observe.report import write_report
+        from rlpack.observe.summary import summarise
+
+        path = write_report(self.directory)
+        rows = summarise(list(read_records(self.directory / METRICS)), read_plan(self.directory / LENGTHS))
+        self._console.table([(row.label, row.before or "", row.after) for row in rows])
+        self._console.note(f"report: {path.absolute()}")
+        return path
 
     def __enter__(self) -> Self:
         """Take over Ctrl-C, where Python allows it: in the main thread."""
@@ -162,6 +170,17 @@ class Run:
                 raise
             logger.exception("no report could be written to %s", self.directory)
 
+    def _keep_pending(self, step: int) -> None:
+        """Write the rollouts and the plan that came up since the last `log`."""
+        if self._pending_plan is not None:
+            PlanRecord.of(self._pending_plan, step).write(self.directory / LENGTHS)
+        if self._pending_samples:
+            # json escapes to ASCII: a lone surrogate in a model's text can't be written as UTF-8.
+            lines = [json.dumps({"step": step, **asdict(sample)}) + "\n" for sample in self._pending_samples]
+            with (self.directory / SAMPLES).open("a", encoding="utf-8") as stream:
+                stream.writelines(lines)
+        self._pending_plan, self._pending_samples = None, []
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Note the first Ctrl-C, obey the second."""
         if self.interrupted:
@@ -169,3 +188,10 @@ class Run:
         self.interrupted = True
         # Not through logging or rich: a handler may run in the middle of one of their writes.
         os.write(2, FIRST_INTERRUPT)
+
+
+def _cut_samples(path: Path, point: ResumePoint | None) -> None:
+    """Drop the rollouts kept behind the point where the run goes on; all of them when it begins anew."""
+    kept = [sample for sample in read_samples(path) if point is not None and sample.get("step", 0) <= point.step]
+    if path.exists():
+        path.write_text("".join(json.dumps(sample) + "\n" for sample in kept), encoding="utf-8")
