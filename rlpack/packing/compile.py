@@ -15,7 +15,7 @@ class Compiled(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R]) -> None:
         update_wrapper(self, function)
-        self._function = function
+        self.plain = function
         self._ready: Callable[..., Any] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,7 +25,7 @@ class Compiled(Generic[P, R]):
     def ready(self) -> Callable[..., Any]:
         """Return what Numba makes of the function, or the function itself without Numba."""
         if self._ready is None:
-            self._ready = _compile(self._function)
+            self._ready = _compile(self.plain)
         return self._ready
 
 

@@ -65,7 +65,7 @@ def _assert_steps(plan: MicrobatchPlan) -> None:
 def _assert_counts(plan: MicrobatchPlan) -> None:
     batching = plan.batching
     for step in range(plan.num_steps):
-        per_rank = [plan.rank_plan(rank).microbatches(step) for rank in range(plan.num_ranks)]
+        per_rank = [plan.microbatches(rank, step) for rank in range(plan.num_ranks)]
         counts = {len(microbatches) for microbatches in per_rank}
         assert len(counts) == 1, f"3: optimizer step {step} has {counts} microbatches on its ranks"
         (count,) = counts

@@ -1,5 +1,7 @@
 """Compute the metrics of a plan from its grid of microbatches."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from rlpack.packing.items import Rows
@@ -69,8 +71,11 @@ def _costs(request: Request, rows: Rows, cell: np.ndarray, counts: np.ndarray, w
 
 
 def _fewest(request: Request, rows: Rows, capacity: int) -> int:
-    """Return the fewest microbatches that the rows could be packed into, over all optimizer steps."""
-    slots = np.minimum(rows.aligned, capacity)
-    starts = range(0, rows.lengths.size, request.rows_per_step)
-    steps = (slice(start, start + request.rows_per_step) for start in starts)
-    return sum(lower_bound(slots[step][~rows.dropped[step]], capacity) for step in steps)
+    """Return a number of microbatches that no plan can go below, over all optimizer steps."""
+    slots = np.minimum(rows.items.slots, capacity)
+    step, dropped = np.zeros(slots.size, dtype=np.int64), np.zeros(slots.size, dtype=bool)
+    step[rows.item] = np.arange(rows.item.size) // request.rows_per_step
+    dropped[rows.item] = rows.dropped
+    bounds = np.searchsorted(step, np.arange(request.num_steps + 1))
+    slices = [slice(first, stop) for first, stop in pairwise(bounds)]
+    return sum(lower_bound(slots[here][~dropped[here]], capacity) for here in slices)

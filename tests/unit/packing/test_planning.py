@@ -1,0 +1,333 @@
+import pickle
+from dataclasses import replace
+from itertools import chain, pairwise
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, Overlong, PackingError, make_plan
+
+MODES = get_args(Mode)
+
+
+@st.composite
+def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong)) -> dict[str, Any]:
+    """Arguments of make_plan that have a plan: any mode, algorithm, divisor, alignment, groups, rows and ranks."""
+    mode, policy = draw(st.sampled_from(MODES)), draw(st.sampled_from(overlong))
+    multiple = draw(st.sampled_from([1, 2, 4, 8, 12]))
+    budget = draw(st.sampled_from([12, 24, 48, 96, 97, 500]))
+    batching = Batching(
+        mode=mode,
+        max_tokens=None if mode == "fixed" and draw(st.booleans()) else budget,
+        rows=draw(st.integers(1, 9)),
+        algorithm=draw(st.sampled_from(get_args(Algorithm))),
+        pad_to_multiple=multiple if mode == "packed" else 1,
+        length_multiple=1 if mode == "packed" else multiple,
+        min_microbatches=draw(st.integers(1, 5)),
+        divisible_by=draw(st.sampled_from([1, 2, 3, 4])),
+        overlong=policy,
+    )
+    most_groups = draw(st.sampled_from([0, 0, 2, 4]))
+    longest = budget // multiple * multiple if policy == "error" else 3 * budget // 2
+    if most_groups and policy in {"error", "truncate"}:
+        longest = max(1, budget // multiple // most_groups * multiple)
+    longest = draw(st.sampled_from([0, 1, longest]))
+    lengths = draw(st.lists(st.integers(0, longest), max_size=draw(st.sampled_from([3, 20, 200]))))
+    mini_batch = draw(st.none() | st.integers(1, len(lengths) + 5))
+    groups = _grouped(draw, len(lengths), mini_batch, min(most_groups, batching.rows)) if most_groups else None
+    if groups is not None and most_groups * multiple > budget:
+        groups = None  # rows without a token, padded to the multiple, would not fit together
+    return {
+        "lengths": lengths,
+        "batching": batching,
+        "dp_size": draw(st.sampled_from([1, 2, 3, 5, 8, 64])),
+        "mini_batch_size": mini_batch,
+        "groups": groups,
+        "cost": draw(st.none() | st.just(Cost(2.0, 0.01)) | st.just(Cost(0.0, 1.0))),
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+def _grouped(draw: st.DrawFn, rows: int, mini_batch: int | None, most: int) -> list[int]:
+    """Ids of groups of at most `most` rows, none over the border of an optimizer step, their rows interleaved."""
+    groups: list[int] = []
+    for first in range(0, rows, mini_batch or max(1, rows)):
+        stop = min(rows, first + (mini_batch or rows))
+        ids = [1000 * first - at // most for at in range(stop - first)]
+        groups += draw(st.permutations(ids)) if stop - first < 30 else ids
+    return groups
+
+
+@given(request=requests())
+@settings(max_examples=400, deadline=None)
+def test_every_plan_keeps_all_seven_guarantees(request: dict[str, Any]) -> None:
+    make_plan(**request).assert_invariants()
+
+
+@given(request=requests(overlong=("error", "own_microbatch")))
+@settings(max_examples=60, deadline=None)
+def test_optimizer_steps_hold_the_same_rows_in_every_mode(request: dict[str, Any]) -> None:
+    rows = len(request["lengths"])
+    batching = replace(request["batching"], max_tokens=4000, rows=max(1, rows))
+    steps = [
+        make_plan(**{**request, "batching": replace(batching, mode=mode), "dp_size": ranks}).step_of_row.tolist()
+        for mode in MODES
+        for ranks in (1, 4)
+    ]
+    size = request["mini_batch_size"] or max(1, rows)
+    assert all(step == [row // size for row in range(rows)] for step in steps)
+
+
+@given(request=requests())
+@settings(max_examples=60, deadline=None)
+def test_a_rank_knows_its_rows_and_lengths_by_itself(request: dict[str, Any]) -> None:
+    plan = make_plan(**request)
+    seen = []
+    for rank in range(plan.num_ranks):
+        mine = pickle.loads(pickle.dumps(plan.rank_plan(rank)))
+        assert (mine.lengths == plan.lengths[mine.rows]).all()
+        assert (mine.rank, mine.num_ranks, mine.num_steps) == (rank, plan.num_ranks, plan.num_steps)
+        walked = []
+        for step in range(mine.num_steps):
+            for local, whole in zip(mine.microbatches(step), plan.microbatches(rank, step), strict=True):
+                assert (mine.rows[local.rows] == whole.rows).all()
+                assert (local.length, local.is_filler) == (whole.length, whole.is_filler)
+                walked += local.rows.tolist()
+        assert walked == list(range(mine.rows.size))
+        seen += mine.rows.tolist()
+    assert seen == plan.order.tolist()
+
+
+@given(request=requests())
+@settings(max_examples=100, deadline=None)
+def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
+    plan = make_plan(**request)
+    packed = plan.batching.mode == "packed"
+    slots, costs, fillers, used, best = 0, 0.0, 0, 0, 0.0
+    cost = plan.request.cost or Cost(1.0)
+    for step in range(plan.num_steps):
+        grid = [plan.microbatches(rank, step) for rank in range(plan.num_ranks)]
+        for index in zip(*grid, strict=True):
+            here = []
+            for each in index:
+                rows = 1 if packed else max(1, each.rows.size)
+                slots += rows * each.length
+                fillers += each.is_filler
+                used += not each.is_filler
+                aligned = -(-plan.lengths[each.rows] // plan.batching.pad_to_multiple) * plan.batching.pad_to_multiple
+                widths = aligned if packed else np.full(each.rows.size, each.length)
+                here.append(float(cost.of(widths).sum()))
+            costs += max(here)
+            best += sum(here) / plan.num_ranks
+    metrics = plan.metrics
+    real = int(plan.lengths.sum())
+    assert (metrics.slots, metrics.fillers, metrics.num_microbatches, metrics.real_tokens) == (
+        slots,
+        fillers,
+        used,
+        real,
+    )
+    assert metrics.lockstep_overhead == pytest.approx(costs / best - 1 if best else 0.0, abs=1e-9)
+    assert metrics.waste_ratio == pytest.approx(1 - real / slots if slots else 0.0)
+    assert all(np.isfinite(value) for value in metrics.as_dict().values())
+    assert 0 <= metrics.packing_efficiency <= 1
+    assert metrics.packing_efficiency > 0 or used == 0
+
+
+def microbatches(plan: MicrobatchPlan, step: int = 0) -> list[list[list[int]]]:
+    return [[each.rows.tolist() for each in plan.microbatches(rank, step)] for rank in range(plan.num_ranks)]
+
+
+def test_fixed_microbatches_keep_arrival_order_and_close_at_the_budget() -> None:
+    plan = make_plan([2, 2, 9, 1, 1, 1, 1, 1], Batching(mode="fixed", rows=3, max_tokens=20), dp_size=1)
+    # Three rows of width 9 would take 27 slots.
+    assert microbatches(plan) == [[[0, 1], [2, 3], [4, 5, 6], [7]]]
+    assert [each.length for each in plan.microbatches(0, 0)] == [2, 9, 1, 1]
+
+
+def test_dynamic_microbatches_hold_rows_of_like_length() -> None:
+    plan = make_plan([9, 1, 8, 2, 9, 1], Batching(mode="dynamic", max_tokens=27, length_multiple=3), dp_size=1)
+    assert sorted(microbatches(plan)[0]) == [[0, 2, 4], [1, 3, 5]]
+    assert [each.length for each in plan.microbatches(0, 0)] == [9, 3]
+
+
+def test_the_heaviest_microbatch_is_cut_until_the_divisor_is_met() -> None:
+    batching = Batching(max_tokens=100, divisible_by=4)
+    plan = make_plan([40, 30, 20, 10, 90], batching, dp_size=1)
+    assert sorted(len(rows) for rows in microbatches(plan)[0]) == [1, 1, 1, 2]
+    assert plan.metrics.fillers == 0
+
+
+def test_fillers_stand_in_where_there_are_fewer_rows_than_ranks() -> None:
+    plan = make_plan([5, 7], Batching(max_tokens=16, pad_to_multiple=4, min_microbatches=2), dp_size=3)
+    assert plan.metrics.fillers == 4
+    fillers = [each for rank in range(3) for each in plan.microbatches(rank, 0) if each.is_filler]
+    assert [(each.rows.size, each.length) for each in fillers] == [(0, 4)] * 4
+
+
+def test_no_row_makes_no_step() -> None:
+    for mode in MODES:
+        plan = make_plan([], Batching(mode=mode), dp_size=4)
+        assert (plan.num_steps, plan.num_rows, plan.order.size) == (0, 0, 0)
+        plan.assert_invariants()
+
+
+def test_rows_without_tokens_get_a_slot_to_run_on() -> None:
+    for mode in MODES:
+        plan = make_plan([0, 0, 0], Batching(mode=mode, max_tokens=8, pad_to_multiple=2, length_multiple=2), dp_size=1)
+        assert [each.length for each in plan.microbatches(0, 0)] == [2]
+        assert plan.metrics.real_tokens == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_overlong_row_is_cut_dropped_or_set_apart_and_counted(mode: Mode) -> None:
+    lengths = [3, 30, 4, 5]
+    batching = Batching(mode=mode, max_tokens=10, rows=2, pad_to_multiple=4, length_multiple=4)
+    cut = make_plan(lengths, replace(batching, overlong="truncate"), dp_size=2)
+    assert (cut.lengths.tolist(), cut.truncated.tolist(), cut.metrics.truncated_tokens) == ([3, 8, 4, 5], [1], 22)
+    without = make_plan(lengths, replace(batching, overlong="drop"), dp_size=2)
+    assert (without.dropped.tolist(), sorted(without.order), without.inverse[1]) == ([1], [0, 2, 3], -1)
+    assert without.step_of_row.tolist() == [0, -1, 0, 0]
+    apart = make_plan(lengths, replace(batching, overlong="own_microbatch"), dp_size=2)
+    assert [1] in list(chain(*microbatches(apart)))
+    assert cut.metrics.overlong == without.metrics.overlong == apart.metrics.overlong == 1
+    assert (without.metrics.dropped, cut.metrics.dropped, apart.metrics.dropped) == (1, 0, 0)
+    with pytest.raises(PackingError, match=r"sequence 1 has 30 tokens.*budget of 10.*max_tokens.*overlong=truncate"):
+        make_plan(lengths, batching, dp_size=2)
+
+
+def test_alignment_counts_against_the_budget() -> None:
+    with pytest.raises(PackingError, match=r"sequence 0 has 9 tokens \(rounded up to a multiple of 8\)"):
+        make_plan([9], Batching(max_tokens=15, pad_to_multiple=8), dp_size=1)
+    with pytest.raises(PackingError, match=r"pad_to_multiple is 16, over batching.max_tokens of 15"):
+        make_plan([1], Batching(max_tokens=15, pad_to_multiple=16), dp_size=1)
+    with pytest.raises(PackingError, match="length_multiple is 16"):
+        make_plan([1], Batching(mode="dynamic", max_tokens=15, length_multiple=16), dp_size=1)
+
+
+def test_the_last_optimizer_step_may_be_partial() -> None:
+    plan = make_plan([4] * 7, Batching(max_tokens=8), dp_size=2, mini_batch_size=4)
+    assert plan.num_steps == 2
+    assert plan.step_of_row.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    plan.assert_invariants()
+
+
+def test_groups_stay_together_or_are_refused() -> None:
+    batching = Batching(max_tokens=12)
+    plan = make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[7, 3, 3, 7])
+    assert sorted(chain(*microbatches(plan))) == [[0, 3], [1, 2]]
+    with pytest.raises(PackingError, match="group 7 takes 13 slots for 2 rows, over the budget of 12"):
+        make_plan([6, 5, 4, 7], batching, dp_size=2, groups=[7, 3, 3, 7])
+    with pytest.raises(PackingError, match=r"group 3 has rows in optimizer steps 0 and 1.*mini-batch size"):
+        make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[7, 3, 3, 7], mini_batch_size=2)
+    with pytest.raises(PackingError, match=r"group 7 has 2 rows, over batching.rows of 1"):
+        make_plan([1, 1], Batching(mode="fixed", rows=1), dp_size=1, groups=[7, 7])
+    with pytest.raises(PackingError, match="groups has 3 entries for 4 rows"):
+        make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[1, 2, 3])
+
+
+def test_a_group_is_dropped_as_a_whole() -> None:
+    plan = make_plan([6, 50, 4, 6], Batching(max_tokens=12, overlong="drop"), dp_size=1, groups=[7, 3, 3, 7])
+    assert plan.dropped.tolist() == [1, 2]
+    plan.assert_invariants()
+
+
+def test_microbatches_of_like_cost_meet_at_the_same_index() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.minimum(random.zipf(1.5, 512) * 16, 4096)
+    plan = make_plan(lengths, Batching(max_tokens=4096), dp_size=4)
+    plan.assert_invariants()
+    dealt = plan.widths
+    assert (dealt.min(axis=0)[:-1] >= dealt.max(axis=0)[1:]).all()
+    assert plan.metrics.lockstep_overhead < 0.01
+    assert plan.metrics.rank_imbalance < 0.01
+
+
+def test_balancing_by_cost_beats_the_packer_alone() -> None:
+    # Best-fit fills one bin of 12 and one of 8 where two of 10 would do.
+    plan = make_plan([6, 6, 4, 4], Batching(max_tokens=12), dp_size=2)
+    assert plan.widths.tolist() == [[10], [10]]
+    assert plan.metrics.lockstep_overhead == 0
+
+
+def test_a_quadratic_cost_spreads_the_long_rows() -> None:
+    lengths = [8, 8] + [2] * 8
+    plan = make_plan(lengths, Batching(max_tokens=24), dp_size=2, cost=Cost(0.0, 1.0))
+    assert [sum(row < 2 for row in rank[0]) for rank in microbatches(plan)] == [1, 1]
+
+
+def test_ranks_carry_like_token_totals_over_optimizer_steps() -> None:
+    random = np.random.default_rng(1)
+    plan = make_plan(random.integers(1, 500, 256), Batching(max_tokens=512), dp_size=2, mini_batch_size=2)
+    totals = plan.widths.sum(axis=1)
+    assert abs(int(totals[0] - totals[1])) <= 512
+
+
+def test_a_plan_does_not_depend_on_the_container_of_its_lengths() -> None:
+    lengths = [5, 3, 8, 1, 13]
+    plans = [
+        make_plan(given, Batching(max_tokens=16), dp_size=2)
+        for given in (lengths, tuple(lengths), np.array(lengths, dtype=np.int16), np.array(lengths, dtype=np.uint64))
+    ]
+    assert all(first.order.tolist() == second.order.tolist() for first, second in pairwise(plans))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lengths": [1, -1]}, "length of row 1 is -1"),
+        ({"lengths": [1, float("nan")]}, "length of row 1 is nan"),
+        ({"dp_size": 0}, "dp_size is 0"),
+        ({"mini_batch_size": 0}, "mini_batch_size is 0"),
+        ({"mini_batch_size": 2.0}, "mini_batch_size is 2.0"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"groups": [0.5, 1.0]}, "group of row 0 is 0.5"),
+        ({"batching": {"mode": "packed"}}, "give a Batching"),
+    ],
+)
+def test_what_no_plan_can_be_made_from_is_refused(changes: dict[str, Any], said: str) -> None:
+    request: dict[str, Any] = {"lengths": [1, 2], "batching": Batching(), "dp_size": 1}
+    with pytest.raises(PackingError, match=said):
+        make_plan(**{**request, **changes})
+
+
+def test_a_plan_names_the_ranks_and_steps_that_it_has() -> None:
+    plan = make_plan([1, 2], Batching(), dp_size=2)
+    with pytest.raises(PackingError, match="rank 2 is not in the plan, which has 2"):
+        plan.microbatches(2, 0)
+    with pytest.raises(PackingError, match="optimizer step 1 is not in the plan, which has 1"):
+        plan.microbatches(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"order": np.array([0, 0, 2, 3])}, "1: a row is missing"),
+        ({"step_of_row": np.array([0, 0, 0, 1])}, "1: step_of_row"),
+        ({"dropped": np.array([3]), "order": np.array([0, 1, 2])}, "1: "),
+        ({"lengths": np.array([6, 5, 4, 5])}, "1: a row's length"),
+        ({"widths": np.array([[10], [99]])}, "2: wrong length"),
+        ({"counts": np.array([[4], [0]]), "widths": np.array([[21], [1]])}, "4: step 0 fills"),
+    ],
+)
+def test_a_broken_plan_is_caught(broken: dict[str, np.ndarray], said: str) -> None:
+    plan = make_plan([6, 5, 4, 6], Batching(max_tokens=12), dp_size=2)
+    plan.assert_invariants()
+    with pytest.raises(AssertionError, match=said):
+        replace(plan, **broken).assert_invariants()
+
+
+def test_breaking_the_budget_the_divisor_or_a_group_is_caught() -> None:
+    plan = make_plan([6, 5, 4, 6], Batching(max_tokens=12), dp_size=2, groups=[0, 1, 1, 0])
+    tight = replace(plan, request=replace(plan.request, batching=Batching(max_tokens=10)))
+    with pytest.raises(AssertionError, match="2: 12 slots, over the budget of 10"):
+        tight.assert_invariants()
+    divided = replace(plan, request=replace(plan.request, batching=Batching(max_tokens=12, divisible_by=2)))
+    with pytest.raises(AssertionError, match="4: 1 microbatches, not divisible by 2"):
+        divided.assert_invariants()
+    parted = replace(plan, request=replace(plan.request, groups=np.array([0, 0, 1, 1])))
+    with pytest.raises(AssertionError, match="5: group 0 is in two microbatches"):
+        parted.assert_invariants()
