@@ -14,7 +14,7 @@ from rlpack.data.tokenisation import eos_id, pad_id
 from rlpack.models import attention
 from rlpack.models.isolation import check_isolation
 from rlpack.models.loading import build_causal_lm
-from rlpack.models.parallel import shard_policy
+from rlpack.models.parallel import reshard, shard_policy
 from rlpack.models.policy import Policy
 from workers.base import RankContext
 
@@ -55,6 +55,7 @@ def build_policy(
     shard_policy(policy, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
     if settings.isolation_check:
         check_isolation(policy, context.torch_device, len(tokenizer))
+        reshard(policy)
     return policy
 
 

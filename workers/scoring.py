@@ -11,6 +11,7 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import pad_id
 from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import to_model_inputs
+from rlpack.models.parallel import reshard
 from rlpack.models.policy import Policy
 
 
@@ -50,5 +51,6 @@ class Scorer:
                 scores = self.policy(inputs, select=select, temperature=self.temperature, entropy=False)
                 values.append(scores.logprobs.float().cpu())
                 order.append(view.index)
+        reshard(self.policy)
         scored = shard.select(np.concatenate(order)).keep(["input_ids"])
         return scored.keep([]).union({name: scored["input_ids"].with_values(torch.cat(values))})

@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from transformers.utils.logging import disable_progress_bar
 
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError
@@ -25,6 +26,7 @@ class RankHost:
 
     def __init__(self, context: RankContext, threads: int) -> None:
         torch.set_num_threads(threads)
+        disable_progress_bar()  # a rank's own bars would run through the driver's lines
         self._context = context
         self._store: TCPStore | None = None
         self._roles: dict[str, Any] = {}
