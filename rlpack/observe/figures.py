@@ -20,6 +20,7 @@ ACCURACIES = (
     ("evaluation/accuracy_greedy", "held-out, greedy", GREEDY, "s--"),
 )
 HEALTH = (
+    "actor/loss",
     "actor/entropy",
     "actor/kl",
     "actor/grad_norm",
@@ -66,8 +67,8 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def reward_and_accuracy(records: Records) -> Figure:
-    """Draw the reward of every step and the held-out accuracies."""
+def reward_and_accuracy(records: Records) -> Figure | None:
+    """Draw the reward of every step and the held-out accuracies, or return None if neither was logged."""
     figure = Figure(figsize=SIZE)
     axes = figure.add_subplot()
     reward = Series.of(records, "reward/mean", "train")
@@ -80,6 +81,8 @@ def reward_and_accuracy(records: Records) -> Figure:
         series = Series.of(records, name, "evaluation")
         if len(series):
             axes.plot(series.steps, series.values, line, color=colour, markersize=5, linewidth=1.8, label=label)
+    if not axes.get_lines():
+        return None
     for line in axes.get_lines():
         values = np.asarray(line.get_ydata(), dtype=np.float64)
         shares = shares and bool(((values >= 0) & (values <= 1)).all())

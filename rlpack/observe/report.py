@@ -110,10 +110,11 @@ def _cards(records: figures.Records, plans: PlanRecord | None) -> str:
 
 def _reward_section(records: figures.Records) -> str:
     """Return the curves of reward and accuracy, or a sentence when there are none."""
-    if not any(record["phase"] in {"train", "evaluation"} for record in records):
-        return "<section><h2>Reward and held-out accuracy</h2><p>No training step has been logged.</p></section>"
-    text = "Held-out accuracy is measured on the whole validation split."
-    return _figure_section("Reward and held-out accuracy", text, figures.reward_and_accuracy(records))
+    title = "Reward and held-out accuracy"
+    figure = figures.reward_and_accuracy(records)
+    if figure is None:
+        return f"<section><h2>{title}</h2><p>No reward and no evaluation has been logged.</p></section>"
+    return _figure_section(title, "Held-out accuracy is measured on the whole validation split.", figure)
 
 
 def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:

@@ -1,0 +1,101 @@
+import io
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console as Screen
+
+from rlpack.observe import console as console_module
+from rlpack.observe.console import Console, Sample
+from rlpack.observe.text import shortened, visible
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m[bold red]big[/] [link=http://x]y[/link] :smile: \u202eright\ud800\nnext\r\x00"
+
+
+def screen(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
+    written = io.StringIO()
+    return Console(Screen(file=written, force_terminal=terminal, width=60, highlight=False)), written
+
+
+def test_a_step_is_one_line_with_its_figures() -> None:
+    console, written = screen()
+    metrics = {"reward/mean": 0.4567, "packing/waste_ratio": 0.0123, "time/step_s": 1.5, "epoch": 0.0}
+    console.line(3, "train", metrics, total=70)
+    assert written.getvalue().split() == ["step", "3/70", "reward", "0.457", "waste", "1.2%", "1.50", "s"]
+    assert written.getvalue().count("\n") == 1
+
+
+def test_a_line_longer_than_the_screen_stays_one_line() -> None:
+    console, written = screen()
+    console.line(1, "train", {name: 1.0 for name, *_ in console_module.COLUMNS})
+    assert written.getvalue().count("\n") == 1
+
+
+def test_quarantined_rows_show_only_when_there_are_some() -> None:
+    console, written = screen()
+    console.line(1, "train", {"reward/quarantined": 0.0})
+    assert "quarantined" not in written.getvalue()
+    console.line(2, "train", {"reward/quarantined": 3.0})
+    assert "quarantined 3" in written.getvalue()
+
+
+def test_model_text_can_not_steer_the_terminal_nor_become_markup() -> None:
+    console, written = screen()
+    console.show_samples([Sample(HOSTILE, HOSTILE, HOSTILE, None)])
+    shown = written.getvalue()
+    assert not any(unicodedata.category(character) in {"Cc", "Cf", "Cs"} for character in shown.replace("\n", ""))
+    assert shown.count("\n") == 4
+    assert "[bold red]big[/]" in shown
+    assert ":smile:" in shown
+    assert "reward quarantined" in shown
+
+
+def test_on_a_terminal_only_our_own_styles_are_escape_sequences() -> None:
+    plain, written_plain = screen(terminal=True)
+    hostile, written_hostile = screen(terminal=True)
+    plain.show_samples([Sample("p", "c", "a", 1.0)])
+    hostile.show_samples([Sample(HOSTILE, HOSTILE, HOSTILE, 1.0)])
+    assert written_plain.getvalue().count("\x1b") == written_hostile.getvalue().count("\x1b") > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(codec=None)))
+def test_visible_text_is_printable_on_one_line_and_can_be_written_as_utf8(text: str) -> None:
+    shown = visible(text)
+    assert all(c.isprintable() or unicodedata.category(c) == "Zs" for c in shown)
+    assert len(shown.splitlines()) <= 1
+    shown.encode("utf-8")
+
+
+@given(st.text(st.characters(codec=None), max_size=300), st.integers(30, 200))
+def test_shortened_text_keeps_its_limit_and_short_text_is_left_alone(text: str, limit: int) -> None:
+    assert len(shortened(text, limit)) <= limit
+    assert len(text) > limit or shortened(text, limit) == text
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, written = screen()
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: float(next(clock)))
+    with console.progress(100, "warm-up") as bar:
+        for _ in range(10):
+            bar.advance()
+    assert written.getvalue().splitlines()[0] == "warm-up: 3 of 100"
+    assert len(written.getvalue().splitlines()) < 5
+
+
+def test_progress_on_a_terminal_is_a_bar_and_lines_go_above_it() -> None:
+    console, written = screen(terminal=True)
+    with console.progress(2, "work") as bar:
+        bar.advance()
+        console.note("a line")
+        bar.advance()
+    assert "work" in written.getvalue()
+    assert "a line" in written.getvalue()
+
+
+def test_no_samples_show_nothing() -> None:
+    console, written = screen()
+    console.show_samples([])
+    assert written.getvalue() == ""

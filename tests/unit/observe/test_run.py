@@ -1,0 +1,184 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console as Screen
+
+from rlpack.config.schema import Config, Logger
+from rlpack.observe.console import Console, Sample
+from rlpack.observe.directory import check_run_dir
+from rlpack.observe.errors import RunDirectoryError, SinkError
+from rlpack.observe.run import Run
+from rlpack.observe.sinks import ResumePoint, read_records
+from rlpack.packing.batching import Batching
+from rlpack.packing.planning import make_plan
+
+
+def start(directory: Path, config: Config | None = None, resume_at: ResumePoint | None = None) -> Run:
+    console = Console(Screen(file=io.StringIO(), width=200))
+    return Run.start(config or Config(), directory, resume_at=resume_at, console=console)
+
+
+def test_a_run_leaves_config_metrics_and_report(tmp_path: Path) -> None:
+    with start(tmp_path / "run", Config(seed=5)) as run:
+        run.log(1, {"reward/mean": 0.5})
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 5
+    assert Config.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == Config(seed=5)
+    assert (tmp_path / "run" / "report.html").exists()
+    (record,) = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert record["reward/mean"] == 0.5
+
+
+def test_timers_add_up_until_the_next_log(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        for _ in range(2):
+            with run.timer("generate"):
+                time.sleep(0.02)
+        run.log(1, {})
+        run.log(2, {})
+    first, second = read_records(tmp_path / "metrics.jsonl")
+    assert 0.04 <= first["time/generate_s"] < 1
+    assert "time/generate_s" not in second
+
+
+def test_time_counts_when_the_work_fails(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        with pytest.raises(KeyError), run.timer("reward"):
+            raise KeyError
+        run.log(1, {})
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert "time/reward_s" in record
+
+
+def test_a_directory_that_holds_a_run_is_refused_unless_resumed(tmp_path: Path) -> None:
+    with start(tmp_path / "run") as run:
+        run.log(1, {"reward/mean": 0.1})
+        run.log(2, {"reward/mean": 0.2})
+    with pytest.raises(RunDirectoryError, match="already holds a run; go on with it by resume=auto"):
+        start(tmp_path / "run")
+    with start(tmp_path / "run", Config(resume="auto"), ResumePoint(1)) as run:
+        run.log(2, {"reward/mean": 0.3})
+    assert [record["reward/mean"] for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [0.1, 0.3]
+
+
+def test_a_directory_that_only_holds_checkpoints_holds_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        check_run_dir(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path, inside: bool) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="choose another run_dir"):
+        start(tmp_path / "file" / "run" if inside else tmp_path / "file")
+
+
+def test_a_missing_package_does_not_take_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SinkError):
+        start(tmp_path / "run", Config(logger=Logger(tensorboard=True)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_with_other_values_says_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(tmp_path).finish()
+    start(tmp_path, Config(seed=2, resume="auto")).finish()
+    assert "other values than before of: seed" in caplog.text
+
+
+def test_secrets_are_hidden_and_token_counts_are_not(tmp_path: Path) -> None:
+    config = Config.model_validate({"reward": {"arguments": {"api_key": "s3cret", "nested": {"hf_token": "s3cret"}}}})
+    start(tmp_path, config).finish()
+    assert "s3cret" not in (tmp_path / "config.yaml").read_text() + (tmp_path / "report.html").read_text()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batching"]["max_tokens"] == 4096
+
+
+def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        run.log(400, {"warm_up/loss": 1.0}, phase="warm_up")
+        run.samples([Sample("p\ud800", "c", None, 1.0)])
+        run.keep_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2))
+        run.log(1, {})
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["step"] == 1
+    assert json.loads((tmp_path / "packing.json").read_text())["step"] == 1
+    assert (tmp_path / "packing.png").exists()
+
+
+def test_resuming_cuts_the_rollouts_too(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        for step in (1, 2):
+            run.samples([Sample("p", f"c{step}")])
+            run.log(step, {})
+    start(tmp_path, Config(resume="auto"), ResumePoint(1)).finish()
+    kept = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completion"] for line in kept] == ["c1"]
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_stops(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    usual = signal.getsignal(signal.SIGINT)
+    with start(tmp_path) as run:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert run.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is usual
+    assert "finishing the step, then saving; press Ctrl-C again to stop at once" in capfd.readouterr().err
+
+
+def test_a_run_outside_the_main_thread_leaves_ctrl_c_alone(tmp_path: Path) -> None:
+    def work() -> None:
+        with start(tmp_path) as run:
+            run.log(1, {})
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_an_error_inside_a_run_comes_out_and_the_report_is_written(tmp_path: Path) -> None:
+    def fail() -> None:
+        with start(tmp_path) as run:
+            run.log(1, {"reward/mean": 0.1})
+            raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause"):
+        fail()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(run_dir: Path) -> Path:
+        raise OSError("no space left")
+
+    def fail() -> None:
+        with start(tmp_path):
+            monkeypatch.setattr("rlpack.observe.report.write_report", broken)
+            raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause"):
+        fail()
+    assert "no report could be written" in caplog.text
+
+
+def test_what_starts_a_run_does_not_import_torch_or_matplotlib() -> None:
+    code = (
+        "import sys; import rlpack.observe.directory, rlpack.checkpoint.commit, rlpack.observe.sinks; "
+        "print(sorted({'torch', 'matplotlib', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], check=True
+    )
+    assert ended.stdout.strip() == "[]"

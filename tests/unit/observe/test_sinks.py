@@ -1,0 +1,132 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpack.config.schema import Logger
+from rlpack.observe.errors import SinkError
+from rlpack.observe.names import UnknownMetricWarning
+from rlpack.observe.sinks import JsonlSink, ResumePoint, TensorBoardSink, open_sinks, read_records
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def filled(path: Path, steps: int = 4, warm_up: int = 6) -> None:
+    sink = JsonlSink(path)
+    for step in range(1, warm_up + 1):
+        sink.log(step, "warm_up", {"warm_up/loss": float(step)})
+    for step in range(1, steps + 1):
+        sink.log(step, "train", {"reward/mean": step / 10})
+        if step % 2 == 0:
+            sink.log(step, "evaluation", {"evaluation/accuracy_greedy": step / 10})
+    sink.close()
+
+
+def test_a_record_is_one_line_on_the_disk_at_once(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    sink.log(3, "train", {"reward/mean": 0.5})
+    (record,) = lines(tmp_path / "m.jsonl")
+    assert record.pop("time_s") >= 0
+    assert record == {"step": 3, "phase": "train", "reward/mean": 0.5}
+    sink.close()
+
+
+def test_figures_that_are_not_finite_are_strict_json_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    sink = JsonlSink(path)
+    sink.log(1, "train", {"actor/loss": float("nan"), "actor/kl": float("inf"), "actor/grad_norm": float("-inf")})
+    sink.close()
+    (record,) = lines(path)
+    assert (record["actor/loss"], record["actor/kl"], record["actor/grad_norm"]) == ("NaN", "Infinity", "-Infinity")
+    (read,) = read_records(path)
+    assert read["actor/loss"] != read["actor/loss"]
+    assert (read["actor/kl"], read["actor/grad_norm"]) == (float("inf"), float("-inf"))
+
+
+def test_an_unknown_name_is_not_taken_silently(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    with pytest.warns(UnknownMetricWarning):
+        sink.log(1, "train", {"my/metric": 1.0})
+    sink.close()
+
+
+def test_resuming_cuts_what_lies_behind_the_checkpoint_and_keeps_the_warm_up(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    filled(path)
+    sink = JsonlSink(path, resume=ResumePoint(2))
+    sink.log(3, "train", {"reward/mean": 9.0})
+    sink.close()
+    found = [(record["phase"], record["step"]) for record in lines(path)]
+    warm_up = [("warm_up", step) for step in range(1, 7)]
+    assert found == [*warm_up, ("train", 1), ("train", 2), ("evaluation", 2), ("train", 3)]
+    assert lines(path)[-1]["reward/mean"] == 9.0
+
+
+def test_resuming_inside_the_warm_up_cuts_the_warm_up(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    filled(path, steps=0)
+    JsonlSink(path, resume=ResumePoint(2, "warm_up")).close()
+    assert [record["step"] for record in lines(path)] == [1, 2]
+
+
+def test_time_goes_on_where_the_kept_records_end(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "phase": "train", "time_s": 100.0}\n')
+    sink = JsonlSink(path, resume=ResumePoint(1))
+    sink.log(2, "train", {})
+    sink.close()
+    assert 100.0 <= lines(path)[-1]["time_s"] < 160.0
+
+
+def test_a_new_run_begins_the_file_anew(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    filled(path)
+    JsonlSink(path).close()
+    assert path.read_text() == ""
+
+
+@settings(max_examples=30, deadline=None)
+@given(cut=st.integers(0, 400))
+def test_a_file_cut_anywhere_resumes_with_its_whole_records(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("cut") / "m.jsonl"
+    filled(path)
+    content = path.read_bytes()[:cut]
+    path.write_bytes(content)
+    JsonlSink(path, resume=ResumePoint(10)).close()
+    # A last line without its newline may be whole; all lines before it are.
+    assert 0 <= len(lines(path)) - content.count(b"\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("package", "values"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "offline"})]
+)
+def test_a_missing_package_is_one_clear_error_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, values: dict
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SinkError, match=rf"logger\.{package} needs .* install rlpack\[{package}\]"):
+        open_sinks(Logger(**values), tmp_path, {})
+
+
+def test_tensorboard_events_read_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoardSink(tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, "warm_up", {"warm_up/loss": float(step)})
+        first.log(step, "train", {"reward/mean": float(step)})
+    first.close()
+    resumed = TensorBoardSink(tmp_path, resume=ResumePoint(1))
+    resumed.log(2, "train", {"reward/mean": 20.0})
+    resumed.close()
+    train, warm_up = EventAccumulator(str(tmp_path / "train")), EventAccumulator(str(tmp_path / "warm_up"))
+    train.Reload()
+    warm_up.Reload()
+    assert [(event.step, event.value) for event in train.Scalars("reward/mean")] == [(1, 1.0), (2, 20.0)]
+    assert [event.step for event in warm_up.Scalars("warm_up/loss")] == [1, 2, 3]
