@@ -1,6 +1,7 @@
 """What every recipe stands on: the run, the roles, the prompts, and where in the run we are."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -97,8 +98,11 @@ class Session:
             if evaluate and progress.step == 0:
                 self._evaluate(evaluate)
             for step in range(progress.step + 1, total + 1):
+                began = time.perf_counter()
                 with self.run.timer("step"):
                     yield step
+                tokens = self.metrics["packing/real_tokens"]
+                self.metrics["throughput/tokens_per_s"] = tokens / (time.perf_counter() - began)
                 progress.step = step
                 self._log(phase)
                 bar.advance()

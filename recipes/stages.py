@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipes.session import Session
-from rlpack.algorithms.advantages import group_relative
+from rlpack.algorithms.advantages import group_relative, zero_group_fraction
 from rlpack.algorithms.aggregation import Aggregation, count_denominators, token_weights
 from rlpack.config.schema import Algorithm
 from rlpack.data.batch import BatchedDataDict
@@ -95,6 +95,8 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     session.metrics |= {
         "reward/mean": kept.mean().item() if kept.numel() else 0.0,
         "reward/std": kept.std(unbiased=False).item() if kept.numel() else 0.0,
+        "reward/min": kept.min().item() if kept.numel() else 0.0,
+        "reward/max": kept.max().item() if kept.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
     mask = rollouts["response_mask"]
@@ -139,10 +141,10 @@ def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         per_token = mask.with_values(per_row[mask.segment_ids] * mask.values)
         plan = session.actor.plan(rollouts, mini_batches=True)
         weights = step_weights(mask, plan, settings)
-    informative = torch.zeros(int(groups.max()) + 1).index_add(0, groups, per_row.abs()) > 0
     session.metrics |= {
         "advantage/mean": per_row.mean().item(),
-        "advantage/zero_group_fraction": 1.0 - informative[groups.unique()].float().mean().item(),
+        "advantage/std": per_row.std(unbiased=False).item(),
+        "advantage/zero_group_fraction": zero_group_fraction(per_row, groups),
     }
     session.report_plan(plan, keep=True)
     return rollouts.union({"advantages": per_token, **weights})

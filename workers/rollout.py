@@ -14,6 +14,9 @@ from rlpack.rollout.hf import HFEngine
 from workers.base import RankContext, Worker, broadcast, sharded
 from workers.loading import build_model, to_tensors
 
+# What `rollout.engine` names.
+ENGINES = {"hf": HFEngine}
+
 
 class RolloutWorker(Worker):
     """One rank of generation engines."""
@@ -30,7 +33,8 @@ class RolloutWorker(Worker):
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the engine; weights reach it from the actor before the first call."""
         model = build_model(config.model, tokenizer, context, seed=config.seed, attention_name="sdpa")
-        engine = HFEngine(model, pad_token_id=pad_id(tokenizer), batch_rows=config.rollout.batch_rows)
+        build = ENGINES[config.rollout.engine]
+        engine = build(model, pad_token_id=pad_id(tokenizer), batch_rows=config.rollout.batch_rows)
         return cls(context, engine, tokenizer, model.config.get_text_config().vocab_size)
 
     @sharded()

@@ -31,6 +31,7 @@ class ArithmeticTask:
         min_operands: fewest digits of a prompt.
         max_operands: most digits of a prompt, at most 26 (one letter each).
         mean_operands: mean count of digits before the two limits cut the geometric distribution.
+        largest_operand: operands go from 0 to this digit.
         noise: probability that a step of a demonstration is off by one.
 
     Raises:
@@ -42,6 +43,7 @@ class ArithmeticTask:
     min_operands: int = 2
     max_operands: int = 26
     mean_operands: float = 8.0
+    largest_operand: int = 9
     noise: float = 0.15
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class ArithmeticTask:
             "min_operands": (1, _MAX_OPERANDS),
             "max_operands": (self.min_operands, _MAX_OPERANDS),
             "mean_operands": (self.min_operands, _MAX_OPERANDS),
+            "largest_operand": (1, 9),
             "noise": (0.0, 1.0),
         }
         for field in fields(self):
@@ -113,7 +116,7 @@ def _draw_prompts(split: str, size: int, seed: int, task: ArithmeticTask, taken:
         if len(prompts) == size:
             return prompts
         count = task.min_operands - 1 + rng.geometric(1 / (task.mean_operands - task.min_operands + 1))
-        digits = rng.integers(0, 10, size=min(count, task.max_operands))
+        digits = rng.integers(0, task.largest_operand + 1, size=min(count, task.max_operands))
         prompt = (
             "".join(f"{letter}{digit}" for letter, digit in zip(string.ascii_lowercase, digits, strict=False)) + "="
         )

@@ -70,6 +70,7 @@ class Console:
     def __init__(self, screen: Screen | None = None) -> None:
         """Use `screen`, or the standard output."""
         self._screen = Screen(highlight=False) if screen is None else screen
+        self.shown_at = time.monotonic()
 
     def line(self, step: int, phase: Phase, metrics: Mapping[str, float], total: int | None = None) -> None:
         """Show one step on one line."""
@@ -112,7 +113,7 @@ class Console:
 
     @contextmanager
     def progress(self, total: float, description: str) -> Iterator[Progress]:
-        """Show how far a piece of long work is: a bar on a terminal, else a line every 10 seconds.
+        """Show how far a piece of long work is: a bar on a terminal, else a line after 10 silent seconds.
 
         Args:
             total: units of work.
@@ -128,6 +129,7 @@ class Console:
     def _show(self, text: Text) -> None:
         """Write a text; it is never wrapped, so a log has one line a step."""
         self._screen.print(text, soft_wrap=True, markup=False, emoji=False)
+        self.shown_at = time.monotonic()
 
 
 class _Bar:
@@ -150,13 +152,11 @@ class _PlainProgress:
         self._total = total
         self._description = description
         self._done = 0.0
-        self._shown_at = time.monotonic()
 
     def advance(self, amount: float = 1) -> None:
         """Count, and say so if the last line was long ago."""
         self._done += amount
-        if time.monotonic() - self._shown_at >= PLAIN_PROGRESS_EVERY_S:
-            self._shown_at = time.monotonic()
+        if time.monotonic() - self._console.shown_at >= PLAIN_PROGRESS_EVERY_S:
             self._console.note(f"{self._description}: {self._done:g} of {self._total:g}")
 
 

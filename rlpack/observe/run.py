@@ -33,6 +33,7 @@ from rlpack.packing.plan import MicrobatchPlan
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_LINES = 20
 FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C again to stop at once\n"
 
 
@@ -101,7 +102,10 @@ class Run:
         for sink in self._sinks:
             sink.log(step, phase, record)
         self._keep_pending(step)
-        self._console.line(step, phase, record, self._totals.get(phase))
+        total = self._totals.get(phase)
+        # Supervised steps are short and many: a line for each would push all others off the screen.
+        if phase != "warm_up" or step in (1, total) or step % max(1, (total or 0) // WARM_UP_LINES) == 0:
+            self._console.line(step, phase, record, total)
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:

@@ -75,9 +75,9 @@ def test_shortened_text_keeps_its_limit_and_short_text_is_left_alone(text: str, 
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, written = screen()
     clock = iter(range(0, 1000, 4))
     monkeypatch.setattr(console_module.time, "monotonic", lambda: float(next(clock)))
+    console, written = screen()
     with console.progress(100, "warm-up") as bar:
         for _ in range(10):
             bar.advance()
