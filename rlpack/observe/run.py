@@ -101,7 +101,7 @@ class Run:
         self._times = {}
         for sink in self._sinks:
             sink.log(step, phase, record)
-        self._keep_pending(step)
+        self._keep_pending(step, phase)
         total = self._totals.get(phase)
         # Supervised steps are short and many: a line for each would push all others off the screen.
         if phase != "warm_up" or step in (1, total) or step % max(1, (total or 0) // WARM_UP_LINES) == 0:
@@ -174,13 +174,13 @@ class Run:
                 raise
             logger.exception("no report could be written to %s", self.directory)
 
-    def _keep_pending(self, step: int) -> None:
+    def _keep_pending(self, step: int, phase: Phase) -> None:
         """Write the rollouts and the plan that came up since the last `log`."""
         if self._pending_plan is not None:
             PlanRecord.of(self._pending_plan, step).write(self.directory / LENGTHS)
         if self._pending_samples:
             # json escapes to ASCII: a lone surrogate in a model's text can't be written as UTF-8.
-            lines = [json.dumps({"step": step, **asdict(sample)}) + "\n" for sample in self._pending_samples]
+            lines = [json.dumps({"step": step, "phase": phase, **asdict(sample)}) + "\n" for sample in self._pending_samples]
             with (self.directory / SAMPLES).open("a", encoding="utf-8") as stream:
                 stream.writelines(lines)
         self._pending_plan, self._pending_samples = None, []
@@ -196,6 +196,6 @@ class Run:
 
 def _cut_samples(path: Path, point: ResumePoint | None) -> None:
     """Drop the rollouts kept behind the point where the run goes on; all of them when it begins anew."""
-    kept = [sample for sample in read_samples(path) if point is not None and sample.get("step", 0) <= point.step]
+    kept = [sample for sample in read_samples(path) if point is not None and point.covers(sample)]
     if path.exists():
         path.write_text("".join(json.dumps(sample) + "\n" for sample in kept), encoding="utf-8")

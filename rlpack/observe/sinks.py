@@ -48,13 +48,24 @@ class ResumePoint:
     step: int
     phase: Phase = "train"
 
+    def first_dropped(self, phase: str) -> int | None:
+        """Return the first step of `phase` whose records lie behind the checkpoint; None when none does.
+
+        >>> ResumePoint(20).first_dropped("train"), ResumePoint(20, "warm_up").first_dropped("train")
+        (21, 0)
+        """
+        if (phase == "warm_up") == (self.phase == "warm_up"):
+            return self.step + 1
+        return None if phase == "warm_up" else 0
+
     def covers(self, record: Mapping[str, Any]) -> bool:
         """Return whether a record belongs to what came before the checkpoint.
 
         >>> ResumePoint(20).covers({"phase": "warm_up", "step": 400})
         True
         """
-        return (record["phase"] == "warm_up" and self.phase != "warm_up") or int(record["step"]) <= self.step
+        first = self.first_dropped(record["phase"])
+        return first is None or int(record["step"]) < first
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -132,8 +143,7 @@ class TensorBoardSink:
 
     def _open(self, phase: Phase) -> Any:
         """Open the event file of one phase; a finished warm-up is never purged."""
-        behind = self._resume is not None and not self._resume.covers({"phase": phase, "step": self._resume.step + 1})
-        purge = self._resume.step + 1 if self._resume is not None and behind else None
+        purge = None if self._resume is None else self._resume.first_dropped(phase)
         return self._board.SummaryWriter(str(self._folder / phase), purge_step=purge)
 
 
@@ -148,9 +158,11 @@ class WandbSink:
         identity = run_dir / "wandb-id"
         if not identity.exists():
             identity.write_text(secrets.token_hex(4), encoding="utf-8")
+        # The command line and what the terminal shows may hold secrets and model text: neither is taken along.
+        private = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_meta=True)
         self._run = wandb.init(
             project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config), resume="allow",
-            id=identity.read_text(encoding="utf-8"),
+            id=identity.read_text(encoding="utf-8"), settings=private,
         )  # fmt: skip
         for phase in ("warm_up", "train", "evaluation"):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")

@@ -1,3 +1,5 @@
+import ast
+import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -37,3 +39,37 @@ def test_every_metric_says_its_unit_and_ends_as_its_unit_says() -> None:
         assert metric.description.endswith(".")
         assert name.endswith("_s") == (metric.unit in {"s", "tokens/s"}), name
         assert not name.endswith("fraction") or metric.unit == "fraction"
+
+
+FAMILIES = {name.split("/", 1)[0] for name in METRICS if "/" in name}
+SHOWING = {"names.py", "console.py", "figures.py", "report.py", "summary.py"}
+
+
+def texts_and_timers() -> tuple[set[str], set[str]]:
+    texts: set[str] = set()
+    timers: set[str] = set()
+    for folder in ("rlpack", "workers", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.parent.name == "observe" and path.name in SHOWING:
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.add(node.value)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "timer":
+                    timers |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    return texts, timers
+
+
+def test_every_metric_that_the_code_names_is_in_the_table() -> None:
+    texts, timers = texts_and_timers()
+    named = {text for text in texts if re.fullmatch(rf"({'|'.join(FAMILIES)})/[a-z0-9_]+", text)}
+    named |= {f"time/{timer}_s" for timer in timers}
+    assert named
+    assert named <= METRICS.keys()
+
+
+def test_every_metric_in_the_table_is_reported_somewhere() -> None:
+    texts, timers = texts_and_timers()
+    reported = texts | {f"time/{timer}_s" for timer in timers}
+    reported |= {text.replace("actor/", "warm_up/") for text in texts}
+    assert {name for name in METRICS if name not in reported and not name.startswith("packing/")} == set()

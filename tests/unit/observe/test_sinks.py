@@ -69,9 +69,9 @@ def test_resuming_cuts_what_lies_behind_the_checkpoint_and_keeps_the_warm_up(tmp
 
 def test_resuming_inside_the_warm_up_cuts_the_warm_up(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    filled(path, steps=0)
+    filled(path)  # the steps after the warm-up will be taken again, small as their numbers are
     JsonlSink(path, resume=ResumePoint(2, "warm_up")).close()
-    assert [record["step"] for record in lines(path)] == [1, 2]
+    assert [(record["phase"], record["step"]) for record in lines(path)] == [("warm_up", 1), ("warm_up", 2)]
 
 
 def test_time_goes_on_where_the_kept_records_end(tmp_path: Path) -> None:
