@@ -180,7 +180,8 @@ class Run:
             PlanRecord.of(self._pending_plan, step).write(self.directory / LENGTHS)
         if self._pending_samples:
             # json escapes to ASCII: a lone surrogate in a model's text can't be written as UTF-8.
-            lines = [json.dumps({"step": step, "phase": phase, **asdict(sample)}) + "\n" for sample in self._pending_samples]
+            place = {"step": step, "phase": phase}
+            lines = [json.dumps(place | asdict(sample)) + "\n" for sample in self._pending_samples]
             with (self.directory / SAMPLES).open("a", encoding="utf-8") as stream:
                 stream.writelines(lines)
         self._pending_plan, self._pending_samples = None, []
@@ -196,6 +197,7 @@ class Run:
 
 def _cut_samples(path: Path, point: ResumePoint | None) -> None:
     """Drop the rollouts kept behind the point where the run goes on; all of them when it begins anew."""
-    kept = [sample for sample in read_samples(path) if point is not None and point.covers(sample)]
+    start = {"step": 0, "phase": "train"}  # of a line that lacks them
+    kept = [sample for sample in read_samples(path) if point is not None and point.covers(start | sample)]
     if path.exists():
         path.write_text("".join(json.dumps(sample) + "\n" for sample in kept), encoding="utf-8")

@@ -114,14 +114,15 @@ def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path)
     assert (tmp_path / "packing.png").exists()
 
 
-def test_resuming_cuts_the_rollouts_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("point", "kept"), [(ResumePoint(1), ["c1"]), (ResumePoint(300, "warm_up"), [])])
+def test_resuming_cuts_the_rollouts_too(tmp_path: Path, point: ResumePoint, kept: list[str]) -> None:
     with start(tmp_path) as run:
         for step in (1, 2):
             run.samples([Sample("p", f"c{step}")])
             run.log(step, {})
-    start(tmp_path, Config(resume="auto"), ResumePoint(1)).finish()
-    kept = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["completion"] for line in kept] == ["c1"]
+    start(tmp_path, Config(resume="auto"), point).finish()
+    found = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completion"] for line in found] == kept
 
 
 def test_the_first_ctrl_c_is_noted_and_the_second_stops(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
