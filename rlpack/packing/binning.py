@@ -15,8 +15,8 @@ from rlpack.packing.items import UNLIMITED, Items
 from rlpack.packing.packers import decreasing, pack_labels
 from rlpack.packing.partitioning import balance
 
-# Differencing takes time in items × bins; beyond this the quicker greedy balance is as good, bins being many.
-_DIFFERENCING_LIMIT = 2**20
+# Differencing takes time in items × bins; beyond this, greedy balance is as good and quicker.
+_DIFFERENCING_LIMIT = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +74,27 @@ def rebalance(batching: Batching, items: Items, count: int) -> np.ndarray | None
         labels = kernels.least_loaded(items.costs, decreasing(items.costs), count)
         labels = np.unique(labels, return_inverse=True)[1]
     return None if _sums(labels, items.slots, count).max() > batching.max_tokens else labels
+
+
+def rebalance_tail(batching: Batching, items: Items, labels: np.ndarray, count: int, ranks: int) -> np.ndarray | None:
+    """Return labels that keep the dearest bins, full as they are, and balance the rest over all ranks at the last index.
+
+    None if there is nothing to keep, or if balancing breaks the budget.
+    """
+    costs = measure(batching, items, labels).costs
+    kept = (count - 1) // ranks * ranks
+    if not 0 < kept < costs.size:
+        return None
+    order = np.argsort(-costs, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    moved = place[labels]
+    rest = np.flatnonzero(moved >= kept)
+    balanced = rebalance(batching, items.take(rest), count - kept)
+    if balanced is None:
+        return None
+    moved[rest] = kept + balanced
+    return moved
 
 
 def cut(batching: Batching, items: Items, labels: np.ndarray, count: int) -> np.ndarray:

@@ -25,8 +25,8 @@ def modified_first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     skip[:large] += 1
     room = capacity - sizes[:large]
     ascending = -sizes
-    paired = _add_medium(ascending, labels, skip, room, (large, medium))
-    _add_two_small(ascending, labels, skip, room, paired, (medium, small))
+    _add_medium(ascending, labels, skip, room, (large, medium))
+    _add_two_small(ascending, labels, skip, room, (medium, small))
     _fill_up(ascending, labels, skip, room)
     rest = np.flatnonzero(labels < 0)
     labels[rest] = large + first_fit(sizes, rest, capacity)[rest]
@@ -49,33 +49,24 @@ def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int
 @compiled
 def _add_medium(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
-) -> np.ndarray:
-    """Phase 3; `bounds` are those of medium rows. Returns which bins got one."""
+) -> None:
+    """Phase 3; `bounds` are those of medium rows."""
     first, stop = bounds
-    paired = np.zeros(room.size, dtype=np.bool_)
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], first)
         if row < stop:
-            labels[row], skip[row], paired[label] = label, row + 1, True
+            labels[row], skip[row] = label, row + 1
             room[label] += ascending[row]
-    return paired
 
 
 @compiled
 def _add_two_small(
-    ascending: np.ndarray,
-    labels: np.ndarray,
-    skip: np.ndarray,
-    room: np.ndarray,
-    paired: np.ndarray,
-    bounds: tuple[int, int],
+    ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Phase 4; `bounds` are those of small rows."""
+    """Phase 4; `bounds` are those of small rows. A bin with a medium row has no room for one: 1/2 + 1/3 + 1/6 = 1."""
     first, stop = bounds
     last = stop - 1
     for label in range(room.size - 1, -1, -1):
-        if paired[label]:
-            continue
         while last >= first and labels[last] >= 0:
             last -= 1
         second = last - 1

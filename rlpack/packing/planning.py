@@ -3,7 +3,7 @@
 for each optimizer step:
     bins  = the mode's packer                # as few as it finds
     bins  = cut until ranks, divisor and minimum are served
-    bins  = rebalanced by cost, if that shortens the step
+    bins  = balanced by cost, all or the last on each rank, if that shortens the step
     grid  = bins of like cost at the same index on all ranks
 
 In fixed mode rows stay in arrival order: each rank gets a run of them and chunks it by itself.
@@ -15,7 +15,7 @@ import numpy as np
 
 from rlpack.packing import kernels
 from rlpack.packing.batching import Batching
-from rlpack.packing.binning import cut, form, measure, rebalance
+from rlpack.packing.binning import cut, form, measure, rebalance, rebalance_tail
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
 from rlpack.packing.items import Items, Rows, multiple_of, resolve_rows
@@ -117,7 +117,8 @@ def _balanced_step(
     wanted_sharing = wanted * ranks - single.size
     labels = np.empty(items.size, dtype=np.int64)
     best = None
-    for candidate in (formed, rebalance(batching, sharing, wanted_sharing)):
+    balanced = rebalance(batching, sharing, wanted_sharing)
+    for candidate in (formed, balanced, rebalance_tail(batching, sharing, formed, wanted_sharing, ranks)):
         if candidate is None:
             continue
         sized = cut(batching, sharing, candidate, wanted_sharing)

@@ -15,6 +15,8 @@ lengths_within = st.lists(st.integers(0, CAPACITY), max_size=120)
 lengths_at_borders = st.lists(
     st.sampled_from([0, 1, 9, 10, 11, 12, 15, 19, 20, 21, 24, 29, 30, 31, 34, 38, 39, 40, 45, 60]), max_size=60
 )
+# Large rows that leave room for two small ones, but not for any two, and too few pairs for all of them.
+lengths_in_pairs = st.lists(st.integers(31, 38) | st.integers(11, 20), max_size=30)
 
 
 def loads(lengths: list[int], bins: list[np.ndarray]) -> list[int]:
@@ -121,7 +123,7 @@ def test_best_fit_decreasing_is_the_textbook_one(lengths: list[int]) -> None:
     assert sorted(loads(lengths, bins)) == sorted(sum(contents) for contents in expected)
 
 
-@given(lengths=lengths_at_borders | lengths_within)
+@given(lengths=lengths_at_borders | lengths_in_pairs | lengths_within)
 @settings(max_examples=300, deadline=None)
 def test_modified_first_fit_decreasing_follows_the_paper(lengths: list[int]) -> None:
     expected = [sorted(contents) for contents in modified_first_fit_literally(lengths, CAPACITY)]
