@@ -77,7 +77,7 @@ def rebalance(batching: Batching, items: Items, count: int) -> np.ndarray | None
 
 
 def rebalance_tail(batching: Batching, items: Items, labels: np.ndarray, count: int, ranks: int) -> np.ndarray | None:
-    """Return labels that keep the dearest bins, full as they are, and balance the rest over all ranks at the last index.
+    """Return labels that keep the dearest bins as they are, and balance the rest over the last index of all ranks.
 
     None if there is nothing to keep, or if balancing breaks the budget.
     """

@@ -257,9 +257,10 @@ def test_balancing_by_cost_beats_the_packer_alone() -> None:
 
 
 def test_only_the_last_microbatches_are_evened_out_where_full_ones_are_alike() -> None:
-    # Two full bins meet at the first index; what is left of the rows is the same for both ranks at the second.
-    plan = make_plan([8, 8, 3, 3, 3, 3], Batching(max_tokens=8), dp_size=2)
-    assert plan.widths.tolist() == [[8, 6], [8, 6]]
+    # Four full bins meet at the first index, and the twelve short rows make 3 on each rank at the second. Balancing all
+    # rows gives 8, 6, 6, 6, … and 5, … instead; cutting the two bins of short rows alone gives 4, 4, 2 and 2.
+    plan = make_plan([8] + [4] * 6 + [1] * 12, Batching(max_tokens=8), dp_size=4)
+    assert plan.widths.tolist() == [[8, 3]] * 4
     assert plan.metrics.lockstep_overhead == 0
 
 
