@@ -79,8 +79,14 @@ class ActorWorker(Worker):
 
     @broadcast
     def load(self, folder: str) -> None:
-        """Read weights and optimizer state back, saved on any number of ranks; a collective."""
+        """Read weights and moments back, saved on any number of ranks; a collective.
+
+        The checkpoint's learning rate and decays give way to the configuration's, which may have changed since.
+        """
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         load_training_state(self._scorer.policy, self._optimizer, Path(folder))
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
 
     @broadcast
     def export_model(self, folder: str) -> None:
