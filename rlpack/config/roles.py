@@ -5,6 +5,9 @@ from rlpack.config.schema import Config, RoleBatching, builtin_roles
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
 
+# Built-in roles that only share their rows out over ranks.
+_WITHOUT_MICROBATCHES = ("rollout", "reward")
+
 
 def role_batching(config: Config, role: str) -> Batching:
     """Return how `role` batches: its own values where it set some, the actor's (`batching`) for the rest.
@@ -20,6 +23,9 @@ def role_batching(config: Config, role: str) -> Batching:
     """
     if role not in config.roles:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
+    if role in _WITHOUT_MICROBATCHES:
+        # The token budget is not theirs: no prompt may be cut or left out on its way to them.
+        return config.batching.override(overlong="own_microbatch")
     own = own_batching(config, role)
     try:
         return config.batching.override(**own.model_dump())

@@ -18,9 +18,14 @@ def test_a_role_may_set_every_key_of_the_actors_batching():
     assert set(RoleBatching.model_fields) == {field.name for field in fields(Batching)}
 
 
-@pytest.mark.parametrize("role", ["actor", "reference", "rollout", "reward"])
+@pytest.mark.parametrize("role", ["actor", "reference"])
 def test_a_role_without_its_own_batching_inherits_all_of_the_actors(role):
     assert role_batching(Config(batching=ACTOR), role) == ACTOR
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_roles_that_make_no_microbatches_never_lose_a_row_to_the_token_budget(role):
+    assert role_batching(Config(batching=ACTOR), role) == ACTOR.override(overlong="own_microbatch")
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Batching)])
