@@ -56,8 +56,9 @@ class RolloutWorker(Worker):
             uids=shard["uid"],
             vocab_size=self._vocab_size,
         )
-        texts = self._tokenizer.batch_decode([row.tolist() for row in made.token_ids.rows()], skip_special_tokens=True)
-        return shard.keep([]).union(dict(columns) | {"completion": list(texts)})
+        # Row by row: batch_decode makes one empty text of no rows, and a rank may have none.
+        texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in made.token_ids.rows()]
+        return shard.keep([]).union(dict(columns) | {"completion": texts})
 
     @broadcast
     def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
