@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import socket
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,8 @@ from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.ranks import RayRanks
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
 
 
 class Cluster:
@@ -46,17 +49,16 @@ class Cluster:
         ray.shutdown()
 
     def open_pools(self, names: list[str]) -> dict[str, RayRanks]:
-        """Start the processes of these pools and wait until each pool has its process group.
+        """Start the processes of these pools, if they don't run yet, and wait until each has its process group.
 
         Raises:
             PlacementError: the cluster has fewer devices than the pools ask for; said at once, with what is free.
             RoleError: the processes did not start by `placement.start_timeout_s`.
         """
-        pools = {name: self._placement.pools[name] for name in names}
+        pools = {name: self._placement.pools[name] for name in [*self._pools, *names]}
         _check_capacity(pools)
-        for name, pool in pools.items():
-            self._pools[name] = self._open(name, pool)
-        for ranks in self._pools.values():
+        opened = {name: self._open(name, pool) for name, pool in pools.items() if name not in self._pools}
+        for ranks in opened.values():
             ranks.meet()
         return self._pools
 
@@ -70,7 +72,8 @@ class Cluster:
                 f"are {_listing(ray.available_resources())}; wait for others to finish, or lower "
                 f"placement.pools.{name}.ranks"
             )
-        return RayRanks(name, pool, group, self._placement)
+        self._pools[name] = RayRanks(name, pool, group, self._placement)
+        return self._pools[name]
 
 
 def _connect(placement: Placement) -> None:
@@ -80,8 +83,9 @@ def _connect(placement: Placement) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if placement.address is not None:
         try:
+            _check_answer(placement.address)
             ray.init(address=placement.address, logging_level=logging.WARNING)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise PlacementError(
                 f"no Ray cluster answers at placement.address={placement.address}: {error}; "
                 "start one with `ray start --head`, or set placement.address=null for one of this run's own"
@@ -92,6 +96,13 @@ def _connect(placement: Placement) -> None:
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
+
+
+def _check_answer(address: str) -> None:
+    """Connect to a `host:port` once, since Ray tries for minutes where nobody listens."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
 
 
 def _check_capacity(pools: dict[str, Pool]) -> None:

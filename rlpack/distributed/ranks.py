@@ -7,6 +7,7 @@ until its own time-out.
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -32,6 +33,23 @@ class _RayHost(RankHost):
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
+
+    def has(self, value: Any) -> None:
+        """Do nothing; Ray calls this only once `value`, which a method of this rank returns, is there."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that is under way on one rank."""
+
+    ref: ray.ObjectRef
+    role: str
+    rank: int
+    method: str
+
+
+def _calls(refs: Sequence[ray.ObjectRef], role: str, method: str) -> list[_Call]:
+    return [_Call(ref, role, rank, method) for rank, ref in enumerate(refs)]
 
 
 class RayRanks:
@@ -60,22 +78,27 @@ class RayRanks:
 
     def meet(self) -> None:
         """Wait until all processes run, and make their process group."""
-        where = (f"pool {self._name}", "start", self._start_s)
-        node_ips = self._wait([host.node_ip.remote() for host in self._hosts], *where)
-        (address,) = self._wait([self._hosts[0].rendezvous.remote(node_ips[0], self._start_s)], *where)
+        role, method = f"pool {self._name}", "start"
+
+        def finish(refs: list[ray.ObjectRef]) -> list[Any]:
+            return self._wait(_calls(refs, role, method), self._start_s)
+
+        node_ips = finish([host.node_ip.remote() for host in self._hosts])
+        (address,) = finish([self._hosts[0].rendezvous.remote(node_ips[0], self._start_s)])
         joins = zip(self._hosts, node_ips, strict=True)
-        self._wait([host.join.remote(address, node_ip, self._call_s) for host, node_ip in joins], *where)
+        finish([host.join.remote(address, node_ip, self._call_s) for host, node_ip in joins])
 
     def start(self, role: str, target: str, settings: tuple[Any, ...]) -> None:
         """Build a role on every rank."""
         shared = ray.put(settings)
-        self._wait([host.start.remote(role, target, shared) for host in self._hosts], role, "start", self._start_s)
+        refs = [host.start.remote(role, target, shared) for host in self._hosts]
+        self._wait(_calls(refs, role, "start"), self._start_s)
 
     def call(
         self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
     ) -> list[Any]:
         """Run `method` on as many ranks as there are argument tuples; results in rank order."""
-        return self._wait(self._submit(role, method, args_of_rank, kwargs), role, method, self._call_s)
+        return self._wait(self._submit(role, method, args_of_rank, kwargs), self._call_s)
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Give rank 0's result of `source` (role, method), a collective, to `load` on every rank of `target`.
@@ -83,9 +106,12 @@ class RayRanks:
         The driver passes a reference on and never holds the value.
         """
         assert isinstance(target, RayRanks), "weights travel between pools of one cluster"
-        exported = self._submit(*source, [()] * self.num_ranks, {})
-        loaded = target._submit(*load, [(exported[0], *extra)] * target.num_ranks, {})
-        self._wait([*exported[1:], *loaded], load[0], f"{source[1]} or {load[1]}", self._call_s)
+        exports = self._submit(*source, [()] * self.num_ranks, {})
+        value = exports[0].ref
+        loads = target._submit(*load, [(value, *extra)] * target.num_ranks, {})
+        # The rank that has the value says whether it was made; to ask for it here would bring it here.
+        exports[0] = replace(exports[0], ref=self._hosts[0].has.remote(value))
+        self._wait([*exports, *loads], self._call_s, target)
 
     def close(self) -> None:
         """End the processes, gently where they answer, and free what they held."""
@@ -100,41 +126,56 @@ class RayRanks:
 
     def _submit(
         self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[ray.ObjectRef]:
+    ) -> list[_Call]:
         hosts = self._hosts[: len(args_of_rank)]
-        return [host.call.remote(role, method, *args, **kwargs) for host, args in zip(hosts, args_of_rank, strict=True)]
+        refs = [host.call.remote(role, method, *args, **kwargs) for host, args in zip(hosts, args_of_rank, strict=True)]
+        return _calls(refs, role, method)
 
-    def _wait(self, refs: list[ray.ObjectRef], role: str, method: str, timeout_s: float) -> list[Any]:
-        """Return all results, or kill the pool and raise at the first failure or at the deadline."""
+    def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:
+        """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise."""
+        pools = {self, *others}
         deadline = time.monotonic() + timeout_s
         results: dict[ray.ObjectRef, Any] = {}
-        pending = list(refs)
+        pending = [call.ref for call in calls]
         while pending:
             done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
-                self.kill()
-                late = [refs.index(ref) for ref in pending]
-                raise RoleError(role, late[0], method, _late(late, timeout_s))
+                for pool in pools:
+                    pool.kill()
+                raise _late([call for call in calls if call.ref in pending], timeout_s)
             try:
                 results[done[0]] = ray.get(done[0])
             except RayError as error:
-                rank, cause = self._first_cause(refs, done[0], pending, error)
-                self.kill()
-                raise RoleError(role, rank, method, _describe(cause)) from cause
-        return [results[ref] for ref in refs]
+                call, cause = _first_cause(calls, done[0], pending, error)
+                for pool in pools:
+                    pool.kill()
+                raise RoleError(call.role, call.rank, call.method, _describe(cause)) from cause
+        return [results[call.ref] for call in calls]
 
-    def _first_cause(
-        self, refs: list[ray.ObjectRef], failed: ray.ObjectRef, pending: list[ray.ObjectRef], error: RayError
-    ) -> tuple[int, RayError]:
-        """Return rank and error of the failure that explains the others: a death, else what came first."""
-        failures = {failed: error}
-        for ref in ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_GRACE_S)[0] if pending else []:
-            try:
-                ray.get(ref)
-            except RayError as other:
-                failures[ref] = other
-        cause = next((ref for ref, found in failures.items() if isinstance(found, RayActorError)), failed)
-        return refs.index(cause) % self.num_ranks, failures[cause]
+
+def _first_cause(
+    calls: list[_Call], failed: ray.ObjectRef, pending: list[ray.ObjectRef], error: RayError
+) -> tuple[_Call, RayError]:
+    """Return call and error of the failure that explains the others.
+
+    That is a death; else, in a transfer, a failed export, since a load fails with the error of what it was to get; else
+    what came first.
+    """
+    failures = {failed: error}
+    for ref in ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_GRACE_S)[0] if pending else []:
+        try:
+            ray.get(ref)
+        except RayError as other:
+            failures[ref] = other
+    found = [call for call in calls if call.ref in failures]
+    methods = [call.method for call in calls]
+
+    def precedence(call: _Call) -> tuple[bool, int, bool]:
+        died = isinstance(failures[call.ref], RayActorError)
+        return not died, methods.index(call.method), call.ref != failed
+
+    cause = min(found, key=precedence)
+    return cause, failures[cause.ref]
 
 
 def _describe(error: RayError) -> str:
@@ -148,8 +189,12 @@ def _describe(error: RayError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _late(ranks: list[int], timeout_s: float) -> str:
-    return (
-        f"no answer from rank(s) {', '.join(map(str, ranks))} within {timeout_s:g} s; "
-        "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer"
+def _late(calls: list[_Call], timeout_s: float) -> RoleError:
+    ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
+    return RoleError(
+        calls[0].role,
+        calls[0].rank,
+        calls[0].method,
+        f"no answer from rank(s) {ranks} within {timeout_s:g} s; "
+        "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer",
     )
