@@ -1,16 +1,10 @@
-"""What each rank of the sharding tests runs; processes come from a fork server that has the imports already."""
+"""What each rank of the sharding tests runs."""
 
-import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs, pack_rows
@@ -104,24 +98,3 @@ def canary(mesh: Any, rank: int, precision: str) -> bool:
     shard_policy(policy, mesh, precision=precision)
     check_isolation(policy, "cpu", VOCABULARY)
     return True
-
-
-def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple) -> Any:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
-    )
-    try:
-        return function(init_device_mesh("cpu", (size,)), rank, *arguments)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object) -> list[Any]:
-    """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(size, mp_context=context) as pool:
-        store = str(tmp_path / "store")
-        futures = [pool.submit(_rank, store, rank, size, function, arguments) for rank in range(size)]
-        return [future.result(timeout=90) for future in futures]

@@ -7,7 +7,8 @@ from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
 from rlpack.models.parallel import clip_grad_norm, full_state_dict, load_full_state_dict, shard_policy
 from tests.distributed.models import ranks
-from tests.distributed.models.ranks import MICROBATCHES, ROWS, Step, canary, load_and_save, new_policy, on_ranks
+from tests.distributed.models.ranks import MICROBATCHES, ROWS, Step, canary, load_and_save, new_policy
+from tests.distributed.processes import on_ranks
 
 
 def one_process(dtype: torch.dtype = torch.float64, max_norm: float = 1e9) -> Step:

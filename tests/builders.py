@@ -1,0 +1,63 @@
+"""Small real objects that tests of several packages share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.ragged import Ragged
+from rlpack.data.tokenisation import character_tokenizer
+from rlpack.rollout.assemble import rollout_batch
+from rlpack.rollout.engine import Generations
+
+ALPHABET = "0123456789+-=# "
+
+# Weights ten times as wild as usual, so that logits are far apart and a slip shows.
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(ALPHABET)
+
+
+def tiny_config(**sections: Any) -> Config:
+    """Return a whole configuration: a new tiny model, gradients that are not clipped, and `sections` over it."""
+    actor = Actor(optimizer=Optimizer(max_grad_norm=1e9), isolation_check=False)
+    return Config(**({"model": Model(config=MODEL), "actor": actor, "seed": 3} | sections))
+
+
+def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int = 0) -> BatchedDataDict:
+    """Return a rollout batch of random tokens; `sizes` are the tokens of prompt and response of each row."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = len(tiny_tokenizer())
+
+    def ragged(lengths: list[int]) -> Ragged:
+        values = torch.randint(3, vocabulary, (sum(lengths),), generator=generator)
+        return Ragged(values, torch.tensor(lengths, dtype=torch.int64))
+
+    prompts, responses = (ragged([size[part] for size in sizes]) for part in range(2))
+    made = Generations(
+        token_ids=responses,
+        logprobs=responses.with_values(-torch.rand(responses.values.shape, generator=generator)),
+        finish_reasons=["stop"] * len(sizes),
+        policy_version=0,
+    )
+    ids = torch.arange(len(sizes)) // group
+    return rollout_batch(prompts, made, group_ids=ids, uids=[f"prompt-{n}" for n in ids.tolist()])
+
+
+def tiny_algorithm(**values: Any) -> Algorithm:
+    """Return the algorithm with a KL term, and a constant for `sequence_sum`."""
+    return Algorithm(**({"kl_coef": 0.2, "kl_estimator": "k3", "sequence_sum_constant": 9.0} | values))

@@ -1,0 +1,84 @@
+"""What each rank of the actor's tests runs, and what it brings back."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlpack.config.schema import Config
+from rlpack.data.batch import BatchedDataDict
+from rlpack.distributed.context import RankContext
+from tests.builders import tiny_tokenizer
+from workers.actor import ActorWorker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has after the calls that it was given.
+
+    Attributes:
+        results: what the calls returned, in their order.
+        gradients: of the last optimizer step, whole, by the names of the weights.
+        weights: whole, after it.
+    """
+
+    results: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def new_actor(config: Config, rank: int, size: int, *, rate: float | None = None) -> ActorWorker:
+    """Return an actor; with a `rate` it takes plain gradient steps.
+
+    AdamW's first step is the gradient's sign, which turns a rounding error in a gradient near zero into a whole step.
+    """
+    actor = ActorWorker.from_settings(RankContext("main", rank, size), config, tiny_tokenizer())
+    if rate is not None:
+        actor._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)
+    return actor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def outcome(actor: ActorWorker, results: list[Any]) -> Outcome:
+    named = list(actor._scorer.policy.model.named_parameters())
+    gradients = {name: _whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    return Outcome(results, gradients, {name: _whole(parameter) for name, parameter in named})
+
+
+def updates(
+    mesh: Any, rank: int, cases: list[tuple[Config, list[BatchedDataDict]]], rate: float | None
+) -> list[Outcome]:
+    """Update a new actor on this rank's shard of each case."""
+    found = []
+    for config, shards in cases:
+        actor = new_actor(config, rank, mesh.size(), rate=rate)
+        found.append(outcome(actor, [actor.update(shards[rank])]))
+    return found
+
+
+def logprobs(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict]) -> BatchedDataDict:
+    """Score this rank's shard with a new actor."""
+    return new_actor(config, rank, mesh.size()).logprobs(shards[rank])
+
+
+def save_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> list[Outcome]:
+    """Take a step, save, and take another; return what was there at the save and after."""
+    actor = new_actor(config, rank, mesh.size())
+    actor.update(shards[rank])
+    actor.save(str(folder))
+    saved = outcome(actor, [])
+    return [saved, outcome(actor, [actor.update(shards[rank])])]
+
+
+def load_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> list[Outcome]:
+    """Load into an actor with other weights, and take a step; return what was loaded and what came after."""
+    actor = new_actor(config.model_copy(update={"seed": config.seed + 1}), rank, mesh.size())
+    actor.load(str(folder))
+    loaded = outcome(actor, [])
+    return [loaded, outcome(actor, [actor.update(shards[rank])])]

@@ -1,0 +1,85 @@
+"""One local Ray for a module's tests, with roles that live as long: a process takes seconds to start."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlpack.config.roles import builtin_roles
+from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.roles import start_roles
+from rlpack.distributed.worker_group import WorkerGroup
+from tests.builders import tiny_config, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+JUDGE = '''
+import torch
+from workers.base import Worker, sharded
+
+
+class Judge(Worker):
+    """Likes long answers."""
+
+    def __init__(self, context, weight):
+        super().__init__(context)
+        self.weight = weight
+
+    @classmethod
+    def from_settings(cls, context, config, tokenizer):
+        return cls(context, weight=1.0 / config.rollout.max_new_tokens)
+
+    @sharded()
+    def score(self, shard):
+        counts = torch.tensor([float(len(text)) for text in shard["completion"]])
+        quarantined = torch.zeros(shard.num_rows, dtype=torch.bool)
+        return shard.keep([]).union({"rewards": counts * self.weight, "quarantined": quarantined})
+'''
+
+# Ranks of the pools whose role is there to fail.
+FAULTY_POOLS = {"explodes": 2, "dies": 2, "exports": 2, "imports": 1}
+
+
+def ray_config() -> Config:
+    """Return a run with a role per batching mode, a user's own judge, and roles that fail in pools of their own."""
+    echo = "tests.distributed.roles:Echo"
+    roles = {
+        **builtin_roles(),
+        "packed": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
+        "dynamic": Role(target=echo, batching=RoleBatching(mode="dynamic", max_tokens=48)),
+        "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", rows=2)),
+        "judge": Role(target="judge:Judge"),
+        **{name: Role(target="tests.distributed.roles:Faulty") for name in FAULTY_POOLS},
+    }
+    pools = {name: Pool(ranks=ranks, cpus_per_rank=0.2) for name, ranks in {"main": 2, **FAULTY_POOLS}.items()}
+    return tiny_config(
+        roles=roles,
+        placement=Placement(
+            pools=pools,
+            roles={name: name for name in FAULTY_POOLS},
+            start_timeout_s=240.0,
+            call_timeout_s=90.0,
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def role_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Put a folder with a user's own role on the path of the processes that Ray will start."""
+    folder = tmp_path_factory.mktemp("users_roles")
+    (folder / "judge.py").write_text(JUDGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(folder)]))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def groups(role_path: Path) -> Iterator[dict[str, WorkerGroup[Any]]]:
+    """Return the running roles of `ray_config`."""
+    config = ray_config()
+    names = [name for name in config.roles if name != "reference"]
+    with Cluster(config.placement) as cluster:
+        yield start_roles(cluster, config, names, (config, tiny_tokenizer()))

@@ -1,0 +1,34 @@
+"""Rank processes without Ray, from a fork server that has the imports already."""
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple) -> Any:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+    )
+    try:
+        return function(init_device_mesh("cpu", (size,)), rank, *arguments)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object) -> list[Any]:
+    """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
+    context = multiprocessing.get_context("forkserver")
+    # One fork server serves a whole test session, so it imports what any of the tests needs.
+    context.set_forkserver_preload(["workers.actor", "tests.distributed.models.ranks"])
+    with ProcessPoolExecutor(size, mp_context=context) as pool:
+        store = f"{tempfile.mkdtemp(dir=tmp_path)}/store"
+        futures = [pool.submit(_rank, store, rank, size, function, arguments) for rank in range(size)]
+        return [future.result(timeout=90) for future in futures]

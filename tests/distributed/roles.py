@@ -1,0 +1,97 @@
+"""Roles that the tests of calls start: one that answers, one that fails as it is told to."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpack.data.batch import BatchedDataDict
+from workers.base import Worker, broadcast, rank_zero, sharded
+
+
+def _sum(counts: list[int]) -> int:
+    return sum(counts)
+
+
+class Echo(Worker):
+    """Answers with what it was given, rows in the order of its microbatches."""
+
+    held: tuple[dict[str, Tensor], int] | None = None
+
+    @sharded()
+    def times(self, shard: BatchedDataDict, factor: int) -> BatchedDataDict:
+        rows = [row for step in range(shard.num_steps) for view in shard.microbatches(step) for row in view.index]
+        back = shard.select(rows[::-1])
+        tokens = back["input_ids"]
+        ranks = torch.full((back.num_rows,), self.context.rank)
+        return back.keep(["uid"]).union({"times": tokens.with_values(tokens.values * factor), "rank": ranks})
+
+    @sharded(merge=_sum)
+    def count_rows(self, shard: BatchedDataDict) -> int:
+        return shard.num_rows
+
+    @sharded(mini_batches=True, merge=_sum)
+    def count_steps(self, shard: BatchedDataDict) -> int:
+        return shard.num_steps
+
+    @broadcast
+    def add_up(self, value: float, *, scale: float = 1.0) -> float:
+        total = torch.tensor(value * scale * (self.context.rank + 1))
+        dist.all_reduce(total)
+        return total.item()
+
+    @rank_zero
+    def place(self) -> tuple[str, int, int]:
+        return self.context.pool, self.context.rank, self.context.num_ranks
+
+    @broadcast
+    def export(self) -> dict[str, Tensor]:
+        dist.barrier()
+        return {"weight": torch.arange(5.0)} if self.context.rank == 0 else {}
+
+    @broadcast
+    def load(self, weights: dict[str, Tensor], version: int) -> None:
+        self.held = weights, version
+
+    @broadcast
+    def fingerprint(self) -> list[float]:
+        assert self.held is not None
+        weights, version = self.held
+        totals = torch.tensor([weights["weight"].sum().item(), version])
+        dist.all_reduce(totals)
+        return totals.tolist()
+
+    def undecorated(self) -> None: ...
+
+
+class Faulty(Worker):
+    """Fails on one rank, while the others wait in a collective for it."""
+
+    @broadcast
+    def explode(self, rank: int) -> None:
+        if self.context.rank == rank:
+            raise ValueError("the judge has left the building")
+        dist.barrier()
+
+    @broadcast
+    def die(self, rank: int) -> None:
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    @broadcast
+    def hang(self, rank: int) -> None:
+        if self.context.rank == rank:
+            time.sleep(600)
+
+    @broadcast
+    def export(self, rank: int = 1) -> dict[str, Tensor]:
+        if self.context.rank == rank:
+            raise ValueError("nothing to export")
+        return {}
+
+    @broadcast
+    def load(self, weights: dict[str, Tensor], version: int) -> None: ...

@@ -1,0 +1,306 @@
+"""One rollout batch gives one update: the same loss, gradients and metrics for any batching and any number of ranks.
+
+The truth is the definition, in float64: one row at a time through the model's own head, losses added up in Python.
+"""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes.stages import step_weights
+from rlpack.algorithms.metrics import merge_steps
+from rlpack.config.schema import Algorithm, Config, Rollout
+from rlpack.data.batch import BatchedDataDict
+from rlpack.models.loading import build_causal_lm
+from rlpack.packing import Batching, MicrobatchPlan, make_plan
+from tests.builders import tiny_algorithm, tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.distributed import actors
+from tests.distributed.actors import Outcome
+from tests.distributed.processes import on_ranks
+
+BATCHINGS = {
+    "packed": Batching(mode="packed", max_tokens=32),
+    "packed_aligned": Batching(mode="packed", max_tokens=40, pad_to_multiple=4, min_microbatches=2),
+    "dynamic": Batching(mode="dynamic", max_tokens=48),
+    "fixed": Batching(mode="fixed", rows=3, max_tokens=None),
+}
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+
+# Tokens of prompt and response: a prime count of uneven rows, the third with an empty response. The sixth is
+# quarantined. One row alone leaves a rank without any.
+SEVEN = [(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)]
+ONE = [(4, 11)]
+RATE = 0.02
+TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class Case:
+    """An update of one batch.
+
+    Attributes:
+        rows: name of the batch.
+        aggregation: how token losses become one number.
+        mini_batch_size: rows of an optimizer step; None for all.
+    """
+
+    rows: str
+    aggregation: str
+    mini_batch_size: int | None = None
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return tiny_algorithm(aggregation=self.aggregation)
+
+
+CASES = [
+    *(Case("seven", aggregation, size) for aggregation in AGGREGATIONS for size in (None, 4)),
+    *(Case("one", aggregation) for aggregation in AGGREGATIONS),
+]
+
+
+def config_of(case: Case) -> Config:
+    return tiny_config(algorithm=case.algorithm, rollout=Rollout(temperature=TEMPERATURE))
+
+
+def plain_model() -> torch.nn.Module:
+    """Return the weights that every actor begins with, in float64 and with transformers' own attention."""
+    tokenizer, config = tiny_tokenizer(), tiny_config()
+    model = build_causal_lm(
+        config.model,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=config.seed,
+        attention_name="eager",
+    )
+    return model.double()
+
+
+def row_scores(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies [L] of one row from the definition."""
+    scores = (model(tokens[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+    zero = scores.new_zeros(1)
+    logprobs = torch.cat([zero, scores[:-1].gather(1, tokens[1:, None])[:, 0]])
+    return logprobs, torch.cat([zero, -(scores.exp() * scores).sum(-1)[:-1]])
+
+
+def scored(sizes: list[tuple[int, int]], quarantined: int | None) -> BatchedDataDict:
+    """Return a rollout batch with advantages, and old and reference log-probs near the policy's own."""
+    batch = tiny_rollouts(sizes)
+    generator = torch.Generator().manual_seed(1)
+    mask = batch["response_mask"]
+    kept = mask.with_values(mask.values & (mask.segment_ids != (-1 if quarantined is None else quarantined)))
+    model = plain_model()
+    with torch.no_grad():
+        own = torch.cat([row_scores(model, row)[0] for row in batch["input_ids"].rows()]).float()
+    per_row = torch.randn(batch.num_rows, generator=generator) + 0.4
+    old, reference = own + 0.3 * torch.randn(2, own.shape[0], generator=generator)
+    return batch.keep(["input_ids"]).union(
+        {
+            "response_mask": kept,
+            "logprobs": mask.with_values(old * mask.values),
+            "reference_logprobs": mask.with_values(reference * mask.values),
+            "advantages": mask.with_values(per_row[mask.segment_ids] * kept.values),
+        }
+    )
+
+
+BATCHES = {"seven": scored(SEVEN, quarantined=5), "one": scored(ONE, quarantined=None)}
+
+
+def weigh(batch: BatchedDataDict, plan: MicrobatchPlan, settings: Algorithm) -> BatchedDataDict:
+    return batch.union(step_weights(batch["response_mask"], plan, settings))
+
+
+def shards_of(case: Case, batching: Batching, size: int) -> list[BatchedDataDict]:
+    batch = BATCHES[case.rows]
+    plan = make_plan(batch["input_ids"].lengths.numpy(), batching, dp_size=size, mini_batch_size=case.mini_batch_size)
+    return weigh(batch, plan, case.algorithm).shard(plan)
+
+
+def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
+    """Return the one number that the token values of each row (only those that count) become."""
+    rows = [values for values in per_row if values.numel()]
+    if settings.aggregation == "token_mean":
+        return torch.cat(rows).mean()
+    if settings.aggregation == "sequence_mean":
+        return torch.stack([values.mean() for values in rows]).mean()
+    assert settings.sequence_sum_constant is not None
+    return torch.stack([values.sum() for values in rows]).sum() / (settings.sequence_sum_constant * len(rows))
+
+
+def step_by_definition(
+    model: torch.nn.Module, batch: BatchedDataDict, rows: range, settings: Algorithm
+) -> dict[str, float]:
+    """Leave the gradient of the step on `rows` in `model`, move it by plain descent, and return the step's metrics."""
+    names = ("input_ids", "response_mask", "logprobs", "reference_logprobs", "advantages")
+    columns = {name: batch[name].rows() for name in names}
+    policy, kl, pooled = [], [], {"entropy": [], "ratio": [], "low": [], "high": []}
+    for row in rows:
+        mask = columns["response_mask"][row]
+        logprobs, entropy = (column[mask] for column in row_scores(model, columns["input_ids"][row]))
+        old, reference, advantages = (columns[name][row][mask].double() for name in names[2:])
+        ratio = (logprobs - old).exp()
+        low, high = 1 - settings.clip_low, 1 + settings.clip_high
+        policy.append(-torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages))
+        difference = reference - logprobs
+        kl.append(difference.exp() - 1 - difference)
+        pooled["entropy"].append(entropy.detach())
+        pooled["ratio"].append(ratio.detach())
+        pooled["low"].append(((ratio < low) & (advantages < 0)).double())
+        pooled["high"].append(((ratio > high) & (advantages > 0)).double())
+    policy_loss = aggregated(policy, settings)
+    loss = policy_loss + settings.kl_coef * aggregated(kl, settings)
+    model.zero_grad()
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= RATE * parameter.grad
+    means = {name: torch.cat(values).mean().item() for name, values in pooled.items()}
+    return {
+        "actor/loss": loss.item(),
+        "actor/policy_loss": policy_loss.item(),
+        "actor/kl": torch.cat(kl).mean().item(),
+        "actor/entropy": means["entropy"],
+        "actor/ratio_mean": means["ratio"],
+        "actor/ratio_max": torch.cat(pooled["ratio"]).max().item(),
+        "actor/clip_low_fraction": means["low"],
+        "actor/clip_high_fraction": means["high"],
+        "actor/grad_norm": torch.cat([gradient.flatten() for gradient in gradients]).norm().item(),
+        "actor/learning_rate": RATE,
+        "actor/skipped_steps": 0.0,
+    }
+
+
+def by_definition(case: Case) -> tuple[list[dict[str, float]], Outcome]:
+    """Return the metrics of each optimizer step; gradients of the last one, and weights after it."""
+    model, batch = plain_model(), BATCHES[case.rows]
+    size = case.mini_batch_size or batch.num_rows
+    starts = range(0, batch.num_rows, size)
+    metrics = [
+        step_by_definition(model, batch, range(start, min(start + size, batch.num_rows)), case.algorithm)
+        for start in starts
+    ]
+    named = list(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+    return metrics, Outcome([], gradients, {name: parameter.detach() for name, parameter in named})
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest relative distance of a tensor from the one that it should be."""
+    assert list(found) == list(expected)
+    return max(((found[name] - truth).norm() / truth.norm()).item() for name, truth in expected.items())
+
+
+Updates = dict[tuple[Case, str, int], tuple[list[dict[str, float]], list[Outcome]]]
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Updates:
+    """Every case under every batching on one rank and on two, each number of ranks in one set of processes."""
+    found: Updates = {}
+    keys = list(itertools.product(CASES, BATCHINGS))
+    for size in (1, 2):
+        cases = [(config_of(case), shards_of(case, BATCHINGS[name], size)) for case, name in keys]
+        ranks = on_ranks(tmp_path_factory.mktemp("updates"), size, actors.updates, cases, RATE)
+        for key, outcomes in zip(keys, zip(*ranks, strict=True), strict=True):
+            found[*key, size] = (merge_steps([outcome.results[0] for outcome in outcomes]), list(outcomes))
+    return found
+
+
+def case_name(value: object) -> str | None:
+    return f"{value.rows}-{value.aggregation}-{value.mini_batch_size}" if isinstance(value, Case) else None
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_loss_gradients_and_metrics_are_those_of_the_definition(updated: Updates, case: Case):
+    metrics, truth = by_definition(case)
+    # Nothing that is compared below may be trivially the same.
+    assert all(step["actor/loss"] != 0 and step["actor/kl"] > 0.001 for step in metrics)
+    for batching, size in itertools.product(BATCHINGS, (1, 2)):
+        found, outcomes = updated[case, batching, size]
+        assert len(found) == len(metrics)
+        for step, expected in zip(found, metrics, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5, abs=1e-9), (batching, size)
+        for outcome in outcomes:
+            assert difference(outcome.gradients, truth.gradients) < 1e-5, (batching, size)
+            assert difference(outcome.weights, truth.weights) < 1e-5, (batching, size)
+
+
+def test_the_cases_differ_in_microbatches():
+    lengths = BATCHES["seven"]["input_ids"].lengths.numpy()
+    plans = [make_plan(lengths, batching, dp_size=size) for batching in BATCHINGS.values() for size in (1, 2)]
+    placed = {(tuple(plan.order.tolist()), str(plan.counts.tolist()), str(plan.widths.tolist())) for plan in plans}
+    assert len(placed) == len(plans)
+    assert all(plan.counts.shape[1] > 1 for plan in plans)
+    lone = make_plan(BATCHES["one"]["input_ids"].lengths.numpy(), BATCHINGS["packed"], dp_size=2)
+    assert sorted(lone.counts[:, 0].tolist()) == [0, 1]
+
+
+def test_a_loss_averaged_per_microbatch_would_be_caught(tmp_path: Path):
+    case, size = Case("seven", "token_mean"), 2
+    batch = BATCHES[case.rows]
+    plan = make_plan(batch["input_ids"].lengths.numpy(), BATCHINGS["packed"], dp_size=size)
+    weights = weigh(batch, plan, case.algorithm)
+    parts = [microbatch.rows for rank in range(size) for microbatch in plan.microbatches(rank, 0)]
+    mask = batch["response_mask"]
+    for rows in parts:
+        here = mask.values & torch.isin(mask.segment_ids, torch.from_numpy(rows))
+        weights["loss_weight"].values[here] = 1 / (here.sum() * len(parts))
+    found = on_ranks(tmp_path, size, actors.updates, [(config_of(case), weights.shard(plan))], RATE)
+    metrics, truth = by_definition(case)
+    (step,) = merge_steps([rank[0].results[0] for rank in found])
+    assert step["actor/loss"] != pytest.approx(metrics[0]["actor/loss"], rel=1e-2)
+    assert difference(found[0][0].gradients, truth.gradients) > 1e-2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_whose_tokens_are_all_masked_leaves_the_weights_alone(tmp_path: Path, size: int):
+    case = Case("seven", "sequence_mean")
+    batch = BATCHES["seven"].copy()
+    mask = batch["response_mask"]
+    batch["response_mask"] = mask.with_values(torch.zeros_like(mask.values))
+    plan = make_plan(mask.lengths.numpy(), BATCHINGS["packed"], dp_size=size)
+    shards = weigh(batch, plan, case.algorithm).shard(plan)
+    found = on_ranks(tmp_path, size, actors.updates, [(config_of(case), shards)], None)
+    (step,) = merge_steps([rank[0].results[0] for rank in found])
+    zeros = dict.fromkeys(step, 0.0) | {"actor/learning_rate": step["actor/learning_rate"], "actor/skipped_steps": 1.0}
+    assert step == zeros
+    before = {name: parameter.float() for name, parameter in plain_model().named_parameters()}
+    assert all(torch.equal(weight, before[name]) for name, weight in found[0][0].weights.items())
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_ratios_on_the_first_use_of_a_batch_are_exactly_one(tmp_path: Path, batching: str):
+    case, size = Case("seven", "token_mean"), 2
+    config, batch = config_of(case), BATCHES["seven"]
+    plan = make_plan(batch["input_ids"].lengths.numpy(), BATCHINGS[batching], dp_size=size)
+    scored_on = on_ranks(tmp_path, size, actors.logprobs, config, batch.shard(plan))
+    current = batch.drop(["logprobs"]).union(batch.restore(scored_on, plan=plan))
+    shards = weigh(current, plan, case.algorithm).shard(plan)
+    found = on_ranks(tmp_path, size, actors.updates, [(config, shards)], None)
+    (step,) = merge_steps([rank[0].results[0] for rank in found])
+    assert step["actor/ratio_max"] == 1.0
+    assert step["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert step["actor/clip_low_fraction"] == step["actor/clip_high_fraction"] == 0.0
+
+
+def test_training_goes_on_alike_from_a_checkpoint_on_fewer_ranks(tmp_path: Path):
+    case = Case("seven", "token_mean", mini_batch_size=4)
+    config, folder = config_of(case), tmp_path / "actor"
+    shards = [shards_of(case, BATCHINGS["packed"], size) for size in (1, 2)]
+    two = on_ranks(tmp_path, 2, actors.save_and_go_on, config, shards[1], folder)
+    ((loaded, after),) = on_ranks(tmp_path, 1, actors.load_and_go_on, config, shards[0], folder)
+    for saved, expected in two:
+        assert all(torch.equal(loaded.weights[name], weight) for name, weight in saved.weights.items())
+        # AdamW divides by gradients, so a weight whose gradient is near zero moves by rounding alone.
+        assert difference(after.weights, expected.weights) < 1e-3
+    metrics = [merge_steps([rank[1].results[0] for rank in two]), merge_steps([after.results[0]])]
+    for expected, step in zip(*metrics, strict=True):
+        assert step == pytest.approx(expected, rel=1e-3)

@@ -1,0 +1,147 @@
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.tokenisation import eos_id
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.rollout.engine import SamplingParams
+from tests.builders import tiny_rollouts, tiny_tokenizer
+from tests.distributed.roles import Echo, Faulty
+from workers.actor import ActorWorker
+from workers.reward import RewardWorker
+from workers.rollout import RolloutWorker
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+Groups = dict[str, WorkerGroup[Any]]
+
+UNEVEN = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4)]
+MODES = ("packed", "dynamic", "fixed")
+
+
+def is_alive(group: WorkerGroup[Any], rank: int) -> bool:
+    """Whether the rank's process still answers."""
+    try:
+        ray.get(group.ranks._hosts[rank].node_ip.remote(), timeout=10)
+    except ray.exceptions.RayActorError:
+        return False
+    return True
+
+
+@contextmanager
+def failure_within(seconds: float) -> Iterator[pytest.ExceptionInfo[RoleError]]:
+    started = time.monotonic()
+    with pytest.raises(RoleError) as failure:
+        yield failure
+    assert time.monotonic() - started < seconds
+
+
+def test_a_broadcast_call_runs_on_all_ranks_of_one_process_group(groups: Groups):
+    assert groups["packed"].run(Echo.add_up, 2.0, scale=10.0) == 20.0 + 40.0
+
+
+def test_a_rank_zero_call_runs_on_rank_zero_alone(groups: Groups):
+    assert groups["packed"].run(Echo.place) == ("main", 0, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [7, 1, 0])
+def test_rows_come_back_in_the_order_they_were_given(groups: Groups, mode: str, rows: int):
+    batch = tiny_rollouts(UNEVEN[:rows])
+    found = groups[mode].run(Echo.times, batch.keep(["input_ids", "uid"]), 3)
+    assert torch.equal(found["times"].values, batch["input_ids"].values * 3)
+    assert torch.equal(found["times"].lengths, batch["input_ids"].lengths)
+    assert found["uid"] == batch["uid"]
+    assert set(found["rank"].tolist()) == set(range(min(rows, 2)))
+
+
+def test_results_of_roles_that_batch_differently_belong_to_the_same_rows(groups: Groups):
+    batch = tiny_rollouts(UNEVEN).select([4, 6, 0, 2, 5, 1, 3])
+    given = batch.keep(["input_ids", "uid"])
+    collected = given
+    for factor, mode in enumerate(MODES, start=2):
+        found = groups[mode].run(Echo.times, given, factor)
+        collected = collected.union({mode: found["times"]})
+    for factor, mode in enumerate(MODES, start=2):
+        assert torch.equal(collected[mode].values, given["input_ids"].values * factor)
+
+
+def test_a_merged_call_returns_what_its_merge_makes_of_the_ranks(groups: Groups):
+    group, batch = groups["fixed"], tiny_rollouts(UNEVEN).keep(["input_ids"])
+    assert group.run(Echo.count_rows, batch) == 7
+    assert group.run(Echo.count_steps, batch) == 2 * 1
+    by_three = WorkerGroup("fixed", group.ranks, group.batching, mini_batch_size=3)
+    assert by_three.run(Echo.count_steps, batch) == 2 * 3
+    assert by_three.run(Echo.count_rows, batch) == 7
+
+
+def test_a_users_own_role_scores_beside_the_built_in_reward(groups: Groups):
+    texts = BatchedDataDict(
+        {"prompt": ["1+1=", "2+2=", "3+3="], "completion": ["#2", "that is #5", ""], "answer": ["2", "4", "6"]}
+    )
+    judged = groups["judge"].run(RewardWorker.score, texts)
+    assert judged["rewards"].tolist() == pytest.approx([2 / 256, 10 / 256, 0.0])
+    assert groups["reward"].run(RewardWorker.score, texts)["rewards"].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_weights_travel_from_one_role_to_every_rank_of_another(groups: Groups):
+    groups["packed"].transfer(Echo.export, groups["fixed"], Echo.load, 7)
+    assert groups["fixed"].run(Echo.fingerprint) == [2 * 10.0, 2 * 7.0]
+
+
+def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Groups):
+    tokenizer = tiny_tokenizer()
+    prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0)]).keep(["input_ids", "group_ids", "uid"])
+    prompts = prompts.union({"seeds": torch.tensor([11, 12, 13])})
+    lesson = tiny_rollouts(UNEVEN).keep(["input_ids", "response_mask"])
+    mask = lesson["response_mask"]
+    lesson = lesson.union({"loss_weight": mask.with_values(mask.values / mask.values.sum())})
+    groups["actor"].run(ActorWorker.imitate, lesson, 0.05)
+    params = SamplingParams(max_new_tokens=12, stop_token_ids=(eos_id(tokenizer),))
+
+    def gap() -> float:
+        made = groups["rollout"].run(RolloutWorker.generate, prompts, params)
+        own = groups["actor"].run(ActorWorker.logprobs, made.keep(["input_ids", "response_mask"]))
+        return (own["logprobs"].values - made["rollout_logprobs"].values).abs().max().item()
+
+    assert gap() > 0.1
+    groups["actor"].transfer(ActorWorker.export_weights, groups["rollout"], RolloutWorker.load_weights, 1)
+    assert gap() < 1e-4
+
+
+def test_a_method_that_does_not_say_how_it_is_called_is_refused(groups: Groups):
+    with pytest.raises(TypeError, match=r"Echo\.undecorated does not say how it is called"):
+        groups["packed"].run(Echo.undecorated)
+
+
+def test_an_exception_on_one_rank_is_one_error_and_ends_the_pool(groups: Groups):
+    group = groups["explodes"]
+    with failure_within(4) as failure:
+        group.run(Faulty.explode, 1)
+    assert str(failure.value) == ("role explodes, rank 1, in explode: ValueError: the judge has left the building")
+    assert not any(is_alive(group, rank) for rank in range(2))
+    assert groups["packed"].run(Echo.place)[1] == 0
+
+
+def test_a_process_that_is_killed_is_one_error_and_ends_the_pool(groups: Groups):
+    group = groups["dies"]
+    with failure_within(4) as failure:
+        group.run(Faulty.die, 1)
+    assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "die")
+    assert "the process died" in failure.value.cause
+    assert not any(is_alive(group, rank) for rank in range(2))
+
+
+def test_a_transfer_that_fails_names_who_failed(groups: Groups):
+    with failure_within(4) as failure:
+        groups["exports"].transfer(Faulty.export, groups["imports"], Faulty.load, 1)
+    assert str(failure.value) == "role exports, rank 1, in export: ValueError: nothing to export"
+    assert not is_alive(groups["exports"], 0)
+    assert not is_alive(groups["imports"], 0)
