@@ -31,6 +31,8 @@ from workers.rollout import RolloutWorker
 logger = logging.getLogger(__name__)
 
 Phase = Literal["warm_up", "train"]
+# What is summed over the parts of an optimizer step is a mean over its tokens or rows, and over several steps too.
+_OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
 
 
 @dataclass
@@ -111,14 +113,14 @@ class Session:
                 self._save_if_due(step == total)
 
     def took_steps(self, metrics: list[dict[str, float]]) -> None:
-        """Count optimizer steps and take over their figures: the mean over the steps, or the extreme."""
+        """Count optimizer steps and take over their figures: the mean over the steps, the extreme, or the count."""
         self.progress.policy_version += len(metrics)
         self.metrics["policy_version"] = self.progress.policy_version
         for name in dict.fromkeys(name for step in metrics for name in step):
             values = [step[name] for step in metrics if name in step]
-            merged = {"sum": np.mean, "max": np.max, "min": np.min}[reducer_of(name)](values)
+            merge = np.sum if name == "actor/skipped_steps" else _OVER_STEPS[reducer_of(name)]
             shown = name.replace("actor/", "warm_up/") if self.progress.phase == "warm_up" else name
-            self.metrics[shown] = float(merged)
+            self.metrics[shown] = float(merge(values))
 
     def report_plan(self, plan: MicrobatchPlan, *, keep: bool = False) -> None:
         """Take over the figures of a plan of the actor, and keep it for the packing picture."""

@@ -28,7 +28,6 @@ from workers.rollout import RolloutWorker
 # What a role is sent of a batch.
 _GENERATE = ("input_ids", "seeds", "group_ids", "uid")
 _SCORE = ("input_ids", "response_mask")
-_TOKEN_MEAN: Aggregation = "token_mean"
 _UPDATE = (*_SCORE, "logprobs", "advantages", "loss_weight", "token_weight")
 
 
@@ -163,7 +162,8 @@ def step_weights(mask: Ragged, plan: MicrobatchPlan, settings: Algorithm) -> dic
     for step in range(plan.num_steps):
         part, where = counted.select(plan.step_of_row == step), step_of_token == step
         counts = count_denominators(part, constant=settings.sequence_sum_constant)
-        for weight, kind in ((loss_weight, settings.aggregation), (token_weight, _TOKEN_MEAN)):
+        kinds: list[tuple[Tensor, Aggregation]] = [(loss_weight, settings.aggregation), (token_weight, "token_mean")]
+        for weight, kind in kinds:
             weight[where] = token_weights(part.values, part.lengths, aggregation=kind, denominators=counts)
     return {"loss_weight": mask.with_values(loss_weight), "token_weight": mask.with_values(token_weight)}
 
@@ -173,8 +173,8 @@ def update(session: Session, rollouts: BatchedDataDict) -> None:
     names = [*_UPDATE, *(["reference_logprobs"] if session.reference else [])]
     batch = rollouts.keep(names)
     with session.run.timer("update"):
-        for _ in range(session.config.trainer.epochs):
-            session.took_steps(session.actor.run(ActorWorker.update, batch))
+        epochs = [session.actor.run(ActorWorker.update, batch) for _ in range(session.config.trainer.epochs)]
+    session.took_steps([step for epoch in epochs for step in epoch])
 
 
 def demonstrations(session: Session, step: int, count: int) -> BatchedDataDict:

@@ -83,7 +83,7 @@ METRICS: dict[str, Metric] = {
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),
     "packing/slots": Metric("tokens", "Token slots, padding and fillers included."),
-    "policy_version": Metric("steps", "Optimizer steps behind the weights that generated the rollouts."),
+    "policy_version": Metric("steps", "Optimizer steps taken so far, those of the warm-up included."),
     "epoch": Metric("1", "Epoch of the dataset that the step's last prompt belongs to, from 0."),
     "prompts_seen": Metric("prompts", "Prompts drawn since the start of the run."),
 }
