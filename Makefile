@@ -12,7 +12,7 @@ ARGS ?=
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
-	@echo "make bench                               measure what benchmarks/RESULTS.md states"
+	@echo "make bench                               measure plans, training steps and memory (benchmarks/RESULTS.md)"
 	@echo "make lint | types | unit | clean"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -42,7 +42,9 @@ test: lint types
 	$(BIN)/python -m pytest -q
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.run_all
+	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/training_step.py
+	$(BIN)/python benchmarks/logprob_memory.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
