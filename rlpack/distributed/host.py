@@ -42,7 +42,7 @@ class RankHost:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
         timeout = timedelta(seconds=timeout_s)
         store = self._store or TCPStore(*address, is_master=False, timeout=timeout)
-        backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "cpu:gloo"
+        backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
         )
