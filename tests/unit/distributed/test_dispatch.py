@@ -1,0 +1,45 @@
+import pytest
+
+from rlpack.distributed.dispatch import Dispatch, broadcast, dispatch_of, rank_zero, sharded
+from workers.actor import ActorWorker
+
+
+class Role:
+    @sharded(mini_batches=True, merge=sum)
+    def count(self, shard: list[int]) -> int:
+        """Count."""
+        return len(shard)
+
+    @broadcast
+    def shout(self, text: str) -> str:
+        return text.upper()
+
+    @rank_zero
+    def whisper(self, text: str) -> str:
+        return text.lower()
+
+    def mute(self) -> None: ...
+
+
+class Derived(Role): ...
+
+
+def test_decorators_note_how_a_method_is_called():
+    assert dispatch_of(Role.count) == Dispatch("sharded", mini_batches=True, merge=sum)
+    assert dispatch_of(Role.shout) == Dispatch("broadcast")
+    assert dispatch_of(Role.whisper) == Dispatch("rank_zero")
+    assert dispatch_of(Derived.shout) == Dispatch("broadcast")
+
+
+def test_a_decorated_method_is_plain_python_when_called_directly():
+    assert (Role().count([1, 2]), Role().shout("a"), Role().whisper("A")) == (2, "A", "a")
+    assert (Role.count.__name__, Role.count.__doc__) == ("count", "Count.")
+
+
+def test_a_method_without_a_decorator_is_refused_and_says_which_there_are():
+    with pytest.raises(TypeError, match=r"Role\.mute does not say how it is called; decorate it with @sharded\(\)"):
+        dispatch_of(Role.mute)
+
+
+def test_old_logprobs_share_their_microbatches_with_the_update():
+    assert dispatch_of(ActorWorker.logprobs).mini_batches == dispatch_of(ActorWorker.update).mini_batches is True

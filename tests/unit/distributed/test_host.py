@@ -1,0 +1,90 @@
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.errors import PlacementError, RoleError
+from rlpack.distributed.host import RankHost, load_class
+from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from workers.reward import RewardWorker
+
+
+@pytest.fixture
+def host() -> Iterator[RankHost]:
+    """Return the only rank of a pool, its process group made."""
+    threads = torch.get_num_threads()
+    host = RankHost(RankContext(), threads=1)
+    address = host.rendezvous("127.0.0.1", 10.0)
+    host.join(address, "127.0.0.1", 10.0)
+    yield host
+    host.close()
+    torch.set_num_threads(threads)
+
+
+def test_a_host_runs_roles_in_one_process_group(host: RankHost):
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    settings: tuple[Any, ...] = (tiny_config(), tiny_tokenizer())
+    host.start("actor", "workers.actor:ActorWorker", settings)
+    host.start("reward", "workers.reward:RewardWorker", settings)
+    batch = tiny_rollouts([(2, 3), (1, 4)]).keep(["input_ids", "response_mask"])
+    (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 16})
+    found = batch.restore([host.call("actor", "logprobs", shard)])
+    assert found["logprobs"].lengths.tolist() == [5, 5]
+    assert (found["logprobs"].values[batch["response_mask"].values] < 0).all()
+    weights = host.call("actor", "export_weights")
+    assert weights["lm_head.weight"].shape == (len(tiny_tokenizer()), 32)
+
+
+def test_closing_leaves_the_process_group_and_can_be_repeated(host: RankHost):
+    host.close()
+    host.close()
+    assert not dist.is_initialized()
+
+
+def test_an_address_that_no_interface_has_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    host = RankHost(RankContext(), threads=torch.get_num_threads())
+    with pytest.raises(RuntimeError, match=r"no network interface has this node's address 203\.0\.113\.9; set GLOO"):
+        host.join(("203.0.113.9", 1), "203.0.113.9", 1.0)
+
+
+def test_a_target_is_loaded_by_its_text():
+    assert load_class("workers.reward:RewardWorker") is RewardWorker
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("workers.reward", r"'workers\.reward' is not of the form package\.module:Class"),
+        ("workers.reward.RewardWorker", "is not of the form"),
+        (":RewardWorker", "is not of the form"),
+        ("workers.reward:", "is not of the form"),
+        ("no_such_package:Judge", r"No module named 'no_such_package'; is the package installed on every node\?"),
+        ("workers.no_such:Judge", r"No module named 'workers\.no_such'"),
+        ("workers.reward:Judge", r"workers\.reward has no class Judge; it has .*RewardWorker"),
+        ("workers.reward:call_reward", "workers.reward has no class call_reward"),
+    ],
+)
+def test_a_target_that_gives_no_class_is_named_with_what_went_wrong(target: str, message: str):
+    with pytest.raises(PlacementError, match=message):
+        load_class(target)
+
+
+def test_a_target_whose_module_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "half_a_judge.py").write_text("import a_missing_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PlacementError, match=r"'half_a_judge:Judge': No module named 'a_missing_dependency'"):
+        load_class("half_a_judge:Judge")
+    assert "half_a_judge" not in sys.modules
+
+
+def test_a_role_error_reads_as_one_line_and_survives_pickling():
+    error = pickle.loads(pickle.dumps(RoleError("judge", 1, "score", "ValueError: no")))
+    assert str(error) == "role judge, rank 1, in score: ValueError: no"
+    assert str(RoleError("judge", None, "start", "late")) == "role judge, some rank, in start: late"

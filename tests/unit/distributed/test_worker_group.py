@@ -1,0 +1,120 @@
+"""The driver's half of a call, over ranks that are objects in this process."""
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching, PackingError
+from tests.builders import tiny_rollouts
+from workers.base import Worker
+
+SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4)]
+
+
+class Doubler(Worker):
+    @sharded()
+    def double(self, shard: BatchedDataDict, *, offset: int = 0) -> BatchedDataDict:
+        rows = [row for step in range(shard.num_steps) for view in shard.microbatches(step) for row in view.index]
+        back = shard.select(rows)
+        tokens = back["input_ids"]
+        return back.keep([]).union({"doubled": tokens.with_values(2 * tokens.values + offset)})
+
+    @sharded(mini_batches=True, merge=list)
+    def steps(self, shard: BatchedDataDict) -> int:
+        return shard.num_steps
+
+    @broadcast
+    def rank(self) -> int:
+        return self.context.rank
+
+    @rank_zero
+    def alone(self) -> int:
+        return self.context.num_ranks
+
+
+class LocalRanks:
+    """Ranks that run one after the other here; arguments and results are pickled as on their way elsewhere."""
+
+    def __init__(self, size: int) -> None:
+        self.workers = [Doubler(RankContext("main", rank, size)) for rank in range(size)]
+        self.called: list[int] = []
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.workers)
+
+    def call(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        self.called.append(len(args_of_rank))
+        return [
+            pickle.loads(pickle.dumps(getattr(worker, method)(*pickle.loads(pickle.dumps(args)), **kwargs)))
+            for worker, args in zip(self.workers, args_of_rank, strict=False)
+        ]
+
+    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
+        raise NotImplementedError
+
+
+def group(batching: Batching, size: int = 2, mini_batch_size: int | None = None) -> WorkerGroup[Doubler]:
+    return WorkerGroup("doubler", LocalRanks(size), batching, mini_batch_size)
+
+
+BATCHINGS = [Batching(max_tokens=24), Batching(mode="dynamic", max_tokens=48), Batching(mode="fixed", rows=2)]
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_order_is_restored_for_any_batching_and_number_of_ranks(batching: Batching, size: int, rows: int):
+    batch = tiny_rollouts(SIZES[:rows])
+    before = copy.copy(batch)
+    found = group(batching, size).run(Doubler.double, batch, offset=1)
+    assert torch.equal(found["doubled"].values, 2 * batch["input_ids"].values + 1)
+    assert found["doubled"].lengths.tolist() == batch["input_ids"].lengths.tolist()
+    assert list(batch) == list(before)
+    assert batch.plan is None
+
+
+def test_truncated_and_dropped_rows_come_back_with_zeros():
+    batch = tiny_rollouts([(3, 9), (2, 4), (5, 20)])
+    kept = group(Batching(max_tokens=16, overlong="drop")).run(Doubler.double, batch)["doubled"].rows()
+    assert [row.numel() for row in kept] == [12, 6, 25]
+    assert kept[2].eq(0).all()
+    cut = group(Batching(max_tokens=16, overlong="truncate")).run(Doubler.double, batch)["doubled"].rows()
+    assert cut[2][16:].eq(0).all()
+    assert torch.equal(cut[2][:16], 2 * batch["input_ids"].rows()[2][:16])
+
+
+def test_a_row_over_the_budget_is_refused_before_any_rank_is_called():
+    doublers = group(Batching(max_tokens=16))
+    with pytest.raises(PackingError, match="25 tokens"):
+        doublers.run(Doubler.double, tiny_rollouts([(5, 20)]))
+    assert doublers.ranks.called == []
+
+
+def test_mini_batches_are_planned_for_methods_that_ask_for_them():
+    batch = tiny_rollouts(SIZES)
+    doublers = group(Batching(max_tokens=24), mini_batch_size=3)
+    assert doublers.run(Doubler.steps, batch) == [3, 3]
+    assert doublers.plan(batch).num_steps == 1
+    assert doublers.plan(batch, mini_batches=True).step_of_row.tolist() == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_broadcast_calls_all_ranks_and_rank_zero_one():
+    doublers = group(Batching(), size=3)
+    assert (doublers.run(Doubler.rank), doublers.run(Doubler.alone)) == (0, 3)
+    assert doublers.ranks.called == [3, 1]
+
+
+def test_rows_without_tokens_weigh_the_same():
+    texts = BatchedDataDict({"completion": ["a"] * 7})
+    assert [len(plan.rows) for plan in map(group(Batching()).plan(texts).rank_plan, range(2))] == [4, 3]
