@@ -1,12 +1,21 @@
 """The prompts of a run: both splits, and the tokenizer that reads them."""
 
+import logging
+from dataclasses import replace
+
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.config.schema import Config
 from rlpack.data.datasets import PromptDataset, load_prompts
+from rlpack.data.fields import FIELDS
 from rlpack.data.prompts import Prompts, encode_prompts
 from rlpack.data.tokenisation import character_tokenizer, characters
 from rlpack.models.loading import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Columns that a rollout batch gets on its way; a dataset's own of the same name would stand in their place.
+_TAKEN = frozenset({*FIELDS, "seeds", "completion", "valid", "loss_weight", "token_weight"})
 
 
 def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Prompts]:
@@ -31,7 +40,7 @@ def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Promp
 
 def _load(config: Config, source: str, split: str) -> PromptDataset:
     data = config.data
-    return load_prompts(
+    dataset = load_prompts(
         source,
         split=split,
         seed=config.seed,
@@ -40,6 +49,25 @@ def _load(config: Config, source: str, split: str) -> PromptDataset:
         demonstration_column=data.demonstration_column,
         generator=data.generator,
     )
+    return _without_taken_columns(dataset)
+
+
+def _without_taken_columns(dataset: PromptDataset) -> PromptDataset:
+    """Leave out the columns that rewards could not be given, because rollouts have columns of these names."""
+    taken = sorted({name for example in dataset for name in example.columns if name in _TAKEN})
+    if not taken:
+        return dataset
+    logger.warning(
+        "%s: the columns %s are left out, because rollouts have columns of these names; rename those that a reward "
+        "function reads",
+        dataset.name,
+        ", ".join(taken),
+    )
+    examples = [
+        replace(example, columns={name: value for name, value in example.columns.items() if name not in _TAKEN})
+        for example in dataset
+    ]
+    return replace(dataset, examples=examples)
 
 
 def _encode(config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Prompts:
