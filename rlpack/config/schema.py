@@ -71,7 +71,7 @@ class WarmUp(Section):
     steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 for none.")
     batch_size: Count = Field(default=64, description="Sequences of one optimizer step, over all ranks.")
     learning_rate: Positive = Field(
-        default=1e-3, description="Peak learning rate, reached over the first tenth, then cosine."
+        default=1e-5, description="Peak learning rate, reached over the first tenth, then cosine."
     )
 
 
@@ -85,7 +85,7 @@ class Evaluation(Section):
 class Optimizer(Section):
     """AdamW (Loshchilov and Hutter, 2019)."""
 
-    learning_rate: Positive = Field(default=5e-4, description="Learning rate.")
+    learning_rate: Positive = Field(default=1e-6, description="Learning rate.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
     weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")

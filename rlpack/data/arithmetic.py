@@ -1,7 +1,7 @@
-"""The built-in task: add digits modulo 10, one step at a time, and get the last total right.
+"""The built-in task: add small digits modulo 10, one step at a time, and get the last total right.
 
-A prompt names its digits by letters, `a7b4c8=`; an answer walks them, each step a letter, its digit and the total
-so far modulo 10, and ends with the last total: `a77b41c89#9`. Lengths are geometric, so that a batch is as uneven as
+A prompt names its digits by letters, `a3b2c3=`; an answer walks them, each step a letter, its digit and the total
+so far modulo 10, and ends with the last total: `a33b25c38#8`. Lengths are geometric, so that a batch is as uneven as
 real ones: most answers are short, a few are close to a hundred tokens.
 
 Demonstrations are imperfect on purpose: each total is off by one with probability `noise`, and the steps after it go
@@ -43,8 +43,8 @@ class ArithmeticTask:
     min_operands: int = 2
     max_operands: int = 26
     mean_operands: float = 8.0
-    largest_operand: int = 9
-    noise: float = 0.15
+    largest_operand: int = 3
+    noise: float = 0.22
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""
