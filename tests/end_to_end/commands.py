@@ -1,0 +1,155 @@
+"""`python -m rlpack train` in processes of its own, and what is to be read of its run directory."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import rlpack
+
+ROOT = Path(rlpack.__file__).parents[1]
+DEADLINE_S = 240.0
+# Every process of a run inherits it, whoever its parent becomes and whatever session it opens.
+MARK = "RLPACK_END_TO_END_RUN"
+
+
+@dataclass
+class Command:
+    """A command under way, or done.
+
+    Attributes:
+        folder: its working directory.
+        run_dir: the run's directory.
+        process: the process that was started, leader of a process group of its own, as in a terminal.
+        mark: what its processes have in their environment.
+    """
+
+    folder: Path
+    run_dir: Path
+    process: subprocess.Popen
+    mark: str = ""
+    code: int | None = field(default=None, init=False)
+
+    @property
+    def out(self) -> str:
+        return (self.folder / f"{self.mark}.out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / f"{self.mark}.err").read_text()
+
+    def wait(self) -> int:
+        """Return the exit code."""
+        self.code = self.process.wait(timeout=DEADLINE_S)
+        return self.code
+
+    def wait_for(self, phase: str, step: int) -> None:
+        """Return as soon as a step of a phase is logged."""
+
+        def logged() -> bool:
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.err}"
+            return any(r["phase"] == phase and r["step"] >= step for r in records(self.run_dir))
+
+        until(logged, DEADLINE_S)
+
+    def interrupt(self, *, whole_group: bool) -> None:
+        """Press Ctrl-C, which a terminal sends to the whole group."""
+        send = os.killpg if whole_group else os.kill
+        send(self.process.pid, signal.SIGINT)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return what is alive of the run, on this machine."""
+        return [process for process in psutil.process_iter() if _belongs(process, self.mark)]
+
+    def left_behind(self, grace_s: float = 10.0) -> list[psutil.Process]:
+        """Return what is still alive some seconds after the command's end."""
+        begin = time.monotonic()
+        while (alive := self.processes()) and time.monotonic() - begin < grace_s:
+            time.sleep(0.1)
+        return alive
+
+
+def _belongs(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+    except psutil.Error:  # gone meanwhile, or another user's
+        return False
+
+
+@contextmanager
+def started(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2) -> Iterator[Command]:
+    """Start `rlpack train` in `folder`; nothing of it outlives the block."""
+    folder.mkdir(exist_ok=True)
+    mark = secrets.token_hex(8)
+    words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *overrides]
+    with (folder / f"{mark}.out").open("w") as out, (folder / f"{mark}.err").open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlpack", *words],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark, "HF_HUB_OFFLINE": "1", "WANDB_SILENT": "true"},
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    command = Command(folder, folder / run_dir, process, mark)
+    try:
+        yield command
+    finally:
+        for left in command.processes():
+            left.kill()
+        process.wait()
+
+
+def done(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2) -> Command:
+    """Run `rlpack train` to its end, which has to be a good one and to leave no process."""
+    with started(folder, *overrides, run_dir=run_dir, ranks=ranks) as command:
+        assert command.wait() == 0, command.err
+        assert "Traceback" not in command.err
+        assert command.left_behind() == []
+    return command
+
+
+def until(condition: Callable[[], bool], deadline_s: float) -> None:
+    """Return when the condition holds."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < deadline_s, "it took too long"
+        time.sleep(0.02)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of metrics.jsonl, in order."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def curve(run_dir: Path, name: str, phase: str = "train") -> list[float]:
+    """Return a metric's figures over the steps of a phase."""
+    return [record[name] for record in records(run_dir) if record["phase"] == phase]
+
+
+def steps(run_dir: Path, phase: str) -> list[int]:
+    """Return the steps of a phase in the order in which they were logged."""
+    return [record["step"] for record in records(run_dir) if record["phase"] == phase]
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a record doesn't depend on the clock."""
+    return {name: value for name, value in record.items() if not name.startswith(("time", "throughput"))}
+
+
+def committed(run_dir: Path, phase: str) -> list[int]:
+    """Return the steps of the committed checkpoints of a phase."""
+    markers = (run_dir / "checkpoints" / phase).glob("step-*/COMMITTED")
+    return sorted(int(marker.parent.name.removeprefix("step-")) for marker in markers)

@@ -1,0 +1,33 @@
+"""Overrides that several tests start from."""
+
+# Nine prompts of two operands, which a tiny model learns in seconds.
+EASY = (
+    "data.generator.min_operands=2",
+    "data.generator.max_operands=2",
+    "data.generator.largest_operand=2",
+    "data.generator.train_size=64",
+    "data.generator.validation_size=2",
+    "rollout.max_new_tokens=12",
+)
+# Responses of unlike lengths, mini-batches, two epochs over each rollout batch, and a short warm-up.
+UNEVEN = (
+    "data.generator.min_operands=1",
+    "data.generator.max_operands=4",
+    "data.generator.mean_operands=2",
+    "data.generator.largest_operand=2",
+    "data.generator.train_size=256",
+    "data.generator.validation_size=8",
+    "rollout.max_new_tokens=20",
+    "warm_up.steps=40",
+    "warm_up.batch_size=32",
+    "trainer.prompts_per_step=8",
+    "trainer.group_size=4",
+    "trainer.mini_batch_size=16",
+    "trainer.epochs=2",
+    "evaluation.every=2",
+    "evaluation.samples=4",
+    "checkpoint.every=3",
+    "batching.max_tokens=96",
+)
+# A KL term against a reference with batching of its own.
+REFERENCE = ("algorithm.kl_coef=0.05", "reference.batching.mode=dynamic", "reference.batching.max_tokens=84")

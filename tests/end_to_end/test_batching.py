@@ -1,0 +1,56 @@
+"""However rows are batched, and over however many ranks, a run is the same up to rounding."""
+
+import pytest
+
+from tests.end_to_end.commands import curve, done
+from tests.end_to_end.settings import REFERENCE, UNEVEN
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+STEPS = 4
+OTHERS = {
+    "packed on one rank": (1, ("batching=packed",)),
+    "dynamic on two ranks": (2, ("batching=dynamic",)),
+    "fixed on two ranks": (2, ("batching=fixed", "batching.max_tokens=null", "reference.batching.mode=packed")),
+}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request, tmp_path_factory):
+    ranks, overrides = OTHERS[request.param]
+    overrides = (*UNEVEN, *(word for word in REFERENCE if not overlaps(word, overrides)), *overrides)
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    return done(folder, *overrides, f"trainer.steps={STEPS}", ranks=ranks)
+
+
+def overlaps(word, overrides):
+    return any(word.partition("=")[0] == other.partition("=")[0] for other in overrides)
+
+
+@pytest.mark.parametrize("name", ["sampled", "best_of_n", "greedy"])
+def test_held_out_accuracy_is_that_of_packing_on_two_ranks(other, uninterrupted, name):
+    found, expected = (curve(r.run_dir, f"evaluation/accuracy_{name}", "evaluation") for r in (other, uninterrupted))
+    assert found == expected[: 1 + STEPS // 2]
+    assert max(found) > 0
+
+
+def test_rewards_and_lengths_of_the_rollouts_are_equal(other, uninterrupted):
+    for name in ("reward/mean", "reward/std", "rollout/response_tokens_mean", "advantage/zero_group_fraction"):
+        assert curve(other.run_dir, name) == pytest.approx(curve(uninterrupted.run_dir, name)[:STEPS], abs=1e-6)
+    assert max(curve(other.run_dir, "reward/std")) > 0
+
+
+@pytest.mark.parametrize("name", ["actor/loss", "actor/policy_loss", "actor/kl", "actor/entropy", "actor/grad_norm"])
+def test_losses_and_gradients_are_equal_up_to_rounding(other, uninterrupted, name):
+    found, expected = curve(other.run_dir, name), curve(uninterrupted.run_dir, name)[:STEPS]
+    assert found == pytest.approx(expected, rel=2e-3, abs=2e-5)
+
+
+def test_the_supervised_losses_are_equal_up_to_rounding(other, uninterrupted):
+    found, expected = (curve(run.run_dir, "warm_up/loss", "warm_up") for run in (other, uninterrupted))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_packing_wastes_less_than_padding(other, uninterrupted):
+    waste = curve(other.run_dir, "packing/waste_ratio"), curve(uninterrupted.run_dir, "packing/waste_ratio")
+    assert min(waste[0]) >= 0
+    assert max(waste[1]) <= 0.02  # fillers alone

@@ -1,0 +1,144 @@
+"""A run that is stopped in every way and resumed each time ends as one that nothing stopped, bit for bit."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.commands import committed, done, records, started, steps, without_times
+from tests.end_to_end.settings import REFERENCE, UNEVEN
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+OVERRIDES = (*UNEVEN, *REFERENCE, "trainer.steps=9", "resume=auto")
+
+
+@dataclass
+class Stop:
+    """What a command that was stopped came to: exit code, texts, committed steps, last step logged, survivors."""
+
+    code: int
+    out: str
+    err: str
+    warm_up: list[int]
+    train: list[int]
+    logged: int
+    left: list
+
+
+@dataclass
+class Stopped:
+    """One run, stopped three times and resumed each time, and what the last command said."""
+
+    run_dir: Path
+    in_warm_up: Stop
+    in_training: Stop
+    killed: Stop
+    out: str
+
+
+def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
+    """Go on with the run, stop it once `step` of `phase` is logged, and see what is left."""
+    with started(folder, *OVERRIDES) as command:
+        command.wait_for(phase, step)
+        assert len(command.processes()) > 2  # the driver, Ray's own, and the ranks: they can be told by their mark
+        if how == "kill":
+            command.process.kill()
+        else:
+            command.interrupt(whole_group=how == "terminal")
+        return Stop(
+            code=command.wait(),
+            left=command.left_behind(),
+            out=command.out,
+            err=command.err,
+            warm_up=committed(command.run_dir, "warm_up"),
+            train=committed(command.run_dir, "train"),
+            logged=records(command.run_dir)[-1]["step"],
+        )
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    in_warm_up = stop(folder, "warm_up", 4, "terminal")
+    in_training = stop(folder, "train", 2, "driver")
+    killed = stop(folder, "train", in_training.train[-1] + 2, "kill")
+    last = done(folder, *OVERRIDES)
+    return Stopped(last.run_dir, in_warm_up, in_training, killed, last.out)
+
+
+@pytest.mark.parametrize("when", ["in_warm_up", "in_training"])
+def test_ctrl_c_finishes_the_step_and_ends_with_130_and_one_line(stopped, when):
+    ended = getattr(stopped, when)
+    assert ended.code == 130
+    assert ended.err.count("interrupted: finishing the step, then saving") == 1
+    assert "Traceback" not in ended.err
+    assert "report: " in ended.out
+
+
+def test_ctrl_c_in_the_warm_up_commits_the_step_that_was_under_way(stopped):
+    ended = stopped.in_warm_up
+    assert 4 <= ended.logged < 40
+    assert (ended.warm_up[-1], ended.train) == (ended.logged, [])
+
+
+def test_ctrl_c_in_training_commits_the_step_that_was_under_way(stopped):
+    ended = stopped.in_training
+    assert 2 <= ended.logged < 9
+    assert ended.train[-1] == ended.logged
+
+
+def test_a_run_whose_driver_is_killed_keeps_its_last_checkpoint(stopped):
+    assert stopped.killed.code == -9
+    assert stopped.in_training.logged <= stopped.killed.train[-1] < 9
+
+
+@pytest.mark.parametrize("when", ["in_warm_up", "in_training", "killed"])
+def test_no_process_outlives_the_command(stopped, when):
+    assert getattr(stopped, when).left == []
+
+
+def test_a_resumed_run_says_where_it_goes_on(stopped):
+    found = [re.search(r"resumed after step (\d+) of (\w+) from", text) for text in (stopped.killed.out, stopped.out)]
+    assert [(int(match[1]), match[2]) for match in found if match] == [
+        (stopped.in_training.logged, "train"),
+        (stopped.killed.train[-1], "train"),
+    ]
+
+
+def test_every_step_is_logged_once(stopped):
+    assert steps(stopped.run_dir, "warm_up") == list(range(1, 41))
+    assert steps(stopped.run_dir, "train") == list(range(1, 10))
+    assert steps(stopped.run_dir, "evaluation") == [0, 2, 4, 6, 8, 9]
+
+
+def test_every_figure_of_every_step_is_that_of_the_uninterrupted_run(stopped, uninterrupted):
+    found, expected = records(stopped.run_dir), records(uninterrupted.run_dir)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert without_times(one) == without_times(other)
+
+
+def test_time_goes_on_and_never_back(stopped):
+    times = [record["time_s"] for record in records(stopped.run_dir)]
+    assert times == sorted(times)
+
+
+def test_the_weights_are_those_of_the_uninterrupted_run_bit_for_bit(stopped, uninterrupted):
+    found, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in (stopped, uninterrupted))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_rollouts_kept_are_those_of_the_uninterrupted_run(stopped, uninterrupted):
+    found, expected = ((run.run_dir / "samples.jsonl").read_text() for run in (stopped, uninterrupted))
+    assert found == expected
+
+
+def test_the_reference_stays_the_policy_that_training_began_with(stopped, uninterrupted):
+    reference, same = (load_file(r.run_dir / "reference" / "model.safetensors") for r in (stopped, uninterrupted))
+    trained = load_file(stopped.run_dir / "model" / "model.safetensors")
+    assert all(torch.equal(reference[name], same[name]) for name in same)
+    assert not all(torch.equal(reference[name], trained[name]) for name in trained)
