@@ -81,10 +81,13 @@ def _connect(placement: Placement) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray otherwise hides GPUs from CPU actors by an environment variable and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ranks import a user's own roles and rewards from where the command was given, as the driver does.
+    import_path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     if placement.address is not None:
         try:
             _check_answer(placement.address)
-            ray.init(address=placement.address, logging_level=logging.WARNING)
+            runtime_env = {"env_vars": {"PYTHONPATH": import_path}}
+            ray.init(address=placement.address, logging_level=logging.WARNING, runtime_env=runtime_env)
         except (OSError, ValueError, RuntimeError) as error:
             raise PlacementError(
                 f"no Ray cluster answers at placement.address={placement.address}: {error}; "
@@ -95,6 +98,7 @@ def _connect(placement: Placement) -> None:
     cores = os.cpu_count() or 1
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
+    os.environ["PYTHONPATH"] = import_path  # inherited by Ray's processes
     ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
 
 
