@@ -109,7 +109,7 @@ def test_the_exported_folder_alone_answers_as_the_run_did(run):
             assert tokenizer.decode(ids[0]) == example.prompt
             tokens = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
             text = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
-            right += final_answer([example.prompt], [text], [example.answer])[0]
+            right += final_answer([example.prompt], [text], [example.answer]) == [1.0]
         return right / len(prompts)
 
     _, trained, held_out = load_splits(validate(yaml.safe_load((run.run_dir / "config.yaml").read_text())))
@@ -121,6 +121,7 @@ def test_the_last_checkpoint_is_whole_and_knows_where_the_run_stands(run):
     assert committed(run.run_dir, "train") == [10, STEPS]
     assert committed(run.run_dir, "warm_up") == [70, WARM_UP]
     checkpoint = newest(run.run_dir / "checkpoints" / "train")
+    assert checkpoint is not None
     progress = load_state(checkpoint)["progress"]
     assert progress == {
         "phase": "train", "step": STEPS, "policy_version": WARM_UP + STEPS, "prompts_seen": 16 * STEPS,
