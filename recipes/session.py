@@ -17,6 +17,7 @@ from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config
+from rlpack.config.secrets import without_secrets
 from rlpack.data.prompts import Prompts
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.roles import start_roles
@@ -133,7 +134,7 @@ class Session:
         root = self.run.directory / "checkpoints" / self.progress.phase
         with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
             self.actor.run(ActorWorker.save, str(staging.path / "actor"))
-            state = {"progress": asdict(self.progress), "config": self.config.model_dump(mode="json")}
+            state = {"progress": asdict(self.progress), "config": without_secrets(self.config.model_dump(mode="json"))}
             staging.commit(state, keep=self.config.checkpoint.keep)
 
     def export(self) -> None:

@@ -5,18 +5,15 @@ at values alone. What depends on files, packages or the machine is looked at by 
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, RoleBatching
+from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_SECRET = re.compile(
-    r"(^|[_-])(api_?key|secret|password|passwd|credentials?|(access|auth|bearer|hf)_?token)($|[_-])", re.I
-)
 
 
 def broken_rules(config: Config) -> list[str]:
@@ -185,16 +182,8 @@ def _secrets(config: Config) -> Iterator[str]:
         "reward.arguments": config.reward.arguments,
     }
     for place, values in free.items():
-        for path in _secret_paths(place, values):
+        for path in secret_paths(place, values):
             yield f"{path} looks like a secret, and a config is stored and shown; pass it as an environment variable"
-
-
-def _secret_paths(place: str, values: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _secret_paths(f"{place}.{name}", value)
-        elif isinstance(value, str) and value and _SECRET.search(str(name)):
-            yield f"{place}.{name}"
 
 
 def _token_budget(config: Config) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
 PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
-_SECRET = re.compile(r"(^|_)(secret|password|passwd|credentials?|api_?key|(access|auth|bearer|hub|hf)_?token)$", re.I)
-HIDDEN = "<hidden>"
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -90,21 +87,6 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
             continue
         found += [sample] if isinstance(sample, dict) else []
     return found
-
-
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the values of keys that look like secrets hidden.
-
-    >>> without_secrets({"max_tokens": 8, "judge": {"api_key": "abc"}})
-    {'max_tokens': 8, 'judge': {'api_key': '<hidden>'}}
-    """
-    shown: dict[str, Any] = {}
-    for key, value in config.items():
-        if _SECRET.search(str(key)) and value is not None:
-            shown[key] = HIDDEN
-        else:
-            shown[key] = without_secrets(value) if isinstance(value, Mapping) else value
-    return shown
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

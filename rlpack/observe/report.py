@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from rlpack.config.secrets import without_secrets
 from rlpack.observe import figures
 from rlpack.observe.directory import (
     LENGTHS,
@@ -22,7 +23,6 @@ from rlpack.observe.directory import (
     flat,
     read_config,
     read_samples,
-    without_secrets,
 )
 from rlpack.observe.errors import ReportError
 from rlpack.observe.names import METRICS as TABLE

@@ -25,8 +25,9 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from rlpack.config.schema import Config
+from rlpack.config.secrets import without_secrets
 from rlpack.observe.console import Console, Progress, Sample
-from rlpack.observe.directory import LENGTHS, METRICS, REPORT, SAMPLES, open_run_dir, read_samples, without_secrets
+from rlpack.observe.directory import LENGTHS, METRICS, REPORT, SAMPLES, open_run_dir, read_samples
 from rlpack.observe.plan_record import PlanRecord, read_plan
 from rlpack.observe.sinks import Phase, ResumePoint, Sink, check_packages, open_sinks, read_records
 from rlpack.packing.plan import MicrobatchPlan

@@ -69,6 +69,11 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"reward": {"function": "a:b;c"}}, "it has to be package.module:Name"),
         ({"reward": {"arguments": {"api_key": "x"}}}, "reward.arguments.api_key looks like a secret"),
         ({"reward": {"arguments": {"judge": {"auth_token": "x"}}}}, "reward.arguments.judge.auth_token looks like"),
+        ({"reward": {"arguments": {"hub_token": "x"}}}, "reward.arguments.hub_token looks like a secret"),
+        (
+            {"reward": {"arguments": {"judges": [{"token": "x"}]}}},
+            "reward.arguments.judges.0.token looks like a secret",
+        ),
         ({"placement": {"pools": {}}}, "placement.pools is empty"),
         ({"placement": {"roles": {"actor": "gpu"}}}, "placement.roles.actor is 'gpu'; placement.pools has: main"),
         ({"placement": {"roles": {"acter": "main"}}}, "places a role that doesn't exist; roles has: actor,"),

@@ -1,0 +1,68 @@
+"""What looks like a secret in a config, decided in one place.
+
+The rules refuse a config that carries one, and whatever is written down (config.yaml, checkpoints, loggers) hides it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+HIDDEN = "<hidden>"
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+# `token` alone is one; pad_token, eos_token and max_tokens are not. Names with _env or _path say where one is.
+_SECRET = re.compile(
+    r"^token$|(^|[_-])(secrets?|password|passwd|passphrase|credentials?|(api|access|private|secret)[_-]?key"
+    r"|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?token)$",
+    re.IGNORECASE,
+)
+
+
+def looks_secret(name: str, value: Any) -> bool:
+    """Return whether a key of this name with this value holds a secret; empty values and switches never do.
+
+    >>> looks_secret("hub_token", "abc"), looks_secret("pad_token", "abc"), looks_secret("auth_token", True)
+    (True, False, False)
+    """
+    holds_something = not isinstance(value, bool) and value not in (None, "", {}, [], ())
+    return holds_something and _SECRET.search(_WORD_START.sub("_", name)) is not None
+
+
+def secret_paths(place: str, value: Any) -> Iterator[str]:
+    """Yield the dotted keys below `place` that look like secrets, those inside lists included.
+
+    >>> list(secret_paths("reward.arguments", {"judges": [{"name": "a", "token": "abc"}]}))
+    ['reward.arguments.judges.0.token']
+    """
+    for name, below in _entries(value):
+        if looks_secret(name, below):
+            yield f"{place}.{name}"
+        else:
+            yield from secret_paths(f"{place}.{name}", below)
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the values of keys that look like secrets hidden.
+
+    >>> without_secrets({"max_tokens": 8, "judges": [{"api_key": "abc"}]})
+    {'max_tokens': 8, 'judges': [{'api_key': '<hidden>'}]}
+    """
+    return {name: HIDDEN if looks_secret(str(name), value) else _shown(value) for name, value in config.items()}
+
+
+def _shown(value: Any) -> Any:
+    """Return a value with the secrets below it hidden."""
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return [_shown(below) for below in value] if _is_list(value) else value
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of what is right below a mapping or a list; a list's entries are named by number."""
+    if isinstance(value, Mapping):
+        yield from ((str(name), below) for name, below in value.items())
+    elif _is_list(value):
+        yield from ((str(number), below) for number, below in enumerate(value))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
