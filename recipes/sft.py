@@ -31,13 +31,15 @@ def warm_up(session: Session) -> None:
 
 
 def warm_up_rate(settings: WarmUp, step: int) -> float:
-    """Return the learning rate of step 1, 2, …: linear over the first tenth, then half a cosine down to nothing.
+    """Return the learning rate of step 1, 2, …: linear over the first tenth, then half a cosine.
 
-    >>> settings = WarmUp(steps=10, learning_rate=1.0)
-    >>> [round(warm_up_rate(settings, step), 2) for step in (1, 6, 10)]
-    [1.0, 0.5, 0.0]
+    The step after the last would have 0.
+
+    >>> settings = WarmUp(steps=21, learning_rate=1.0)
+    >>> [round(warm_up_rate(settings, step), 2) for step in (1, 2, 12, 21)]
+    [0.5, 1.0, 0.5, 0.01]
     """
     ramp = max(1, settings.steps // 10)
     if step <= ramp:
         return settings.learning_rate * step / ramp
-    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - 1) / settings.steps))
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - ramp) / (settings.steps - ramp + 1)))
