@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.metrics import MetricSums, merge_steps
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
+from rlpack.config.roles import role_batching
 from rlpack.config.schema import Actor, Config, Optimizer
 from rlpack.data.batch import BatchedDataDict
 from rlpack.models.inputs import to_model_inputs
@@ -33,9 +34,10 @@ class ActorWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy, check that packing isolates its sequences, and make the optimizer."""
-        policy = build_policy(config.model, config.actor, tokenizer, context, seed=config.seed)
+        batching = role_batching(config, "actor")
+        policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
-        return cls(context, scorer, config.actor, ClippedPolicy(config.algorithm))
+        return cls(context, scorer, config.actor, ClippedPolicy(config.algorithm, config.rollout.temperature))
 
     @sharded(mini_batches=True)
     def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
@@ -50,16 +52,18 @@ class ActorWorker(Worker):
             shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and per
                 row `loss_weight` and `token_weight` of its optimizer step.
         """
-        return [self._step(shard, step, self._objective) for step in range(shard.num_steps)]
+        rate = self._settings.optimizer.learning_rate
+        return [self._step(shard, step, self._objective, rate) for step in range(shard.num_steps)]
 
     @sharded(merge=merge_steps)
     def imitate(self, shard: BatchedDataDict, learning_rate: float) -> list[dict[str, float]]:
-        """Take one supervised step on the whole batch: `input_ids`, `response_mask`, per row `loss_weight`."""
-        usual = self._settings.optimizer.learning_rate
-        self._set_learning_rate(learning_rate)
-        metrics = [self._step(shard, step, Imitation()) for step in range(shard.num_steps)]
-        self._set_learning_rate(usual)
-        return metrics
+        """Take one supervised step on the whole batch, at temperature 1: nothing was sampled.
+
+        Args:
+            shard: `input_ids`, `response_mask`, and per token its `loss_weight`.
+            learning_rate: of this step.
+        """
+        return [self._step(shard, step, Imitation(), learning_rate) for step in range(shard.num_steps)]
 
     @broadcast
     def forget_moments(self) -> None:
@@ -69,8 +73,8 @@ class ActorWorker(Worker):
     @broadcast
     def export_weights(self) -> dict[str, np.ndarray]:
         """Return all weights by their Hugging Face names, f32, on rank 0; a collective, empty elsewhere."""
-        state = full_state_dict(self._scorer.policy)
-        return {name: tensor.float().numpy() for name, tensor in state.items()} if self.context.rank == 0 else {}
+        state = full_state_dict(self._scorer.policy, keep=self.context.rank == 0)
+        return {name: tensor.float().numpy() for name, tensor in state.items()}
 
     @broadcast
     def save(self, folder: str) -> None:
@@ -91,11 +95,11 @@ class ActorWorker(Worker):
     @broadcast
     def export_model(self, folder: str) -> None:
         """Write a Hugging Face model folder (config, safetensors) from rank 0; a collective."""
-        state = full_state_dict(self._scorer.policy)
+        state = full_state_dict(self._scorer.policy, keep=self.context.rank == 0)
         if self.context.rank == 0:
             self._scorer.policy.model.save_pretrained(folder, state_dict=state)
 
-    def _step(self, shard: BatchedDataDict, step: int, objective: Objective) -> dict[str, float]:
+    def _step(self, shard: BatchedDataDict, step: int, objective: Objective, learning_rate: float) -> dict[str, float]:
         """Run forward and backward over the step's microbatches, then the optimizer once."""
         policy = self._scorer.policy.train()
         self._optimizer.zero_grad(set_to_none=True)
@@ -107,31 +111,28 @@ class ActorWorker(Worker):
             scores = policy(
                 inputs,
                 select=view.rows["response_mask"].values.to(self._scorer.device),
-                temperature=self._scorer.temperature,
+                temperature=objective.temperature,
                 entropy=objective.needs_entropy,
             )
             loss = objective(scores, view.rows)
             loss.value.backward()
             sums.add(loss.metrics)
         grad_norm = clip_grad_norm(policy, self._settings.optimizer.max_grad_norm)
-        return sums.result() | self._apply(grad_norm)
+        return sums.result() | self._apply(grad_norm, learning_rate)
 
-    def _apply(self, grad_norm: float) -> dict[str, float]:
+    def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
         """Take the optimizer step, unless no token had a gradient or the gradient is not a number: both are counted.
 
         AdamW would move the weights by its momentum alone, and a NaN would spread to all of them.
         """
         skip = not np.isfinite(grad_norm) or grad_norm == 0
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
         if not skip:
             self._optimizer.step()
         if self.context.rank > 0:
             return {}  # these are figures of the step, not parts of it: one rank reports them
-        rate = self._optimizer.param_groups[0]["lr"]
-        return {"actor/grad_norm": grad_norm, "actor/learning_rate": rate, "actor/skipped_steps": float(skip)}
-
-    def _set_learning_rate(self, learning_rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        return {"actor/grad_norm": grad_norm, "actor/learning_rate": learning_rate, "actor/skipped_steps": float(skip)}
 
 
 def _adamw(policy: Policy, settings: Optimizer) -> torch.optim.AdamW:

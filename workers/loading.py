@@ -16,6 +16,7 @@ from rlpack.models.isolation import check_isolation
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.parallel import reshard, shard_policy
 from rlpack.models.policy import Policy
+from rlpack.packing import Batching
 from workers.base import RankContext
 
 
@@ -40,9 +41,25 @@ def build_model(
 
 
 def build_policy(
-    model: Model, settings: Actor, tokenizer: PreTrainedTokenizerBase, context: RankContext, *, seed: int
+    model: Model,
+    settings: Actor,
+    tokenizer: PreTrainedTokenizerBase,
+    context: RankContext,
+    *,
+    batching: Batching,
+    seed: int,
 ) -> Policy:
-    """Return the policy, sharded over the pool's ranks and checked for isolation; a collective.
+    """Return the policy, sharded over the pool's ranks and, where it is to be packed, checked for isolation.
+
+    A collective.
+
+    Args:
+        model: where weights come from.
+        settings: precision, checkpointing and the like.
+        tokenizer: whose ids the model reads.
+        context: the rank's place.
+        batching: the role's; a model that leaks when packed is right when padded, so only packing is checked.
+        seed: of a new model's weights.
 
     Raises:
         IsolationError: packed sequences see each other in this model.
@@ -53,7 +70,7 @@ def build_policy(
         policy.checkpoint_activations()
     mesh = init_device_mesh(context.device, (context.num_ranks,), mesh_dim_names=("data",))
     shard_policy(policy, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
-    if settings.isolation_check:
+    if settings.isolation_check and batching.mode == "packed":
         check_isolation(policy, context.torch_device, len(tokenizer))
         reshard(policy)
     return policy

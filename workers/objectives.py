@@ -29,6 +29,11 @@ class Objective(Protocol):
     """Turns the scores of a microbatch's tokens into its part of the loss."""
 
     @property
+    def temperature(self) -> float:
+        """Return the temperature of the distribution whose scores it wants."""
+        ...
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the scores have to hold entropies."""
         ...
@@ -45,9 +50,16 @@ def _of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClippedPolicy:
-    """The clipped policy loss (Schulman et al., 2017; separate bounds: Yu et al., 2025) and its KL term."""
+    """The clipped policy loss (Schulman et al., 2017; separate bounds: Yu et al., 2025) and its KL term.
+
+    Attributes:
+        algorithm: bounds and weights.
+        temperature: what responses were sampled at; old and new log-probs are both of that distribution.
+        needs_entropy: entropies are logged.
+    """
 
     algorithm: Algorithm
+    temperature: float
     needs_entropy: bool = True
 
     def __call__(self, scores: TokenScores, rows: BatchedDataDict) -> Loss:
@@ -85,8 +97,9 @@ class ClippedPolicy:
 
 @dataclass(frozen=True)
 class Imitation:
-    """Supervised fine-tuning: the negative log-likelihood of the response tokens."""
+    """Supervised fine-tuning: the negative log-likelihood of the response tokens, of the model as it is."""
 
+    temperature: float = 1.0
     needs_entropy: bool = False
 
     def __call__(self, scores: TokenScores, rows: BatchedDataDict) -> Loss:

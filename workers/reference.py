@@ -4,6 +4,7 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.data.batch import BatchedDataDict
 from rlpack.models.parallel import load_full_state_dict
@@ -22,8 +23,9 @@ class ReferenceWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy; nothing in it is trained."""
-        policy = build_policy(config.model, config.actor, tokenizer, context, seed=config.seed).requires_grad_(False)
-        return cls(context, Scorer.of(policy, context, config.rollout.temperature, tokenizer))
+        batching = role_batching(config, "reference")
+        policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
+        return cls(context, Scorer.of(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer))
 
     @sharded()
     def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:

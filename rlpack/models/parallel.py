@@ -107,12 +107,21 @@ def clip_grad_norm(policy: Policy, max_norm: float) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def full_state_dict(policy: Policy) -> dict[str, Tensor]:
-    """Return whole weights on the CPU under the wrapped model's own names; all ranks call, all get them.
+def full_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, Tensor]:
+    """Return whole weights on the CPU under the wrapped model's own names; all ranks call.
 
     A tied weight comes once, under its first name, as `named_parameters` has it.
+
+    Args:
+        policy: sharded or not.
+        keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
     """
-    return {name: _whole(tensor) for name, tensor in _weights(policy)}
+    state: dict[str, Tensor] = {}
+    for name, tensor in _weights(policy):
+        whole = _gathered(tensor)
+        if keep:
+            state[name] = whole.to("cpu", copy=True)
+    return state
 
 
 def load_full_state_dict(policy: Policy, state: Mapping[str, Tensor]) -> None:
@@ -153,7 +162,7 @@ def _sharded_modules(policy: Policy) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """Gather one weight and copy it to the CPU."""
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return one weight whole, on its device; a collective where it is sharded."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

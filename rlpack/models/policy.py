@@ -3,11 +3,12 @@
 Letters: T real tokens of the microbatch, N slots (padding included), P selected tokens, d hidden size.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
@@ -33,6 +34,9 @@ class TokenScores(NamedTuple):
 
 class Policy(nn.Module):
     """A transformers model whose head runs through `linear_logprobs`, inside one module for FSDP2 to gather.
+
+    Dropout never acts, not in an update either: responses are sampled without it, so with it the first ratio would not
+    be 1; and the process's random state, which no checkpoint holds, would come into the weights.
 
     Attributes:
         model: the wrapped model, built with the `rlpack` attention.
@@ -100,8 +104,29 @@ class Policy(nn.Module):
         zeros = logprobs.new_zeros(inputs.num_tokens)
         return TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode that activation checkpointing goes by; all else stays as in evaluation."""
+        super().train(False)
+        self.training = mode
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = mode and module.gradient_checkpointing
+        return self
+
     def checkpoint_activations(self) -> None:
-        """Keep only each decoder layer's input for the backward pass, and compute the rest again there."""
+        """Keep only each decoder layer's input for the backward pass, and compute the rest again there.
+
+        Raises:
+            ModelError: the model's config has a dropout; a layer that is checkpointed may apply it.
+        """
+        settings = self.model.config.get_text_config().to_dict()
+        for name, value in settings.items():
+            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
+                kind = type(self.model).__name__
+                raise ModelError(
+                    f"{kind} has {name}={value}, which actor.gradient_checkpointing=true would turn on; set it to 0 "
+                    "in the model's config, or leave actor.gradient_checkpointing=false"
+                )
         options = {"use_reentrant": False}
         if "activation_checkpointing_enable" in dir(self.model):
             self.model.activation_checkpointing_enable(options)

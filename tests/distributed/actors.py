@@ -35,6 +35,9 @@ def new_actor(config: Config, rank: int, size: int, *, rate: float | None = None
 
     AdamW's first step is the gradient's sign, which turns a rounding error in a gradient near zero into a whole step.
     """
+    if rate is not None:
+        optimizer = config.actor.optimizer.model_copy(update={"learning_rate": rate})
+        config = config.model_copy(update={"actor": config.actor.model_copy(update={"optimizer": optimizer})})
     actor = ActorWorker.from_settings(RankContext("main", rank, size), config, tiny_tokenizer())
     if rate is not None:
         actor._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)

@@ -1,0 +1,115 @@
+"""An actor alone, in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer, Rollout
+from rlpack.data.batch import BatchedDataDict
+from rlpack.distributed.context import RankContext
+from rlpack.models import attention
+from rlpack.models.errors import IsolationError
+from rlpack.packing import Batching
+from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
+from workers.actor import ActorWorker
+from workers.reference import ReferenceWorker
+
+SIZES = [(3, 9), (5, 1), (2, 6)]
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def actor_of(config: Config) -> ActorWorker:
+    return ActorWorker.from_settings(RankContext(), config, tiny_tokenizer())
+
+
+def shard_of(batch: BatchedDataDict) -> BatchedDataDict:
+    (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 32})
+    return shard
+
+
+def lesson() -> BatchedDataDict:
+    batch = tiny_rollouts(SIZES).keep(["input_ids", "response_mask"])
+    mask = batch["response_mask"]
+    return batch.union({"loss_weight": mask.with_values(mask.values / mask.values.sum())})
+
+
+def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Take one policy step and return its metrics and the weights after it."""
+    batch = lesson()
+    old = batch.restore([actor.logprobs(shard_of(batch))])
+    ones = batch["loss_weight"].with_values(torch.ones_like(batch["loss_weight"].values))
+    batch = batch.union(dict(old) | {"advantages": ones, "token_weight": batch["loss_weight"]})
+    (metrics,) = actor.update(shard_of(batch))
+    weights = actor.export_weights()
+    return metrics, {name: torch.from_numpy(weight) for name, weight in weights.items()}
+
+
+def leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have attention see all of a packed microbatch as one sequence."""
+    of = attention.Segments.of
+    monkeypatch.setattr(attention.Segments, "of", lambda lengths, *rest: of([sum(lengths)], *rest))
+
+
+def checked(mode: str) -> Config:
+    batching = {"packed": Batching(), "dynamic": Batching(mode="dynamic"), "fixed": Batching(mode="fixed")}[mode]
+    return tiny_config(actor=Actor(isolation_check=True), batching=batching)
+
+
+@pytest.mark.parametrize("mode", ["packed", "dynamic", "fixed"])
+def test_an_actor_with_the_isolation_check_trains_as_one_without(mode: str):
+    config = checked(mode)
+    unchecked = config.model_copy(update={"actor": Actor(isolation_check=False)})
+    (metrics, weights), (expected, others) = (policy_update(actor_of(each)) for each in (config, unchecked))
+    assert metrics == expected
+    assert metrics["actor/grad_norm"] > 0
+    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("role", [ActorWorker, ReferenceWorker])
+def test_a_model_that_leaks_when_packed_is_refused_where_it_is_packed_alone(role, monkeypatch: pytest.MonkeyPatch):
+    leak(monkeypatch)
+    with pytest.raises(IsolationError, match=r"batching\.mode=dynamic or fixed"):
+        role.from_settings(RankContext(), checked("packed"), tiny_tokenizer())
+    role.from_settings(RankContext(), checked("dynamic"), tiny_tokenizer())
+    role.from_settings(RankContext(), checked("fixed"), tiny_tokenizer())
+
+
+def test_supervised_losses_are_those_of_the_model_itself_at_any_sampling_temperature():
+    losses = [
+        actor_of(tiny_config(rollout=Rollout(temperature=temperature))).imitate(shard_of(lesson()), 0.1)[0][
+            "actor/loss"
+        ]
+        for temperature in (1.0, 0.25)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_supervised_learning_rate_is_that_of_its_step_alone():
+    config = tiny_config(actor=Actor(optimizer=Optimizer(learning_rate=0.25), isolation_check=False))
+    actor = actor_of(config)
+    (metrics,) = actor.imitate(shard_of(lesson()), 0.1)
+    assert metrics["actor/learning_rate"] == 0.1
+    assert policy_update(actor)[0]["actor/learning_rate"] == 0.25
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_never_acts_so_the_first_ratio_is_one(checkpointing: bool):
+    dropout = 0.0 if checkpointing else 0.5
+    actor = actor_of(
+        tiny_config(
+            model=Model(config=MODEL | {"attention_dropout": dropout}),
+            actor=Actor(isolation_check=False, gradient_checkpointing=checkpointing),
+            algorithm=Algorithm(),
+        )
+    )
+    metrics, _ = policy_update(actor)
+    assert metrics["actor/ratio_max"] == 1.0
