@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from rlpack.rewards.errors import RewardError
 
+logger = logging.getLogger(__name__)
+
 RewardFunction = Callable[..., Any]
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -27,7 +30,7 @@ class Scores:
     Attributes:
         values: f32 [B]; 0 where quarantined.
         quarantined: rows without a usable reward, bool [B]; they take no part in advantages.
-        counts: how many rows are quarantined for each reason: `none`, `nan`, `infinite`, `boolean`.
+        counts: how many rows are quarantined for each reason: `none`, `nan`, `infinite`.
     """
 
     values: Tensor
@@ -73,6 +76,7 @@ def call_reward(
 ) -> Scores:
     """Return what `function` says of the completions, with rows quarantined whose reward is no finite number.
 
+    True and False are 1 and 0. Quarantined rows are spoken of in the log, with how many there are for which reason.
     The function gets copies of the lists, so it can't change the batch. It is given the columns that its signature
     names, or all of them when it takes `**columns`.
 
@@ -108,10 +112,12 @@ def call_reward(
         )
     problems = [_problem(reward, row, name) for row, reward in enumerate(rewards)]
     values = [0.0 if problem else float(reward) for reward, problem in zip(rewards, problems, strict=True)]
+    counts = dict(Counter(problem for problem in problems if problem))
+    _warn_of_quarantine(name, counts, len(problems))
     return Scores(
         values=torch.tensor(values, dtype=torch.float32),
         quarantined=torch.tensor([problem is not None for problem in problems], dtype=torch.bool),
-        counts=dict(Counter(problem for problem in problems if problem)),
+        counts=counts,
     )
 
 
@@ -152,13 +158,22 @@ def _keywords(
     return given
 
 
+def _warn_of_quarantine(name: str, counts: Mapping[str, int], num_rows: int) -> None:
+    """Say how many rows of a batch have no usable reward, and that nothing trains where that is all of them."""
+    quarantined = sum(counts.values())
+    if not quarantined:
+        return
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
+    rows = f"all {num_rows}" if quarantined == num_rows else f"{quarantined} of {num_rows}"
+    way_out = "none of them trains; return finite numbers" if quarantined == num_rows else "they don't train"
+    logger.warning("reward function %s: %s rows are quarantined (%s); %s", name, rows, reasons, way_out)
+
+
 def _problem(reward: object, row: int, name: str) -> str | None:
     """Return why a reward can't be used, None if it can."""
     if reward is None:
         return "none"
-    if isinstance(reward, bool | np.bool_):
-        return "boolean"
-    if not isinstance(reward, Real):
+    if not isinstance(reward, Real | np.bool_):
         kind = type(reward).__name__
         raise RewardError(f"reward function {name} gave row {row} a {kind}; a reward is a number, or None")
     value = float(reward)

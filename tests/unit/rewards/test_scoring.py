@@ -30,11 +30,29 @@ def test_numbers_of_any_kind_become_float32():
 
 
 def test_rewards_that_are_no_finite_numbers_are_quarantined_and_counted():
-    values = [1.0, None, math.nan, math.inf, -math.inf, True, np.bool_(False), 1e308, np.float32("nan")]
-    scores = score(returning(values), rows=9)
-    assert scores.quarantined.tolist() == [False] + [True] * 8
-    assert scores.values.tolist() == [1.0] + [0.0] * 8
-    assert scores.counts == {"none": 1, "nan": 2, "infinite": 3, "boolean": 2}
+    values = [1.0, None, math.nan, math.inf, -math.inf, 1e308, np.float32("nan")]
+    scores = score(returning(values), rows=7)
+    assert scores.quarantined.tolist() == [False] + [True] * 6
+    assert scores.values.tolist() == [1.0] + [0.0] * 6
+    assert scores.counts == {"none": 1, "nan": 2, "infinite": 3}
+
+
+@pytest.mark.parametrize("value", [[True, False], np.array([True, False]), [np.bool_(True), False], (1, np.False_)])
+def test_a_comparison_is_a_reward_of_one_or_zero(value):
+    scores = score(returning(value))
+    assert scores.values.tolist() == [1.0, 0.0]
+    assert not scores.quarantined.any()
+
+
+def test_quarantined_rows_are_logged_with_their_reasons_every_time(caplog):
+    score(returning([1.0, 2.0]))
+    assert not caplog.records
+    for _ in range(2):
+        caplog.clear()
+        score(returning([1.0, None, math.nan, None]), rows=4)
+        assert "3 of 4 rows are quarantined (nan: 1, none: 2)" in caplog.text
+    score(returning([None, None]))
+    assert "all 2 rows are quarantined (none: 2); none of them trains" in caplog.text
 
 
 @pytest.mark.parametrize(
