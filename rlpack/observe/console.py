@@ -46,7 +46,7 @@ class Sample:
     Attributes:
         prompt: what the policy was given.
         completion: what it answered.
-        answer: the right answer, if there is one.
+        answer: the right answer, if there is one; what a dataset gives as a number or a list becomes its text.
         reward: its reward; None when it was quarantined.
     """
 
@@ -54,6 +54,11 @@ class Sample:
     completion: str
     answer: str | None = None
     reward: float | None = None
+
+    def __post_init__(self) -> None:
+        """Make text of an answer that isn't."""
+        if self.answer is not None:
+            object.__setattr__(self, "answer", str(self.answer))
 
 
 class Progress(Protocol):

@@ -52,9 +52,15 @@ METRICS: dict[str, Metric] = {
     "advantage/mean": Metric("1", "Mean advantage of the rollouts that train."),
     "advantage/std": Metric("1", "Standard deviation of these advantages."),
     "advantage/zero_group_fraction": Metric("fraction", "Groups without a gradient: all their rewards are equal."),
-    "evaluation/accuracy_sampled": Metric("fraction", "Held-out accuracy, mean over evaluation.samples samples."),
-    "evaluation/accuracy_best_of_n": Metric("fraction", "Held-out prompts with at least one right sample."),
-    "evaluation/accuracy_greedy": Metric("fraction", "Held-out accuracy of the likeliest tokens."),
+    "evaluation/accuracy_sampled": Metric(
+        "1", "Held-out mean reward over evaluation.samples samples: accuracy for rewards 0 and 1."
+    ),
+    "evaluation/accuracy_best_of_n": Metric(
+        "1", "Held-out mean of each prompt's best reward: solved prompts for rewards 0 and 1."
+    ),
+    "evaluation/accuracy_greedy": Metric(
+        "1", "Held-out mean reward of the likeliest tokens: accuracy for rewards 0 and 1."
+    ),
     "warm_up/loss": Metric("nats", "Mean negative log-prob of the demonstrations' tokens."),
     "warm_up/grad_norm": Metric("1", "Global norm of the supervised gradient before clipping."),
     "warm_up/learning_rate": Metric("1", "Learning rate of the supervised step."),

@@ -1,5 +1,8 @@
 import io
+import json
 import unicodedata
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +52,14 @@ def test_model_text_can_not_steer_the_terminal_nor_become_markup() -> None:
     assert "[bold red]big[/]" in shown
     assert ":smile:" in shown
     assert "reward quarantined" in shown
+
+
+@pytest.mark.parametrize("answer", [7, 0.5, [1, 2], {"a": 1}])
+def test_an_answer_that_is_no_text_is_shown_as_its_text(answer: Any) -> None:
+    console, written = screen()
+    console.show_samples([Sample("p", "c", answer, 1.0)])
+    assert f"answer {answer}" in written.getvalue()
+    json.dumps(asdict(Sample("p", "c", answer)))
 
 
 def test_on_a_terminal_only_our_own_styles_are_escape_sequences() -> None:
