@@ -79,6 +79,9 @@ def _why_not_importable(module: str) -> str:
 
 
 def _data_files(config: Config) -> Iterator[str]:
-    for key, source in (("source", config.data.source), ("validation_source", config.data.validation_source)):
-        if source is not None and source.endswith((".jsonl", ".parquet")) and not Path(source).is_file():
+    sources = {"source": config.data.source}
+    if config.data.validation_source is not None:
+        sources["validation_source"] = config.data.validation_source
+    for key, source in sources.items():
+        if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
             yield f"data.{key} is {source!r}, and there is no such file in {Path.cwd()}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
-from rlpack.config.schema import Config, RoleBatching
+from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -34,6 +34,9 @@ def odd_choices(config: Config) -> list[str]:
         found.append("trainer.group_size is 1: a group of one has no advantage, so nothing but the KL term trains")
     if config.recipe == "grpo" and config.trainer.group_size == 2 and config.algorithm.scale == "std":
         found.append("trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1")
+    size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
+    if size is not None and size > sequences:
+        found.append(f"trainer.mini_batch_size is {size}: the {sequences} sequences of a rollout batch are one step")
     return found
 
 
@@ -45,13 +48,6 @@ def _batch_sizes(config: Config) -> Iterator[str]:
                 "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
                 "leave trainer.mini_batch_size=null and trainer.epochs=1"
             )
-        return
-    sequences = trainer.prompts_per_step * trainer.group_size
-    if trainer.mini_batch_size is not None and trainer.mini_batch_size > sequences:
-        yield (
-            f"trainer.mini_batch_size is {trainer.mini_batch_size}, over the {sequences} sequences of a rollout batch "
-            f"(trainer.prompts_per_step {trainer.prompts_per_step} x trainer.group_size {trainer.group_size}); lower it"
-        )
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -107,6 +103,20 @@ def _data(config: Config) -> Iterator[str]:
             f"data.generator is set, but data.source is {data.source!r}; it is for data.source=arithmetic: "
             "choose data=jsonl, data=parquet or data=hub together with data.source"
         )
+    if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
+        yield (
+            f"{same}, so nothing would be held out; set data.validation_source to other prompts, "
+            f"or to {data.source} itself to evaluate on what is trained on"
+        )
+
+
+def _why_nothing_is_held_out(data: Data) -> str | None:
+    """Return why prompts and held-out prompts of one source are the same rows, None if they are not."""
+    if data.source.endswith((".jsonl", ".parquet")):
+        return f"data.validation_source is null, and {data.source} is one file without splits"
+    if data.split == data.validation_split:
+        return f"data.validation_source is null, and data.split and data.validation_split are both {data.split!r}"
+    return None
 
 
 def _supervision(config: Config) -> Iterator[str]:
@@ -151,8 +161,11 @@ def _placement(config: Config) -> Iterator[str]:
     for name, pool in placement.pools.items():
         if name not in used:
             yield f"placement.pools.{name} has no role; name it in placement.roles, or drop it: ~placement.pools.{name}"
-        if pool.gpus_per_rank > 1 and pool.gpus_per_rank != int(pool.gpus_per_rank):
-            yield f"placement.pools.{name}.gpus_per_rank is {pool.gpus_per_rank}; above 1 it has to be a whole number"
+        if pool.gpus_per_rank not in (0, 1):  # two NCCL ranks can't share a GPU, and a rank computes on one
+            yield (
+                f"placement.pools.{name}.gpus_per_rank is {pool.gpus_per_rank}; it has to be 0 or 1, because a rank "
+                f"computes on the CPU or on one whole GPU: set placement.pools.{name}.ranks to the number of GPUs"
+            )
 
 
 def _own_batching(config: Config) -> Iterator[str]:

@@ -155,7 +155,7 @@ class Data(Section):
     )
     split: str = Field(default="train", description="Split that prompts are drawn from (hub and generator).")
     validation_source: str | None = Field(
-        default=None, description="Source of the held-out prompts; null takes data.source."
+        default=None, description="Source of the held-out prompts; null takes data.source, for a file it has to be set."
     )
     validation_split: str = Field(default="validation", description="Held-out split.")
     prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")

@@ -16,7 +16,7 @@ from rlpack.cli.main import main
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 
 ROW = {"prompt": "a1b2=", "answer": "3", "demonstration": "a11b23#3"}
-JSONL = ("data=jsonl", "data.source=rows.jsonl")
+JSONL = ("data=jsonl", "data.source=rows.jsonl", "data.validation_source=rows.jsonl")
 
 
 class RayStarted(BaseException):
@@ -90,6 +90,7 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
     [
         (("data.generator.operands=2",), 3, "the keys are train_size"),
         (("data.generator.validation_size=-1",), 3, "data.generator.validation_size is -1"),
+        (("data=jsonl", "data.source=rows.jsonl"), 2, "set data.validation_source to other prompts"),
         (("data.split=test",), 3, "no split 'test'; choose train or validation"),
         (("model=pretrained", "model.path=no/such/folder"), 2, "no/such/folder"),
         (("rollout.max_new_tokens=4096",), 2, "batching.max_tokens is 4096 for the role actor, under the 4160 slots"),

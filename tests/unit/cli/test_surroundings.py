@@ -62,6 +62,13 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch
     assert "can't be written" in problem_of(config_with(tmp_path))
 
 
+def test_a_data_file_in_the_home_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text("")
+    data = Data(source="~/a.jsonl", validation_source="~/a.jsonl")
+    check_surroundings(config_with(tmp_path, data=data), {})
+
+
 def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("")

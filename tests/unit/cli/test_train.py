@@ -146,7 +146,7 @@ def test_a_run_directory_that_holds_a_run_is_resumed_when_asked(ran, tmp_path):
 
 
 def test_a_missing_data_file_is_a_data_error(ran, capsys):
-    assert main(["train", "data=jsonl", "data.source=prompts.jsonl"]) == 3
+    assert main(["train", "data=jsonl", "data.source=prompts.jsonl", "data.validation_source=prompts.jsonl"]) == 3
     assert "data.source is 'prompts.jsonl', and there is no such file in" in capsys.readouterr().err
 
 

@@ -9,8 +9,8 @@ from rlpack.packing.batching import Batching
 CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
 NEEDED = {
     ("model", "pretrained"): ["model.path=some/model"],
-    ("data", "jsonl"): ["data.source=prompts.jsonl"],
-    ("data", "parquet"): ["data.source=prompts.parquet"],
+    ("data", "jsonl"): ["data.source=prompts.jsonl", "data.validation_source=held_out.jsonl"],
+    ("data", "parquet"): ["data.source=prompts.parquet", "data.validation_source=held_out.parquet"],
     ("data", "hub"): ["data.source=owner/prompts"],
 }
 

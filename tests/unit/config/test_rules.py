@@ -50,7 +50,6 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"trainer": {"mini_batch_size": 257}}, "trainer.mini_batch_size is 257, over the 256 sequences"),
         ({"algorithm": {"clip_low": 0.3, "clip_high": 0.2}}, "algorithm.clip_low is 0.3, over algorithm.clip_high"),
         ({"algorithm": {"aggregation": "sequence_sum"}}, "set algorithm.sequence_sum_constant"),
         ({"algorithm": {"sequence_sum_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
@@ -60,6 +59,9 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
         ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision belongs to a hub model"),
         ({"data": {"source": "x.jsonl", "generator": {"noise": 0}}}, "choose data=jsonl"),
+        ({"data": {"source": "x.jsonl"}}, "data.validation_source is null, and x.jsonl is one file without splits"),
+        ({"data": {"source": "x.parquet", "split": "a"}}, "set data.validation_source to other prompts, or to x.par"),
+        ({"data": {"source": "a/b", "validation_split": "train"}}, "data.validation_split are both 'train'"),
         ({"data": {"prompt_column": " "}}, "data.prompt_column is blank"),
         ({"warm_up": {"steps": 5}}, "warm_up.steps=5 trains on demonstrations; set data.demonstration_column, or"),
         ({"recipe": "sft"}, "recipe=sft trains on demonstrations; set data.demonstration_column"),
@@ -78,7 +80,9 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"placement": {"roles": {"actor": "gpu"}}}, "placement.roles.actor is 'gpu'; placement.pools has: main"),
         ({"placement": {"roles": {"acter": "main"}}}, "places a role that doesn't exist; roles has: actor,"),
         ({"placement": {"pools": {"main": {}, "b": {}}}}, "placement.pools.b has no role"),
-        ({"placement": {"pools": {"main": {"gpus_per_rank": 1.5}}}}, "above 1 it has to be a whole number"),
+        ({"placement": {"pools": {"main": {"gpus_per_rank": 1.5}}}}, "main.gpus_per_rank is 1.5; it has to be 0 or 1"),
+        ({"placement": {"pools": {"main": {"gpus_per_rank": 0.5}}}}, "main.gpus_per_rank is 0.5; it has to be 0 or 1"),
+        ({"placement": {"pools": {"main": {"gpus_per_rank": 2.0}}}}, "main.gpus_per_rank is 2.0; it has to be 0 or 1"),
         ({"placement": {"pools": {"../x": {}}, "roles": {}}}, "holds the name '../x'"),
         ({"roles": {"actor": {"target": "a:B"}}}, "recipe=grpo needs the role rollout"),
         ({"resume": "auto"}, "resume=auto goes on from a run's directory; set run_dir"),
@@ -92,6 +96,16 @@ def test_keys_that_do_not_go_together_are_named(sections, message):
 def test_token_ids_and_empty_values_are_no_secrets():
     config = {"model": {"config": {"model_type": "qwen2", "pad_token_id": 0, "eos_token": "x"}}}
     validate(config | {"reward": {"arguments": {"api_key": None}}})
+
+
+@pytest.mark.parametrize("data", [{"validation_source": "y.jsonl"}, {"validation_source": "x.jsonl"}])
+def test_a_file_with_a_source_of_held_out_prompts_is_allowed_be_it_the_same_file(data):
+    validate(VALID | {"data": {"source": "x.jsonl"} | data})
+
+
+def test_a_mini_batch_over_the_rollout_batch_is_one_step_and_spoken_of():
+    assert odd_choices(validate(VALID | {"trainer": {"mini_batch_size": 256}})) == []
+    assert "256 sequences" in odd_choices(validate(VALID | {"trainer": {"mini_batch_size": 257}}))[0]
 
 
 def test_a_group_of_one_can_run_but_is_spoken_of():
