@@ -13,7 +13,7 @@ Invariants (tests/unit/checkpoint):
 3. everything is on the disk before the marker is;
 4. pruning never takes one of the two newest committed checkpoints, and takes the marker before the files.
 
-Only JSON is parsed here, and nothing else of a checkpoint may be opened before `newest` or `by_step` returned it.
+Only JSON is parsed here, and nothing else of a checkpoint may be opened before `newest` returned it.
 """
 
 import json
@@ -103,13 +103,14 @@ class Staging:
 
 
 @contextmanager
-def new_checkpoint(root: Path, step: int, *, required_bytes: int = 0) -> Iterator[Staging]:
+def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
     """Yield a staging directory for the checkpoint of `step`; what is not committed is deleted on the way out.
+
+    As much space has to be free as the newest committed checkpoint takes, because the next one will hardly be smaller.
 
     Args:
         root: directory of the run's checkpoints; made when missing. One run at a time writes there.
         step: number of the step, not negative.
-        required_bytes: how much the checkpoint will hold, as far as known; that much has to be free.
 
     Raises:
         CheckpointError: too little space, the step is already committed, or the directory can't be written.
@@ -119,11 +120,11 @@ def new_checkpoint(root: Path, step: int, *, required_bytes: int = 0) -> Iterato
         raise CheckpointError(f"{root / f'step-{step}'} is already a committed checkpoint; it is never overwritten")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(root).free
-        if free < required_bytes:
+        free, required = shutil.disk_usage(root).free, _newest_size(root)
+        if free < required:
             raise CheckpointError(
-                f"a checkpoint of {required_bytes:,} bytes doesn't fit below {root}: {free:,} bytes are free; "
-                "free some space, lower checkpoint.keep, or choose another run_dir"
+                f"a checkpoint of {required:,} bytes, as the one before, doesn't fit below {root}: {free:,} bytes are "
+                "free; free some space, lower checkpoint.keep, or choose another run_dir"
             )
         staging = Staging(root, step, root / f".tmp-{step}-{secrets.token_hex(4)}")
         staging.path.mkdir()
@@ -150,27 +151,11 @@ def newest(root: Path) -> Path | None:
     return None
 
 
-def by_step(root: Path, step: int) -> Path:
-    """Return the checkpoint of one step; unlike `newest` this never falls back to another.
-
-    Raises:
-        CheckpointError: there is none for this step, or it is damaged.
-    """
-    folder = root / f"step-{step}"
-    if not folder.is_dir():
-        there = ", ".join(map(str, sorted(_steps(root)))) or "none"
-        raise CheckpointError(f"{root} has no checkpoint of step {step}; steps there: {there}")
-    fault = _fault(folder)
-    if fault is not None:
-        raise CheckpointError(f"checkpoint {folder} can't be loaded: {fault}")
-    return folder
-
-
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """Return the state that was given to `commit`, with `step` and `format`.
 
     Args:
-        checkpoint: a directory that `newest` or `by_step` returned.
+        checkpoint: a directory that `newest` returned.
 
     Raises:
         CheckpointError: the file isn't the one in the manifest, or of a format that this version can't read.
@@ -215,6 +200,16 @@ def _steps(root: Path) -> list[int]:
         return []
     matches = [_STEP_FOLDER.match(path.name) for path in root.iterdir() if path.is_dir()]
     return [int(match.group(1)) for match in matches if match]
+
+
+def _newest_size(root: Path) -> int:
+    """Return the bytes of the files of the newest committed checkpoint, 0 when there is none."""
+    committed = [folder for step in _steps(root) if _is_marked(folder := root / f"step-{step}")]
+    if not committed:
+        return 0
+    newest_one = max(committed, key=lambda folder: int(folder.name.removeprefix("step-")))
+    manifest = json.loads((newest_one / MANIFEST).read_text(encoding="utf-8"))
+    return sum(entry["size"] for entry in manifest["files"])
 
 
 def _is_marked(folder: Path) -> bool:

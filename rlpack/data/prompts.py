@@ -25,12 +25,10 @@ class Prompts:
     Attributes:
         examples: in the order of the dataset, without those that were dropped.
         input_ids: the prompts, int64 [B rows].
-        num_dropped: prompts over the limit that were left out.
     """
 
     examples: Sequence[Example]
     input_ids: Ragged
-    num_dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -91,4 +89,4 @@ def encode_prompts(
         )
     if not examples:
         raise DataError(f"{dataset.name}: every prompt is over data.max_prompt_tokens={max_tokens}; raise it")
-    return Prompts(examples, Ragged.from_rows(encoded, torch.int64), num_dropped)
+    return Prompts(examples, Ragged.from_rows(encoded, torch.int64))
