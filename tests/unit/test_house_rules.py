@@ -1,0 +1,52 @@
+"""The rules of shape that no linter expresses; CONTRIBUTING.md says what they are for."""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rlpack.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+PATHS = sorted(path for folder in ("rlpack", "workers", "recipes") for path in (ROOT / folder).rglob("*.py"))
+MAX_FILE, MAX_RECIPE, MAX_FUNCTION = 400, 200, 60
+# The algorithms; what they are made of (session, stages, ...) are files like any other.
+RECIPES = {f"{name}.py" for name in get_args(Config.model_fields["recipe"].annotation)}
+DRAWERS = {"utils", "util", "common", "misc", "helpers", "manager"}
+
+
+def too_long(tree: ast.AST) -> list[str]:
+    """Return the functions whose bodies, docstrings left out, are over the limit."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+            found += [node.name] if lines > MAX_FUNCTION else []
+    return found
+
+
+def probes(tree: ast.AST) -> list[int]:
+    """Return the lines that ask an object what it has: hasattr, or getattr with a default."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    names = [(call.func.id, len(call.args), call.lineno) for call in calls if isinstance(call.func, ast.Name)]
+    return [line for name, count, line in names if name == "hasattr" or (name == "getattr" and count == 3)]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_keep_their_limits_and_nothing_is_probed(path):
+    text = path.read_text(encoding="utf-8")
+    limit = MAX_RECIPE if path.parent.name == "recipes" and path.name in RECIPES else MAX_FILE
+    assert len(text.splitlines()) <= limit
+    assert too_long(ast.parse(text)) == []
+    assert probes(ast.parse(text)) == []
+    assert not DRAWERS & set(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_the_rules_see_what_they_forbid():
+    body = "\n".join(f"    x = {number}" for number in range(61))
+    assert {path.name for path in PATHS if path.parent.name == "recipes"} >= RECIPES
+    assert too_long(ast.parse(f'def f():\n    """Say."""\n{body}')) == ["f"]
+    assert too_long(ast.parse(f"def f():\n{body[: body.rindex(chr(10))]}")) == []
+    assert probes(ast.parse("hasattr(a, 'b')\ngetattr(a, 'b')\ngetattr(a, 'b', 1)")) == [1, 3]
