@@ -42,12 +42,11 @@ def odd_choices(config: Config) -> list[str]:
 
 def _batch_sizes(config: Config) -> Iterator[str]:
     trainer = config.trainer
-    if config.recipe == "sft":
-        if trainer.mini_batch_size is not None or trainer.epochs != 1:
-            yield (
-                "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
-                "leave trainer.mini_batch_size=null and trainer.epochs=1"
-            )
+    if config.recipe == "sft" and (trainer.mini_batch_size is not None or trainer.epochs != 1):
+        yield (
+            "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
+            "leave trainer.mini_batch_size=null and trainer.epochs=1"
+        )
 
 
 def _algorithm(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ from rlpack.cli.main import main
 from rlpack.config.compose import compose
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "guide.md", ROOT / "benchmarks" / "RESULTS.md"]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/guide.md", "benchmarks/RESULTS.md")]
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
