@@ -51,8 +51,11 @@ class RankHost:
         """Build the role's object by its class's `from_settings` and keep it under its name."""
         self._roles[role] = load_class(target).from_settings(self._context, *settings)
 
-    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of a role."""
+    def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
+        """Run a method of a role.
+
+        `args` stay single arguments, because Ray puts values in the place of references only there.
+        """
         return getattr(self._roles[role], method)(*args, **kwargs)
 
     def close(self) -> None:
@@ -83,6 +86,9 @@ def load_class(target: str) -> type[Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
+    except Exception as error:  # importing a user's module runs it: anything may come
+        reason = f"{type(error).__name__}: {error}"
+        raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
     found = vars(module).get(class_name)
     if not isinstance(found, type):
         classes = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, type)))

@@ -128,7 +128,7 @@ class RayRanks:
         self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
     ) -> list[_Call]:
         hosts = self._hosts[: len(args_of_rank)]
-        refs = [host.call.remote(role, method, *args, **kwargs) for host, args in zip(hosts, args_of_rank, strict=True)]
+        refs = [host.call.remote(role, method, kwargs, *args) for host, args in zip(hosts, args_of_rank, strict=True)]
         return _calls(refs, role, method)
 
     def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:

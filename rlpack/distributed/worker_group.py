@@ -49,14 +49,24 @@ class WorkerGroup(Generic[W]):
     """The ranks of one role.
 
     Methods are named by the function itself, `group.run(ActorWorker.logprobs, batch)`, so a type checker checks the
-    arguments and a rename finds every caller.
+    arguments and a rename finds every caller. What runs is the method of that name of the role's own class, and that
+    one's decorator says how.
     """
 
-    def __init__(self, role: str, ranks: Ranks, batching: Batching, mini_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        ranks: Ranks,
+        batching: Batching,
+        mini_batch_size: int | None = None,
+        kind: type[Any] | None = None,
+    ) -> None:
+        """Take the processes of a role; `kind` is its class, None where the methods' own one will do."""
         self.role = role
         self.ranks = ranks
         self.batching = batching
         self.mini_batch_size = mini_batch_size
+        self._kind = kind
 
     @property
     def num_ranks(self) -> int:
@@ -79,7 +89,7 @@ class WorkerGroup(Generic[W]):
             RoleError: a rank raised, died, or missed its deadline.
             PackingError: the batch of a sharded call cannot be planned.
         """
-        dispatch = dispatch_of(method)
+        dispatch = dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
         if dispatch.kind == "sharded":
             batch, *rest = args
             assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"

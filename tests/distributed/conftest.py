@@ -73,6 +73,7 @@ def role_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "judge.py").write_text(JUDGE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(folder)]))
+        patch.syspath_prepend(folder)  # the driver looks at a role's class, too
         yield folder
 
 

@@ -12,7 +12,13 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RoleError
 from rlpack.distributed.host import RankHost, load_class
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from workers.base import Worker
 from workers.reward import RewardWorker
+
+
+class Namer(Worker):
+    def names(self, number: int, *, role: str, method: str) -> tuple[int, str, str]:
+        return number, role, method
 
 
 @pytest.fixture
@@ -34,10 +40,10 @@ def test_a_host_runs_roles_in_one_process_group(host: RankHost):
     host.start("reward", "workers.reward:RewardWorker", settings)
     batch = tiny_rollouts([(2, 3), (1, 4)]).keep(["input_ids", "response_mask"])
     (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 16})
-    found = batch.restore([host.call("actor", "logprobs", shard)])
+    found = batch.restore([host.call("actor", "logprobs", {}, shard)])
     assert found["logprobs"].lengths.tolist() == [5, 5]
     assert (found["logprobs"].values[batch["response_mask"].values] < 0).all()
-    weights = host.call("actor", "export_weights")
+    weights = host.call("actor", "export_weights", {})
     assert weights["lm_head.weight"].shape == (len(tiny_tokenizer()), 32)
 
 
@@ -84,7 +90,21 @@ def test_a_target_whose_module_fails_is_named(tmp_path: Path, monkeypatch: pytes
     assert "half_a_judge" not in sys.modules
 
 
+def test_a_target_whose_module_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wrong_judge.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PlacementError, match=r"wrong_judge can't be imported: ZeroDivisionError: division by zero"):
+        load_class("wrong_judge:Judge")
+
+
 def test_a_role_error_reads_as_one_line_and_survives_pickling():
     error = pickle.loads(pickle.dumps(RoleError("judge", 1, "score", "ValueError: no")))
     assert str(error) == "role judge, rank 1, in score: ValueError: no"
     assert str(RoleError("judge", None, "start", "late")) == "role judge, some rank, in start: late"
+    error.phase, error.step = "train", 7
+    assert str(pickle.loads(pickle.dumps(error))) == "role judge, rank 1, in score, step 7 of train: ValueError: no"
+
+
+def test_keyword_arguments_of_any_name_reach_the_role(host: RankHost):
+    host.start("namer", "tests.unit.distributed.test_host:Namer", (tiny_config(), tiny_tokenizer()))
+    assert host.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")

@@ -115,6 +115,18 @@ def test_broadcast_calls_all_ranks_and_rank_zero_one():
     assert doublers.ranks.called == [3, 1]
 
 
+class Everywhere(Doubler):
+    @broadcast
+    def alone(self) -> int:
+        return self.context.num_ranks
+
+
+def test_an_override_is_called_as_its_own_decorator_says():
+    doublers = WorkerGroup("doubler", LocalRanks(3), Batching(), kind=Everywhere)
+    assert doublers.run(Doubler.alone) == 3
+    assert doublers.ranks.called == [3]
+
+
 def test_rows_without_tokens_weigh_the_same():
     texts = BatchedDataDict({"completion": ["a"] * 7})
     assert [len(plan.rows) for plan in map(group(Batching()).plan(texts).rank_plan, range(2))] == [4, 3]
