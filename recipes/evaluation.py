@@ -1,20 +1,24 @@
 """The held-out split, whole, at every evaluation."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from recipes.session import Session
 from recipes.stages import Draw, respond, scores
+from recipes.weighing import counted_tokens
 from rlpack.data.batch import BatchedDataDict
 from rlpack.observe.console import Sample
+from workers.actor import ActorWorker
 
 # Evaluation draws from streams of its own, at every evaluation the same ones.
 _STEP = 2**32
 
 
 def evaluate(session: Session) -> None:
-    """Measure the mean reward on the held-out split: sampled (mean and best of n) and greedy."""
+    """Measure the built-in role's mean reward on the held-out split: sampled (mean and best of n) and greedy."""
     samples = session.config.evaluation.samples
     sampled = _rewards(session, samples, session.config.rollout.temperature).view(-1, samples)
     session.metrics |= {
@@ -24,25 +28,37 @@ def evaluate(session: Session) -> None:
     }
 
 
+def evaluate_loss(session: Session) -> None:
+    """Measure the mean negative log-prob of the held-out demonstrations' tokens, and the perplexity it means."""
+    batch = session.held_out.demonstrations(np.arange(len(session.held_out)), session.tokenizer)
+    counted = counted_tokens(batch["response_mask"], session.actor.plan(batch)).values
+    logprobs = session.actor.run(ActorWorker.logprobs, batch, temperature=1.0)["logprobs"].values
+    loss = -logprobs[counted].double().mean().item() if counted.any() else 0.0
+    session.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
+
+
 def _rewards(session: Session, samples: int, temperature: float) -> Tensor:
     """Return the reward of every sample of every held-out prompt, f32 [prompts × samples]; a broken one counts 0."""
     positions = np.arange(len(session.held_out))
     draw = Draw(session.held_out.batch(positions), _STEP, positions)
     rollouts = respond(session, draw, samples, temperature)
-    rewards, _ = scores(session, rollouts)
+    rewards, valid = scores([session.groups["reward"]], rollouts)
     if temperature > 0:
-        _show(session, rollouts, rewards)
+        _show(session, rollouts, rewards, valid)
     return rewards
 
 
-def _show(session: Session, rollouts: BatchedDataDict, rewards: Tensor) -> None:
+def _show(session: Session, rollouts: BatchedDataDict, rewards: Tensor, valid: Tensor) -> None:
     """Show a few samples, spread over the split."""
     count = min(session.config.logger.samples, rollouts.num_rows)
     rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
     session.run.samples(
         [
             Sample(
-                str(rollouts["prompt"][row]), rollouts["completion"][row], rollouts["answer"][row], rewards[row].item()
+                prompt=str(rollouts["prompt"][row]),
+                completion=rollouts["completion"][row],
+                answer=None if rollouts["answer"][row] is None else str(rollouts["answer"][row]),
+                reward=rewards[row].item() if valid[row] else None,
             )
             for row in rows
         ]

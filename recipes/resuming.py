@@ -29,8 +29,18 @@ def newest_checkpoint(directory: Path) -> Resumed | None:
     return None
 
 
-def check_same_run(saved: dict[str, Any], config: Config) -> None:
-    """Refuse to go on with another recipe, seed, model, dataset or warm-up.
+def reference_folder(directory: Path) -> Path:
+    """Return where a run directory keeps the policy that the recipe's own steps began with."""
+    return directory / "checkpoints" / "reference"
+
+
+def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
+    """Refuse to go on with another recipe, seed, model, dataset or warm-up, or with a KL term to a policy that is gone.
+
+    Args:
+        saved: the checkpoint's configuration.
+        config: the run's.
+        has_reference: whether the policy that the recipe's own steps began with is there, or still to come.
 
     Raises:
         ConfigError: names each key that differs, with both values.
@@ -42,5 +52,10 @@ def check_same_run(saved: dict[str, Any], config: Config) -> None:
         for key in FIXED_KEYS
         if now[key] != saved[key]
     ]
+    if config.algorithm.kl_coef > 0 and not has_reference:
+        differing.append(
+            f"algorithm.kl_coef is {config.algorithm.kl_coef}, and run_dir={config.run_dir} goes on without a "
+            "reference: the policy that it began with was not kept; set algorithm.kl_coef=0, or choose another run_dir"
+        )
     if differing:
         raise ConfigError(differing)

@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recipes.checks import check_before_start
 from recipes.prompts import load_splits
-from recipes.resuming import check_same_run, newest_checkpoint
+from recipes.resuming import check_same_run, newest_checkpoint, reference_folder
 from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.roles import is_builtin, started_roles
@@ -20,6 +21,7 @@ from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
 from rlpack.data.prompts import Prompts
 from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.errors import RoleError
 from rlpack.distributed.roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.run import Run
@@ -45,17 +47,36 @@ class Progress:
         step: steps of the phase that are done.
         policy_version: optimizer steps that are done, over all phases.
         prompts_seen: prompts that rollouts were drawn for.
+        demonstrations_seen: demonstrations that supervised steps took, over all phases.
     """
 
     phase: Phase = "warm_up"
     step: int = 0
     policy_version: int = 0
     prompts_seen: int = 0
+    demonstrations_seen: int = 0
+
+    @property
+    def took_recipe_steps(self) -> bool:
+        """Whether a step of the recipe's own is done."""
+        return self.phase == "train" and self.step > 0
 
 
 @dataclass
 class Session:
-    """A run that is under way."""
+    """A run that is under way.
+
+    Attributes:
+        config: all of it.
+        run: the run's directory, sinks, timers and Ctrl-C.
+        tokenizer: of the policy.
+        prompts: to train on.
+        held_out: to evaluate on.
+        groups: the started roles by name.
+        progress: steps that are done.
+        metrics: figures of the step so far.
+        step: the step under way; None before the first.
+    """
 
     config: Config
     run: Run
@@ -65,6 +86,7 @@ class Session:
     groups: dict[str, WorkerGroup[Any]]
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict)
+    step: int | None = None
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -97,15 +119,20 @@ class Session:
             if phase == "warm_up":
                 return
             progress.phase, progress.step = phase, 0
+        self.stop_if_interrupted()
         with self.run.progress(total - progress.step, phase) as bar:
             if evaluate and progress.step == 0:
+                self.step = 0
                 self._evaluate(evaluate)
+                self.stop_if_interrupted()
             for step in range(progress.step + 1, total + 1):
+                self.step = step
                 began = time.perf_counter()
                 with self.run.timer("step"):
                     yield step
-                tokens = self.metrics["packing/real_tokens"]
-                self.metrics["throughput/tokens_per_s"] = tokens / (time.perf_counter() - began)
+                if "packing/real_tokens" in self.metrics:  # the recipe reported a plan
+                    tokens = self.metrics["packing/real_tokens"]
+                    self.metrics["throughput/tokens_per_s"] = tokens / (time.perf_counter() - began)
                 progress.step = step
                 self._log(phase)
                 bar.advance()
@@ -114,8 +141,11 @@ class Session:
                 self._save_if_due(step == total)
 
     def took_steps(self, metrics: list[dict[str, float]]) -> None:
-        """Count optimizer steps and take over their figures: the mean over the steps, the extreme, or the count."""
-        self.progress.policy_version += len(metrics)
+        """Count optimizer steps and take over their figures: the mean over the steps, the extreme, or the count.
+
+        Skipped steps left the policy as it was and make no version of it.
+        """
+        self.progress.policy_version += len(metrics) - round(sum(step["actor/skipped_steps"] for step in metrics))
         self.metrics["policy_version"] = self.progress.policy_version
         for name in dict.fromkeys(name for step in metrics for name in step):
             values = [step[name] for step in metrics if name in step]
@@ -144,12 +174,20 @@ class Session:
         self.tokenizer.save_pretrained(folder)
         self.run.note(f"model written to {folder}")
 
+    def stop_if_interrupted(self) -> None:
+        """End the run after a Ctrl-C, wherever nothing is lost by it.
+
+        Raises:
+            KeyboardInterrupt: there was one.
+        """
+        if self.run.interrupted:
+            raise KeyboardInterrupt
+
     def _save_if_due(self, is_last: bool) -> None:
         """Write a checkpoint every so often, at the end of a phase, and before a Ctrl-C ends the run."""
         if self.progress.step % self.config.checkpoint.every == 0 or is_last or self.run.interrupted:
             self.save()
-        if self.run.interrupted:
-            raise KeyboardInterrupt
+        self.stop_if_interrupted()
 
     def _log(self, phase: Literal["warm_up", "train", "evaluation"]) -> None:
         self.run.log(self.progress.step, self.metrics, phase=phase)
@@ -165,20 +203,32 @@ class Session:
 def open_session(config: Config) -> Iterator[Session]:
     """Start everything a recipe needs, and end all of it on the way out, whatever happened.
 
-    Data and tokenizer are read, and a run directory that is taken is refused, before any process starts.
+    Data and tokenizer are read, what roles are made of is checked, and a run directory that is taken is refused,
+    before any process starts.
+
+    Raises:
+        RoleError: a call failed; it carries the step.
     """
     directory = Path(cast(str, config.run_dir))
     resumed = newest_checkpoint(directory) if config.resume == "auto" else None
-    if resumed is not None:
-        check_same_run(resumed.state["config"], config)
-    tokenizer, prompts, held_out = load_splits(config)
     progress = Progress(**resumed.state["progress"]) if resumed else Progress()
+    if resumed is not None:
+        has_reference = not progress.took_recipe_steps or reference_folder(directory).exists()
+        check_same_run(resumed.state["config"], config, has_reference=has_reference)
+    tokenizer, prompts, held_out = load_splits(config)
+    check_before_start(config, tokenizer, prompts, held_out)
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement) as cluster:
         groups = start_roles(cluster, config, started_roles(config), (config, tokenizer))
         session = Session(config, run, tokenizer, prompts, held_out, groups, progress)
+        session.stop_if_interrupted()
         if resumed is not None:
             session.actor.run(ActorWorker.load, str(resumed.path / "actor"))
             run.note(f"resumed after step {progress.step} of {progress.phase} from {resumed.path}")
-        yield session
+        try:
+            yield session
+        except RoleError as error:
+            error.phase, error.step = progress.phase, session.step
+            raise
+        session.stop_if_interrupted()
         session.export()

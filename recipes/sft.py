@@ -3,11 +3,14 @@
 for each step:
     batch = demonstrations(prompts)
     actor.imitate(batch)              # one optimizer step
+
+The held-out demonstrations are scored now and then.
 """
 
 import math
 
 from recipes import stages
+from recipes.evaluation import evaluate_loss
 from recipes.session import Session, open_session
 from rlpack.config.schema import Config, WarmUp
 
@@ -15,8 +18,8 @@ from rlpack.config.schema import Config, WarmUp
 def main(config: Config) -> None:
     """Take `trainer.steps` steps of `trainer.prompts_per_step` sequences at a constant learning rate."""
     with open_session(config) as session:
-        for step in session.steps("train", config.trainer.steps):
-            batch = stages.demonstrations(session, step, config.trainer.prompts_per_step)
+        for _ in session.steps("train", config.trainer.steps, evaluate_loss):
+            batch = stages.demonstrations(session, config.trainer.prompts_per_step)
             stages.imitate(session, batch, config.actor.optimizer.learning_rate)
 
 
@@ -24,7 +27,7 @@ def warm_up(session: Session) -> None:
     """Take `warm_up.steps` steps before another recipe begins; its optimizer starts anew."""
     settings = session.config.warm_up
     for step in session.steps("warm_up", settings.steps):
-        batch = stages.demonstrations(session, step, settings.batch_size)
+        batch = stages.demonstrations(session, settings.batch_size)
         stages.imitate(session, batch, warm_up_rate(settings, step))
         if step == settings.steps:
             stages.forget_moments(session)

@@ -4,21 +4,22 @@ Each takes the session and the batch so far and returns the batch with more colu
 session. Row order never changes: every role gives its rows back in the order it got them.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from shutil import rmtree
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.resuming import reference_folder
 from recipes.session import Session
+from recipes.weighing import counted_tokens, step_weights
 from rlpack.algorithms.advantages import group_relative, zero_group_fraction
-from rlpack.algorithms.aggregation import Aggregation, count_denominators, token_weights
-from rlpack.config.schema import Algorithm
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
-from rlpack.packing import MicrobatchPlan
+from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.rollout.engine import SamplingParams
 from workers.actor import ActorWorker
 from workers.reference import ReferenceWorker
@@ -40,9 +41,11 @@ class Draw(NamedTuple):
 
 
 def draw_prompts(session: Session, step: int) -> Draw:
-    """Return the prompts of a step and their positions in the run."""
-    count = session.config.trainer.prompts_per_step
-    start = (step - 1) * count
+    """Return the prompts of a step, `trainer.prompts_per_step` rows, and their positions in the run.
+
+    They follow the last ones drawn, so a resumed run may change their number and still skip and repeat none.
+    """
+    start, count = session.progress.prompts_seen, session.config.trainer.prompts_per_step
     epochs, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
     session.progress.prompts_seen = start + count
     session.metrics |= {"prompts_seen": start + count, "epoch": float(epochs[-1])}
@@ -50,7 +53,10 @@ def draw_prompts(session: Session, step: int) -> Draw:
 
 
 def generate(session: Session, draw: Draw) -> BatchedDataDict:
-    """Return the rollout batch: `group_size` responses for every prompt."""
+    """Return the rollout batch: `group_size` responses for every prompt, B = prompts × group_size rows.
+
+    Its columns are those of `rlpack.rollout.assemble.rollout_batch`, `completion`, and the dataset's own.
+    """
     settings = session.config
     with session.run.timer("generate"):
         rollouts = respond(session, draw, settings.trainer.group_size, settings.rollout.temperature)
@@ -89,7 +95,7 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     denominator and no baseline.
     """
     with session.run.timer("reward"):
-        rewards, valid = scores(session, rollouts)
+        rewards, valid = scores(session.scorers, rollouts)
     kept = rewards[valid]
     session.metrics |= {
         "reward/mean": kept.mean().item() if kept.numel() else 0.0,
@@ -103,25 +109,37 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     return rollouts.union({"rewards": rewards, "valid": valid})
 
 
-def scores(session: Session, rollouts: BatchedDataDict) -> tuple[Tensor, Tensor]:
-    """Return every row's reward, f32 [B], and whether all scoring roles gave a finite one, bool [B]; else it is 0."""
-    texts = rollouts.keep([name for name in rollouts if isinstance(rollouts[name], list)])
-    results = [group.run(RewardWorker.score, texts) for group in session.scorers]
-    valid = ~torch.stack([result["quarantined"] for result in results]).any(0)
-    return torch.stack([result["rewards"] for result in results]).sum(0).where(valid, 0.0), valid
+def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> tuple[Tensor, Tensor]:
+    """Return every row's reward, f32 [B], and whether all scoring roles gave a finite one, bool [B]; else it is 0.
+
+    The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
+    """
+    sent = rollouts.keep([*_SCORE, *(name for name in rollouts if isinstance(rollouts[name], list))])
+    results = [_judged(group, sent) for group in groups]
+    valid = torch.stack([valid for _, valid in results]).all(0)
+    return torch.stack([rewards for rewards, _ in results]).sum(0).where(valid, 0.0), valid
+
+
+def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict) -> tuple[Tensor, Tensor]:
+    """Return one role's rewards, f32 [B], and which rows it scored, bool [B]: none that its batching drops."""
+    found = group.run(RewardWorker.score, rollouts)
+    valid = ~found["quarantined"]
+    valid[torch.from_numpy(group.plan(rollouts).step_of_row) < 0] = False
+    return found["rewards"], valid
 
 
 def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `logprobs`, the trained policy's own before its update."""
+    """Add `logprobs` f32 [T], the trained policy's own before its update; 0 outside responses."""
     with session.run.timer("logprobs"):
         old = session.actor.run(ActorWorker.logprobs, rollouts.keep(_SCORE))
-    gap = (old["logprobs"].values - rollouts["rollout_logprobs"].values).abs()[rollouts["response_mask"].values]
+    counted = counted_tokens(rollouts["response_mask"], session.actor.plan(rollouts, mini_batches=True)).values
+    gap = (old["logprobs"].values - rollouts["rollout_logprobs"].values).abs()[counted]
     session.metrics["rollout/logprob_gap"] = gap.mean().item() if gap.numel() else 0.0
     return rollouts.union(old)
 
 
 def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `reference_logprobs`; without a KL term there is no reference and nothing to add."""
+    """Add `reference_logprobs` f32 [T]; without a KL term there is no reference and nothing to add."""
     if session.reference is None:
         return rollouts
     with session.run.timer("reference"):
@@ -129,7 +147,10 @@ def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDa
 
 
 def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `advantages`, and the weights that each token has in loss and metrics of its optimizer step."""
+    """Add `advantages` f32 [T], and each token's weights in loss and metrics of its optimizer step, f32 [T].
+
+    The figures are of the rows that train, quarantined ones left out.
+    """
     settings = session.config.algorithm
     with session.run.timer("advantages"):
         rewards, groups = rollouts["rewards"], rollouts["group_ids"]
@@ -140,32 +161,14 @@ def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         per_token = mask.with_values(per_row[mask.segment_ids] * mask.values)
         plan = session.actor.plan(rollouts, mini_batches=True)
         weights = step_weights(mask, plan, settings)
+    kept = per_row[rollouts["valid"]]
     session.metrics |= {
-        "advantage/mean": per_row.mean().item(),
-        "advantage/std": per_row.std(unbiased=False).item(),
+        "advantage/mean": kept.mean().item() if kept.numel() else 0.0,
+        "advantage/std": kept.std(unbiased=False).item() if kept.numel() else 0.0,
         "advantage/zero_group_fraction": zero_group_fraction(per_row, groups),
     }
     session.report_plan(plan, keep=True)
     return rollouts.union({"advantages": per_token, **weights})
-
-
-def step_weights(mask: Ragged, plan: MicrobatchPlan, settings: Algorithm) -> dict[str, Ragged]:
-    """Return `loss_weight` and `token_weight` f32 of every token; over an optimizer step the latter add up to 1.
-
-    Denominators are counted here, over whole optimizer steps, before the first microbatch: so losses and metrics are
-    plain sums wherever their rows land. Tokens that the plan truncates or drops count nowhere.
-    """
-    position = torch.arange(mask.values.shape[0]) - mask.offsets[:-1][mask.segment_ids]
-    counted = mask.with_values(mask.values & (position < torch.from_numpy(plan.lengths)[mask.segment_ids]))
-    loss_weight, token_weight = (torch.zeros(mask.values.shape[0]) for _ in range(2))
-    step_of_token = torch.from_numpy(plan.step_of_row)[mask.segment_ids]
-    for step in range(plan.num_steps):
-        part, where = counted.select(plan.step_of_row == step), step_of_token == step
-        counts = count_denominators(part, constant=settings.sequence_sum_constant)
-        kinds: list[tuple[Tensor, Aggregation]] = [(loss_weight, settings.aggregation), (token_weight, "token_mean")]
-        for weight, kind in kinds:
-            weight[where] = token_weights(part.values, part.lengths, aggregation=kind, denominators=counts)
-    return {"loss_weight": mask.with_values(loss_weight), "token_weight": mask.with_values(token_weight)}
 
 
 def update(session: Session, rollouts: BatchedDataDict) -> None:
@@ -177,9 +180,16 @@ def update(session: Session, rollouts: BatchedDataDict) -> None:
     session.took_steps([step for epoch in epochs for step in epoch])
 
 
-def demonstrations(session: Session, step: int, count: int) -> BatchedDataDict:
-    """Return the demonstrations of a supervised step, with every token's weight in its loss."""
-    _, rows = prompt_positions(session.config.seed, len(session.prompts), (step - 1) * count, count)
+def demonstrations(session: Session, count: int) -> BatchedDataDict:
+    """Return the next `count` demonstrations, with every token's weight in the loss, f32 [T].
+
+    Raises:
+        DataError: an example has no demonstration.
+        PackingError: one is over the token budget.
+    """
+    start = session.progress.demonstrations_seen
+    _, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
+    session.progress.demonstrations_seen = start + count
     batch = session.prompts.demonstrations(rows, session.tokenizer)
     plan = session.actor.plan(batch)
     session.report_plan(plan)
@@ -199,9 +209,11 @@ def forget_moments(session: Session) -> None:
 
 def freeze_reference(session: Session) -> None:
     """Give the reference, if there is one, the policy that the recipe began with; a resumed run finds it on disk."""
+    folder = reference_folder(session.run.directory)
+    if not session.progress.took_recipe_steps:  # what lies there is of a run that came to no checkpoint
+        rmtree(folder, ignore_errors=True)
     if session.reference is None:
         return
-    folder = session.run.directory / "reference"
     if not folder.exists():
         staging = folder.with_suffix(".tmp")
         session.actor.run(ActorWorker.export_model, str(staging))

@@ -40,9 +40,14 @@ class ActorWorker(Worker):
         return cls(context, scorer, config.actor, ClippedPolicy(config.algorithm, config.rollout.temperature))
 
     @sharded(mini_batches=True)
-    def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return the column `logprobs`; its microbatches are those of `update`, so that the first ratio is 1."""
-        return self._scorer.logprobs(shard, "logprobs")
+    def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
+        """Return the column `logprobs`; its microbatches are those of `update`, so that the first ratio is 1.
+
+        Args:
+            shard: `input_ids`, `response_mask`.
+            temperature: of the distribution that is asked; None for what responses are sampled at.
+        """
+        return self._scorer.logprobs(shard, "logprobs", temperature=temperature)
 
     @sharded(mini_batches=True, merge=merge_steps)
     def update(self, shard: BatchedDataDict) -> list[dict[str, float]]:

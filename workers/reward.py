@@ -28,8 +28,10 @@ class RewardWorker(Worker):
         """Return `rewards` f32 [B] and `quarantined` bool [B] (the function gave no finite number for the row).
 
         Args:
-            shard: text columns: `prompt`, `completion`, and whatever the dataset brought (`answer`, say).
+            shard: text columns: `prompt`, `completion`, and whatever the dataset brought (`answer`, say). A session
+                sends `input_ids` and `response_mask` too, for a judge that reads tokens.
         """
-        columns = {name: list(shard[name]) for name in shard if name not in {"prompt", "completion"}}
+        lists = {name: column for name, column in shard.items() if isinstance(column, list)}
+        columns = {name: column for name, column in lists.items() if name not in {"prompt", "completion"}}
         scores = call_reward(self._function, shard["prompt"], shard["completion"], columns, self._arguments)
         return shard.keep([]).union({"rewards": scores.values, "quarantined": scores.quarantined})

@@ -37,18 +37,19 @@ class Scorer:
         return cls(policy, context.torch_device, temperature, pad_id(tokenizer))
 
     @torch.no_grad()
-    def logprobs(self, shard: BatchedDataDict, name: str) -> BatchedDataDict:
+    def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `name`: log p(token | tokens before it) of response tokens, f32, zero elsewhere.
 
         Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
         """
         self.policy.eval()
+        temperature = self.temperature if temperature is None else temperature
         values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
         for step in range(shard.num_steps):
             for view in shard.microbatches(step):
                 inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
                 select = view.rows["response_mask"].values.to(self.device)
-                scores = self.policy(inputs, select=select, temperature=self.temperature, entropy=False)
+                scores = self.policy(inputs, select=select, temperature=temperature, entropy=False)
                 values.append(scores.logprobs.float().cpu())
                 order.append(view.index)
         reshard(self.policy)

@@ -51,14 +51,14 @@ def pool_of(config: Config, role: str) -> str:
 
 
 def started_roles(config: Config) -> list[str]:
-    """Return the roles that this run starts: no reference without a KL term, no rollout or reward under sft.
+    """Return the roles that this run starts: no reference without a KL term, only the actor under sft.
 
     >>> started_roles(Config(recipe="sft"))
     ['actor']
     """
-    idle = set() if config.algorithm.kl_coef > 0 else {"reference"}
     if config.recipe == "sft":
-        idle = {"reference", "rollout", "reward"}
+        return ["actor"]
+    idle = set() if config.algorithm.kl_coef > 0 else {"reference"}
     return [role for role in config.roles if role not in idle]
 
 

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -84,6 +85,20 @@ def build_causal_lm(
         )
     _check_vocabulary(built, vocab_size)
     return built.to(device)
+
+
+def check_model(model: Model, *, vocab_size: int | None = None) -> None:
+    """Raise what `build_causal_lm` would raise about the model's config; no weight is read or made.
+
+    Raises:
+        ModelError: the path or hub name gives no config, or the config has an unknown key or is of no language model.
+    """
+    if model.path is None:
+        config = _new_config(model.config, {} if vocab_size is None else {"vocab_size": vocab_size})
+    else:
+        config = _load(AutoConfig, model.path, "model.path", _hub_arguments(model.path, model))
+    if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"the model is a {config.model_type}, which is no causal language model; choose another")
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:

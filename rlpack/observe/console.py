@@ -18,6 +18,7 @@ from rlpack.observe.text import shortened, visible
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("warm_up/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
+    ("evaluation/loss", "held-out loss", "{:.3f}"),
     ("evaluation/accuracy_sampled", "held-out sampled", "{:.1%}"),
     ("evaluation/accuracy_best_of_n", "best of n", "{:.1%}"),
     ("evaluation/accuracy_greedy", "greedy", "{:.1%}"),

@@ -61,6 +61,8 @@ METRICS: dict[str, Metric] = {
     "evaluation/accuracy_greedy": Metric(
         "1", "Held-out mean reward of the likeliest tokens: accuracy for rewards 0 and 1."
     ),
+    "evaluation/loss": Metric("nats", "Mean negative log-prob of the held-out demonstrations' tokens (recipe=sft)."),
+    "evaluation/perplexity": Metric("1", "The exponential of evaluation/loss."),
     "warm_up/loss": Metric("nats", "Mean negative log-prob of the demonstrations' tokens."),
     "warm_up/grad_norm": Metric("1", "Global norm of the supervised gradient before clipping."),
     "warm_up/learning_rate": Metric("1", "Learning rate of the supervised step."),

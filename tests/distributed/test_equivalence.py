@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.stages import step_weights
+from recipes.weighing import step_weights
 from rlpack.algorithms.metrics import merge_steps
 from rlpack.config.schema import Algorithm, Config, Rollout
 from rlpack.data.batch import BatchedDataDict

@@ -1,0 +1,76 @@
+"""What is looked at on the driver before any process starts: the same slip, found by a rank, costs minutes."""
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.roles import is_builtin, role_batching, started_roles
+from rlpack.config.schema import Config
+from rlpack.data.errors import DataError
+from rlpack.data.prompts import Prompts
+from rlpack.distributed.dispatch import dispatch_of
+from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.host import load_class
+from rlpack.models.loading import check_model
+from rlpack.packing import Batching
+from rlpack.rewards.scoring import resolve
+
+_ROWS_AT_A_TIME = 1024
+
+
+def check_before_start(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: Prompts) -> None:
+    """Find what would stop a rank while it starts, or a supervised step hours later.
+
+    Raises:
+        ModelError: `model` describes no language model that the tokenizer fits.
+        PlacementError: a role's class can't be loaded, or is none that a session can call.
+        RewardError: there is no such reward function.
+        DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget.
+    """
+    check_model(config.model, vocab_size=len(tokenizer))
+    names = started_roles(config)
+    for name in names:
+        _check_role(name, config.roles[name].target)
+    if "reward" in names:
+        resolve(config.reward.function)
+    batching = role_batching(config, "actor")
+    if config.recipe == "sft" or config.warm_up.steps > 0:
+        _check_demonstrations(prompts, tokenizer, batching)
+    if config.recipe == "sft":
+        _check_demonstrations(held_out, tokenizer, batching)
+
+
+def _check_role(name: str, target: str) -> None:
+    """Load a role's class; a user's own has to be one that scores."""
+    try:
+        kind = load_class(target)
+    except PlacementError as error:
+        raise PlacementError(f"roles.{name}: {error}") from error
+    if is_builtin(name):
+        return
+    wanted = "a role of one's own scores rollouts: `@sharded() def score(self, shard)`, as workers/reward.py has it"
+    for method in ("from_settings", "score"):
+        if not any(method in vars(parent) for parent in kind.__mro__):
+            raise PlacementError(f"roles.{name}.target is {target!r}, which has no method {method}; {wanted}")
+    try:
+        dispatch = dispatch_of(kind.score)
+    except TypeError as error:
+        raise PlacementError(f"roles.{name}.target is {target!r}: {error}; {wanted}") from error
+    if dispatch.kind != "sharded":
+        raise PlacementError(f"roles.{name}.target is {target!r}, whose score is {dispatch.kind}; {wanted}")
+
+
+def _check_demonstrations(prompts: Prompts, tokenizer: PreTrainedTokenizerBase, batching: Batching) -> None:
+    """Read every demonstration once, a part of the rows at a time."""
+    multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
+    for start in range(0, len(prompts), _ROWS_AT_A_TIME):
+        rows = np.arange(start, min(start + _ROWS_AT_A_TIME, len(prompts)))
+        lengths = prompts.demonstrations(rows, tokenizer)["input_ids"].lengths.numpy()
+        if batching.overlong != "error" or batching.max_tokens is None:
+            continue
+        slots = -(-lengths // multiple) * multiple
+        for row in np.flatnonzero(slots > batching.max_tokens)[:1]:
+            raise DataError(
+                f"prompt {prompts.examples[start + row].uid!r} and its demonstration have {lengths[row]} tokens, over "
+                f"batching.max_tokens={batching.max_tokens}; raise it, leave the row out, or set "
+                "batching.overlong=truncate"
+            )

@@ -1,0 +1,227 @@
+"""A session's own work, over a run and roles that only note what is asked of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from recipes import sft, stages
+from recipes.evaluation import evaluate_loss
+from recipes.prompts import load_splits
+from recipes.resuming import reference_folder
+from recipes.session import Progress, Session
+from rlpack.config.schema import Checkpoint, Config, Data, Trainer, WarmUp
+from rlpack.data.batch import BatchedDataDict
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching, make_plan
+from tests.builders import tiny_config, tiny_rollouts
+from workers.actor import ActorWorker
+from workers.reference import ReferenceWorker
+
+DATA = Data(generator={"train_size": 16, "validation_size": 4}, demonstration_column="demonstration")
+
+
+class FakeRun:
+    """Notes what is logged; `interrupt_at` is the log call in which somebody presses Ctrl-C."""
+
+    def __init__(self, directory: Path, interrupt_at: int | None = None) -> None:
+        self.directory = directory
+        self.logged: list[tuple[str, int]] = []
+        self.records: list[dict[str, float]] = []
+        self.interrupted = interrupt_at == 0
+        self._interrupt_at = interrupt_at
+
+    def log(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        self.logged.append((phase, step))
+        self.records.append(dict(metrics))
+        self.interrupted |= len(self.logged) == self._interrupt_at
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def progress(self, total: float, description: str) -> Iterator[Any]:
+        yield self
+
+    def advance(self) -> None: ...
+
+    def keep_plan(self, plan: Any) -> None: ...
+
+
+class FakeGroup:
+    """A role on one rank whose methods return what `answers` has for their names."""
+
+    def __init__(self, batching: Batching, answers: dict[str, Any]) -> None:
+        self.batching, self.answers = batching, answers
+        self.called: list[str] = []
+
+    def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
+        return make_plan(batch["input_ids"].lengths.numpy(), self.batching, dp_size=1)
+
+    def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.called.append(method.__name__)
+        answer = self.answers[method.__name__]
+        return answer(*args, **kwargs) if callable(answer) else answer
+
+
+class SavingSession(Session):
+    saved: tuple[int, ...] = ()
+
+    def save(self) -> None:
+        self.saved = (*self.saved, self.progress.step)
+
+
+def session_of(folder: Path, interrupt_at: int | None = None, **sections: Any) -> SavingSession:
+    config: Config = tiny_config(**({"data": DATA, "checkpoint": Checkpoint(every=100)} | sections))
+    tokenizer, prompts, held_out = load_splits(config)
+    return SavingSession(config, cast(Any, FakeRun(folder, interrupt_at)), tokenizer, prompts, held_out, {})
+
+
+def set_group(session: Session, name: str, batching: Batching | None = None, **answers: Any) -> FakeGroup:
+    group = FakeGroup(batching or Batching(), answers)
+    session.groups[name] = cast(WorkerGroup[Any], group)
+    return group
+
+
+def run_of(session: Session) -> FakeRun:
+    return cast(FakeRun, session.run)
+
+
+def walk(session: Session, total: int) -> None:
+    for _ in session.steps("train", total, lambda _: None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("interrupt_at", "logged", "saved"),
+    [
+        (0, [], ()),
+        (1, [("evaluation", 0)], ()),
+        (2, [("evaluation", 0), ("train", 1)], (1,)),
+        (4, [("evaluation", 0), ("train", 1), ("train", 2), ("evaluation", 2)], (2,)),
+    ],
+)
+def test_ctrl_c_ends_a_run_at_once_and_saves_finished_steps(
+    tmp_path: Path, interrupt_at: int, logged: list[tuple[str, int]], saved: tuple[int, ...]
+):
+    session = session_of(tmp_path, interrupt_at)
+    with pytest.raises(KeyboardInterrupt):
+        walk(session, 2)
+    assert (run_of(session).logged, session.saved) == (logged, saved)
+
+
+def test_a_recipe_that_reports_no_plan_runs_and_every_step_is_known(tmp_path: Path):
+    session = session_of(tmp_path)
+    assert session.step is None
+    assert list(session.steps("train", 3)) == [1, 2, 3]
+    assert (session.step, session.saved) == (3, (3,))
+
+
+def test_skipped_steps_make_no_new_version_of_the_policy(tmp_path: Path):
+    session = session_of(tmp_path)
+    session.took_steps([{"actor/skipped_steps": 0.0}, {"actor/skipped_steps": 1.0}, {"actor/skipped_steps": 0.0}])
+    assert session.progress.policy_version == 2
+    assert session.metrics == {"policy_version": 2, "warm_up/skipped_steps": 1.0}
+
+
+def test_prompts_go_on_where_they_were_left_with_another_number_a_step(tmp_path: Path):
+    whole, parts = (session_of(tmp_path, trainer=Trainer(prompts_per_step=count)) for count in (6, 2))
+    expected = stages.draw_prompts(whole, 1)
+    drawn = [stages.draw_prompts(parts, 1)]
+    resumed = session_of(tmp_path, trainer=Trainer(prompts_per_step=4))
+    resumed.progress = Progress(phase="train", step=1, prompts_seen=parts.progress.prompts_seen)
+    drawn.append(stages.draw_prompts(resumed, 2))
+    assert [uid for draw in drawn for uid in draw.prompts["uid"]] == expected.prompts["uid"]
+    assert np.concatenate([draw.positions for draw in drawn]).tolist() == expected.positions.tolist()
+    assert resumed.metrics["prompts_seen"] == 6
+
+
+def test_demonstrations_go_on_where_they_were_left(tmp_path: Path):
+    session = session_of(tmp_path)
+    set_group(session, "actor")
+    whole = stages.demonstrations(session, 6)
+    other = session_of(tmp_path)
+    set_group(other, "actor")
+    parts = [stages.demonstrations(other, count) for count in (2, 4)]
+    assert torch.equal(torch.cat([part["input_ids"].values for part in parts]), whole["input_ids"].values)
+    assert other.progress.demonstrations_seen == 6
+
+
+def test_a_reference_of_a_run_that_came_to_nothing_is_not_taken_over(tmp_path: Path):
+    def freeze(progress: Progress) -> str:
+        session = session_of(tmp_path)
+        session.progress = progress
+        set_group(session, "actor", export_model=lambda folder: (Path(folder).mkdir(), Path(folder, "own").touch()))
+        reference = set_group(session, "reference", load_model=lambda folder: None)
+        stages.freeze_reference(session)
+        assert reference.called == [ReferenceWorker.load_model.__name__]
+        return "own" if (reference_folder(tmp_path) / "own").exists() else "other"
+
+    reference_folder(tmp_path).mkdir(parents=True)
+    assert freeze(Progress(phase="train", step=1)) == "other"
+    assert freeze(Progress(phase="warm_up", step=4)) == "own"
+    assert freeze(Progress(phase="train", step=1)) == "own"
+
+
+def test_the_gap_to_the_sampler_leaves_out_tokens_that_were_cut(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)])
+
+    def cut(batch: BatchedDataDict) -> BatchedDataDict:
+        tokens = batch["input_ids"]
+        old = rollouts["rollout_logprobs"].values.clone() + 0.5
+        old[6 + 8 :] = 0
+        return batch.keep([]).union({"logprobs": tokens.with_values(old)})
+
+    set_group(session, "actor", Batching(max_tokens=8, overlong="truncate"), logprobs=cut)
+    stages.old_logprobs(session, rollouts)
+    assert session.metrics["rollout/logprob_gap"] == pytest.approx(0.5)
+
+
+def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4)] * 4, group=4)
+    set_group(session, "actor")
+    valid = torch.tensor([True, True, False, False])
+    stages.advantages(session, rollouts.union({"rewards": torch.tensor([0.0, 1.0, 0.0, 0.0]), "valid": valid}))
+    assert session.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not_scored(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)]).union({"completion": ["a", "b"]})
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        assert {"input_ids", "response_mask", "completion"} <= set(batch)
+        zeros = torch.zeros(2)
+        return batch.keep([]).union({"rewards": zeros + 1, "quarantined": zeros > 0})
+
+    set_group(session, "reward", score=score)
+    set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
+    rewards, valid = stages.scores(session.scorers, rollouts)
+    assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
+
+
+def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Path):
+    session = session_of(tmp_path)
+
+    def logprobs(batch: BatchedDataDict, *, temperature: float) -> BatchedDataDict:
+        assert temperature == 1.0
+        mask = batch["response_mask"]
+        return batch.keep([]).union({"logprobs": mask.with_values(mask.values * -0.25)})
+
+    actor = set_group(session, "actor", logprobs=logprobs)
+    evaluate_loss(session)
+    assert actor.called == [ActorWorker.logprobs.__name__]
+    assert session.metrics == pytest.approx({"evaluation/loss": 0.25, "evaluation/perplexity": 1.2840254})
+
+
+def test_a_warm_up_takes_its_steps_and_starts_the_optimizer_anew_at_its_end(tmp_path: Path):
+    session = session_of(tmp_path, warm_up=WarmUp(steps=2, batch_size=3))
+    answers = {"imitate": [{"actor/skipped_steps": 0.0}], "forget_moments": None}
+    actor = set_group(session, "actor", **answers)
+    sft.warm_up(session)
+    assert actor.called == ["imitate", "imitate", "forget_moments"]
+    assert (session.saved, session.progress.demonstrations_seen) == ((2,), 6)
