@@ -304,3 +304,21 @@ def test_training_goes_on_alike_from_a_checkpoint_on_fewer_ranks(tmp_path: Path)
     metrics = [merge_steps([rank[1].results[0] for rank in two]), merge_steps([after.results[0]])]
     for expected, step in zip(*metrics, strict=True):
         assert step == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_clipped_gradient_is_the_whole_models_scaled_to_the_norm(tmp_path: Path, size: int):
+    case, largest = Case("seven", "token_mean"), 0.01
+    config = config_of(case)
+    optimizer = config.actor.optimizer.model_copy(update={"max_grad_norm": largest})
+    clipped = config.model_copy(update={"actor": config.actor.model_copy(update={"optimizer": optimizer})})
+    cases = [(clipped, shards_of(case, BATCHINGS["packed"], size))]
+    found = on_ranks(tmp_path, size, actors.updates, cases, RATE)
+    (metrics,), truth = by_definition(case)
+    norm = metrics["actor/grad_norm"]
+    assert norm > 10 * largest
+    (step,) = merge_steps([rank[0].results[0] for rank in found])
+    assert step["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    expected = {name: gradient * (largest / norm) for name, gradient in truth.gradients.items()}
+    for rank in found:
+        assert difference(rank[0].gradients, expected) < 1e-3

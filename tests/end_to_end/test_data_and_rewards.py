@@ -118,6 +118,6 @@ def test_supervised_fine_tuning_lowers_its_loss_and_needs_no_rollout(tmp_path):
     assert losses[-1] < losses[0] / 3
     assert (steps(run.run_dir, "warm_up"), steps(run.run_dir, "evaluation")) == ([], [0, 10, 20, 30, 40])
     held_out = curve(run.run_dir, "evaluation/loss", "evaluation")
-    assert held_out[-1] < held_out[0] / 3
+    assert held_out[-1] < held_out[0] / 2
     assert_finite(run.run_dir)
     assert AutoModelForCausalLM.from_pretrained(run.run_dir / "model").config.model_type == "qwen2"
