@@ -42,9 +42,9 @@ class ArithmeticTask:
     validation_size: int = 128
     min_operands: int = 2
     max_operands: int = 26
-    mean_operands: float = 7.0
+    mean_operands: float = 8.0
     largest_operand: int = 3
-    noise: float = 0.24
+    noise: float = 0.23
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""
