@@ -1,5 +1,6 @@
 """Finding the checkpoint that a run goes on from, and refusing one that another run wrote."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from rlpack.checkpoint.commit import load_state, newest
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
+from rlpack.config.secrets import without_secrets
+from rlpack.observe.directory import flat
 
 # With another value of these the rest of the run would not be the rest of that run.
 FIXED_KEYS = ("recipe", "seed", "model", "data", "warm_up")
@@ -34,6 +37,11 @@ def reference_folder(directory: Path) -> Path:
     return directory / "checkpoints" / "reference"
 
 
+def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a run may not change when it goes on, dotted."""
+    return flat({key: config[key] for key in FIXED_KEYS})
+
+
 def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
     """Refuse to go on with another recipe, seed, model, dataset or warm-up, or with a KL term to a policy that is gone.
 
@@ -45,12 +53,12 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
     Raises:
         ConfigError: names each key that differs, with both values.
     """
-    now = config.model_dump(mode="json")
+    before, now = (_fixed(values) for values in (saved, without_secrets(config.model_dump(mode="json"))))
     differing = [
-        f"{key} is {now[key]!r} and the checkpoint in run_dir={config.run_dir} was written with {saved[key]!r}; "
-        f"set {key} as it was, or choose another run_dir"
-        for key in FIXED_KEYS
-        if now[key] != saved[key]
+        f"{key} is {now.get(key)!r} and the checkpoint in run_dir={config.run_dir} was written with "
+        f"{before.get(key)!r}; set {key} as it was, or choose another run_dir"
+        for key in sorted(before.keys() | now.keys())
+        if now.get(key) != before.get(key)
     ]
     if config.algorithm.kl_coef > 0 and not has_reference:
         differing.append(

@@ -76,6 +76,9 @@ def run(config: Config) -> int:
         recipe = importlib.import_module(f"recipes.{config.recipe}")
         recipe.main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
+        _say(
+            f"interrupted; the same command with run_dir={config.run_dir} resume=auto goes on from its last checkpoint"
+        )
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: every error ends here as a message and a code
         return _report_failure(error)

@@ -81,6 +81,8 @@ def _connect(placement: Placement) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray otherwise hides GPUs from CPU actors by an environment variable and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray warns that its token authentication is on, which is what one wants.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ranks import a user's own roles and rewards from where the command was given, as the driver does.
     import_path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     if placement.address is not None:

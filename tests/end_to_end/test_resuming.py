@@ -138,7 +138,9 @@ def test_the_rollouts_kept_are_those_of_the_uninterrupted_run(stopped, uninterru
 
 
 def test_the_reference_stays_the_policy_that_training_began_with(stopped, uninterrupted):
-    reference, same = (load_file(r.run_dir / "checkpoints" / "reference" / "model.safetensors") for r in (stopped, uninterrupted))
+    reference, same = (
+        load_file(r.run_dir / "checkpoints" / "reference" / "model.safetensors") for r in (stopped, uninterrupted)
+    )
     trained = load_file(stopped.run_dir / "model" / "model.safetensors")
     assert all(torch.equal(reference[name], same[name]) for name in same)
     assert not all(torch.equal(reference[name], trained[name]) for name in trained)
