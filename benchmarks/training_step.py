@@ -1,6 +1,6 @@
 """Train the same 40 sequences packed, dynamically batched and padded in arrival order; print real tokens per second.
 
-    python benchmarks/training_step.py [--seed 1] [--repeats 7]
+    python benchmarks/training_step.py [--seed 1] [--repeats 7] [--picture FILE]
 
 Lengths follow Zipf's law, with the exponent at which rows that are padded in arrival order, eight at a time, use 28 %
 of their slots. Each step is what a rank does: forward and backward over the plan's microbatches, clipping, AdamW. The
@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from rlpack.models.inputs import to_model_inputs
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.parallel import clip_grad_norm
 from rlpack.models.policy import Policy
+from rlpack.observe.packing_picture import packing_picture
+from rlpack.observe.plan_record import TITLES
 from rlpack.packing.batching import Batching
 from rlpack.packing.planning import make_plan
 
@@ -108,9 +111,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--picture", type=Path, help="draw the three plans on two ranks into this PNG, and stop")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lengths = zipf_lengths(arguments.seed)
+    if arguments.picture:
+        packing_picture(
+            {TITLES[mode]: make_plan(lengths, MODES[mode], dp_size=2) for mode in TITLES}, arguments.picture
+        )
+        return 0
     print(
         f"{lengths.size} sequences, {lengths.min()} to {lengths.max()} tokens, {lengths.sum()} in all; "
         f"padded in arrival order {useful_share(lengths):.1%} of slots are useful"

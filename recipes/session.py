@@ -108,6 +108,14 @@ class Session:
         """Return all roles that score: the built-in reward and the user's own."""
         return [group for name, group in self.groups.items() if name == "reward" or not is_builtin(name)]
 
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate of the recipe's step under way: constant, or falling in a line over its steps."""
+        settings, total = self.config.actor.optimizer, self.config.trainer.steps
+        if settings.schedule == "constant" or self.step is None:
+            return settings.learning_rate
+        return settings.learning_rate * (1.0 - (self.step - 1) / total)
+
     def steps(self, phase: Phase, total: int, evaluate: Callable[["Session"], None] | None = None) -> Iterator[int]:
         """Yield the steps of a phase that are still to do, from 1; between them, all that is not the algorithm.
 

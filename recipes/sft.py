@@ -16,11 +16,11 @@ from rlpack.config.schema import Config, WarmUp
 
 
 def main(config: Config) -> None:
-    """Take `trainer.steps` steps of `trainer.prompts_per_step` sequences at a constant learning rate."""
+    """Take `trainer.steps` steps of `trainer.prompts_per_step` sequences."""
     with open_session(config) as session:
         for _ in session.steps("train", config.trainer.steps, evaluate_loss):
             batch = stages.demonstrations(session, config.trainer.prompts_per_step)
-            stages.imitate(session, batch, config.actor.optimizer.learning_rate)
+            stages.imitate(session, batch, session.learning_rate)
 
 
 def warm_up(session: Session) -> None:

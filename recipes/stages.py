@@ -176,7 +176,8 @@ def update(session: Session, rollouts: BatchedDataDict) -> None:
     names = [*_UPDATE, *(["reference_logprobs"] if session.reference else [])]
     batch = rollouts.keep(names)
     with session.run.timer("update"):
-        epochs = [session.actor.run(ActorWorker.update, batch) for _ in range(session.config.trainer.epochs)]
+        rate = session.learning_rate
+        epochs = [session.actor.run(ActorWorker.update, batch, rate) for _ in range(session.config.trainer.epochs)]
     session.took_steps([step for epoch in epochs for step in epoch])
 
 

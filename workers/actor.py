@@ -50,14 +50,15 @@ class ActorWorker(Worker):
         return self._scorer.logprobs(shard, "logprobs", temperature=temperature)
 
     @sharded(mini_batches=True, merge=merge_steps)
-    def update(self, shard: BatchedDataDict) -> list[dict[str, float]]:
+    def update(self, shard: BatchedDataDict, learning_rate: float | None = None) -> list[dict[str, float]]:
         """Take one optimizer step for each mini-batch; return the metrics of each.
 
         Args:
             shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and per
                 row `loss_weight` and `token_weight` of its optimizer step.
+            learning_rate: of these steps; None for the configuration's.
         """
-        rate = self._settings.optimizer.learning_rate
+        rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
         return [self._step(shard, step, self._objective, rate) for step in range(shard.num_steps)]
 
     @sharded(merge=merge_steps)
