@@ -44,7 +44,7 @@ class ArithmeticTask:
     max_operands: int = 26
     mean_operands: float = 8.0
     largest_operand: int = 3
-    noise: float = 0.23
+    noise: float = 0.26
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""

@@ -20,6 +20,10 @@ UNEVEN = (
     "rollout.max_new_tokens=20",
     "warm_up.steps=40",
     "warm_up.batch_size=32",
+    "warm_up.learning_rate=1e-3",
+    # Small and constant: AdamW divides gradients by their size, so large steps would blow rounding up.
+    "actor.optimizer.learning_rate=1e-4",
+    "actor.optimizer.schedule=constant",
     "trainer.prompts_per_step=8",
     "trainer.group_size=4",
     "trainer.mini_batch_size=16",
