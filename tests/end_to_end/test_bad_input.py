@@ -119,9 +119,9 @@ def test_a_run_directory_that_is_taken_is_left_as_it_was(folder, capsys, uninter
     ("change", "message"),
     [
         ("seed=2", "seed is 2 and the checkpoint"),
-        ("data.generator.largest_operand=3", "data is "),
-        ("model=small", "model is "),
-        ("warm_up.steps=41", "warm_up is "),
+        ("data.generator.largest_operand=3", "data.generator.largest_operand is 3 and the checkpoint"),
+        ("model=small", "model.config.hidden_size is 256 and the checkpoint"),
+        ("warm_up.steps=41", "warm_up.steps is 41 and the checkpoint"),
     ],
 )
 def test_a_run_is_not_resumed_as_another_one(folder, capsys, uninterrupted, change, message):

@@ -35,6 +35,7 @@ def run(tmp_path_factory):
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",
         "trainer.group_size=16",
+        "trainer.mini_batch_size=null",
         "actor.optimizer.learning_rate=5e-4",
         "evaluation.every=10",
         "evaluation.samples=8",
@@ -125,6 +126,7 @@ def test_the_last_checkpoint_is_whole_and_knows_where_the_run_stands(run):
     progress = load_state(checkpoint)["progress"]
     assert progress == {
         "phase": "train", "step": STEPS, "policy_version": WARM_UP + STEPS, "prompts_seen": 16 * STEPS,
+        "demonstrations_seen": 32 * WARM_UP,
     }  # fmt: skip
     assert not list((run.run_dir / "checkpoints").glob("*/.*"))
 
