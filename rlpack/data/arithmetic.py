@@ -39,12 +39,12 @@ class ArithmeticTask:
     """
 
     train_size: int = 16384
-    validation_size: int = 128
+    validation_size: int = 256
     min_operands: int = 2
     max_operands: int = 26
     mean_operands: float = 8.0
     largest_operand: int = 3
-    noise: float = 0.26
+    noise: float = 0.29
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""
