@@ -56,7 +56,7 @@ class RoleBatching(Section):
 class Trainer(Section):
     """The size and length of the run."""
 
-    steps: int = Field(default=70, ge=0, description="Rollout steps of the recipe.")
+    steps: int = Field(default=50, ge=0, description="Rollout steps of the recipe.")
     prompts_per_step: Count = Field(default=32, description="Prompts of one rollout step.")
     group_size: Count = Field(default=8, description="Samples of each prompt (n).")
     mini_batch_size: Count | None = Field(

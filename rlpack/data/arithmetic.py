@@ -4,12 +4,13 @@ A prompt names its digits by letters, `a3b2c3=`; an answer walks them, each step
 so far modulo 10, and ends with the last total: `a33b25c38#8`. Lengths are geometric, so that a batch is as uneven as
 real ones: most answers are short, a few are close to a hundred tokens.
 
-Demonstrations are imperfect on purpose: each total is off by one with probability `noise`, and the steps after it go
+Demonstrations are imperfect on purpose: each total is one too high with probability `noise`, and the steps after it go
 on from there. A model that imitates them makes the same mistakes when it samples; the verifiable reward (the last
 total is right) lets reinforcement learning remove them. What is learned can be checked against exact arithmetic.
 """
 
 import string
+import zlib
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlpack.data.errors import DataError
 
 ALPHABET = string.ascii_lowercase + string.digits + "=#"
 _SPLITS = {"train": 0, "validation": 1}
+_HELD_OUT = 8  # one prompt in so many belongs to the held-out split
 _MAX_OPERANDS = len(string.ascii_lowercase)
 
 
@@ -32,7 +34,7 @@ class ArithmeticTask:
         max_operands: most digits of a prompt, at most 26 (one letter each).
         mean_operands: mean count of digits before the two limits cut the geometric distribution.
         largest_operand: operands go from 0 to this digit.
-        noise: probability that a step of a demonstration is off by one.
+        noise: probability that a step of a demonstration is one too high.
 
     Raises:
         DataError: a value is outside its limits.
@@ -44,7 +46,7 @@ class ArithmeticTask:
     max_operands: int = 26
     mean_operands: float = 8.0
     largest_operand: int = 3
-    noise: float = 0.29
+    noise: float = 0.17
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""
@@ -69,7 +71,9 @@ class ArithmeticTask:
 def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[str]]:
     """Return the columns `prompt`, `answer` and `demonstration` of a split; the two splits share no prompt.
 
-    Rows are drawn from (seed, split) alone. A prompt that stands in the held-out split is never drawn for training.
+    Rows are drawn from (seed, split) alone. A checksum of the seed and the prompt says which split a prompt belongs
+    to, so that of every length one in eight is held out: were it the held-out rows themselves, all of the few short
+    prompts could be held out and no short one be trained on.
 
     >>> rows = generate("validation", seed=1, task=ArithmeticTask(validation_size=1, noise=0.0))
     >>> solve(rows["prompt"][0]) == rows["demonstration"][0]
@@ -77,10 +81,8 @@ def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[s
     """
     if split not in _SPLITS:
         raise DataError(f"the built-in task has no split {split!r}; choose train or validation")
-    held_out = _draw_prompts("validation", task.validation_size, seed, task, frozenset())
-    prompts = (
-        held_out if split == "validation" else _draw_prompts(split, task.train_size, seed, task, frozenset(held_out))
-    )
+    size = task.validation_size if split == "validation" else task.train_size
+    prompts = _draw_prompts(split, size, seed, task)
     rng = np.random.default_rng((seed, _SPLITS[split], 1))
     demonstrations = [solve(prompt, slips=_slips(rng, len(prompt) // 2, task.noise)) for prompt in prompts]
     return {
@@ -104,12 +106,12 @@ def solve(prompt: str, slips: np.ndarray | None = None) -> str:
 
 
 def _slips(rng: np.random.Generator, count: int, noise: float) -> np.ndarray:
-    """Return -1, 0 or 1 for each step; a slip has probability `noise`."""
-    return (rng.random(count) < noise) * rng.choice([-1, 1], size=count)
+    """Return 1 for each step that slips, 0 for the others; all go one way, so that two of them never make a right."""
+    return (rng.random(count) < noise).astype(np.int64)
 
 
-def _draw_prompts(split: str, size: int, seed: int, task: ArithmeticTask, taken: frozenset[str]) -> list[str]:
-    """Return `size` prompts outside `taken`."""
+def _draw_prompts(split: str, size: int, seed: int, task: ArithmeticTask) -> list[str]:
+    """Return `size` prompts of the split."""
     rng = np.random.default_rng((seed, _SPLITS[split], 0))
     prompts: list[str] = []
     for _ in range(100 * size):
@@ -120,9 +122,11 @@ def _draw_prompts(split: str, size: int, seed: int, task: ArithmeticTask, taken:
         prompt = (
             "".join(f"{letter}{digit}" for letter, digit in zip(string.ascii_lowercase, digits, strict=False)) + "="
         )
-        if prompt not in taken:
+        if _split_of(prompt, seed) == split:
             prompts.append(prompt)
-    raise DataError(
-        f"only {len(prompts)} of {size} {split} prompts could be drawn that the held-out split lacks; "
-        "raise data.generator.max_operands or lower data.generator.validation_size"
-    )
+    raise DataError(f"only {len(prompts)} of {size} {split} prompts could be drawn; raise data.generator.max_operands")
+
+
+def _split_of(prompt: str, seed: int) -> str:
+    """Return the split that a prompt belongs to."""
+    return "train" if zlib.crc32(f"{seed}:{prompt}".encode()) % _HELD_OUT else "validation"

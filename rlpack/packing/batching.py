@@ -42,7 +42,7 @@ class Batching:
 
     mode: Mode = "packed"
     max_tokens: int | None = 4096
-    rows: int = 8
+    rows: int = 16
     algorithm: Algorithm = "best_fit_decreasing"
     pad_to_multiple: int = 1
     length_multiple: int = 1

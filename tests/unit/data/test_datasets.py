@@ -71,6 +71,13 @@ def test_the_generator_has_two_splits_that_share_no_prompt():
     assert list(load("arithmetic", **{**arguments, "seed": 2})) != list(train)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_of_the_few_short_prompts_most_can_be_trained_on(seed):
+    train = load("arithmetic", seed=seed, generator={"train_size": 4096, "validation_size": 256})
+    short = {example.prompt for example in train if len(example.prompt) == len("a0b0=")}
+    assert 16 / 2 < len(short) < 16
+
+
 def test_generator_errors_name_the_key():
     with pytest.raises(DataError, match=r"data.generator: .*'operands'.*; the keys are train_size, "):
         load("arithmetic", generator={"operands": 3})
