@@ -9,6 +9,8 @@ from rlpack.checkpoint.commit import load_state, newest
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
+from rlpack.data.errors import DataError
+from rlpack.data.prompts import Prompts
 from rlpack.observe.directory import flat
 
 # With another value of these the rest of the run would not be the rest of that run.
@@ -67,3 +69,19 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
         )
     if differing:
         raise ConfigError(differing)
+
+
+def check_same_prompts(resumed: Resumed, config: Config, prompts: Prompts, held_out: Prompts) -> None:
+    """Refuse to go on over other rows than the run began with: its place in them would mean other prompts.
+
+    Raises:
+        DataError: a file or dataset has changed since the checkpoint was written.
+    """
+    data = config.data
+    sources = {"prompts": (prompts, data.source), "held_out": (held_out, data.validation_source or data.source)}
+    for name, (found, source) in sources.items():
+        if resumed.state[name] != found.fingerprint:
+            raise DataError(
+                f"{source} has other rows than when the checkpoint {resumed.path} was written; put them back as they "
+                "were, or choose another run_dir"
+            )

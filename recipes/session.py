@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.checks import check_before_start
 from recipes.prompts import load_splits
-from recipes.resuming import check_same_run, newest_checkpoint, reference_folder
+from recipes.resuming import check_same_prompts, check_same_run, newest_checkpoint, reference_folder
 from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.roles import is_builtin, started_roles
@@ -172,7 +172,12 @@ class Session:
         root = self.run.directory / "checkpoints" / self.progress.phase
         with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
             self.actor.run(ActorWorker.save, str(staging.path / "actor"))
-            state = {"progress": asdict(self.progress), "config": without_secrets(self.config.model_dump(mode="json"))}
+            state = {
+                "progress": asdict(self.progress),
+                "config": without_secrets(self.config.model_dump(mode="json")),
+                "prompts": self.prompts.fingerprint,
+                "held_out": self.held_out.fingerprint,
+            }
             staging.commit(state, keep=self.config.checkpoint.keep)
 
     def export(self) -> None:
@@ -224,6 +229,8 @@ def open_session(config: Config) -> Iterator[Session]:
         has_reference = not progress.took_recipe_steps or reference_folder(directory).exists()
         check_same_run(resumed.state["config"], config, has_reference=has_reference)
     tokenizer, prompts, held_out = load_splits(config)
+    if resumed is not None:
+        check_same_prompts(resumed, config, prompts, held_out)
     check_before_start(config, tokenizer, prompts, held_out)
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement) as cluster:

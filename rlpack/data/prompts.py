@@ -1,8 +1,10 @@
 """Prompts as token ids: a dataset read once through the tokenizer, and batches of its rows."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -32,6 +34,16 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a digest of all examples and their token ids, by which a resumed run knows its data again."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in (self.input_ids.lengths, self.input_ids.values):
+            digest.update(tensor.numpy().tobytes())
+        for example in self.examples:
+            digest.update(repr(example).encode("utf-8", "backslashreplace"))
+        return digest.hexdigest()
 
     def batch(self, rows: np.ndarray) -> BatchedDataDict:
         """Return `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns of these rows."""

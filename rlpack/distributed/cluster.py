@@ -3,8 +3,11 @@
 import logging
 import math
 import os
+import signal
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -31,7 +34,8 @@ class Cluster:
         """
         self._placement = placement
         self._pools: dict[str, RayRanks] = {}
-        _connect(placement)
+        with _own_sigterm():
+            _connect(placement)
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +106,17 @@ def _connect(placement: Placement) -> None:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     os.environ["PYTHONPATH"] = import_path  # inherited by Ray's processes
     ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep what the process does on SIGTERM; `ray.init` would have it exit at once, in the middle of a step."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _check_answer(address: str) -> None:

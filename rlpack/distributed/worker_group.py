@@ -67,6 +67,7 @@ class WorkerGroup(Generic[W]):
         self.batching = batching
         self.mini_batch_size = mini_batch_size
         self._kind = kind
+        self._newest: dict[bool, MicrobatchPlan] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -74,13 +75,18 @@ class WorkerGroup(Generic[W]):
         return self.ranks.num_ranks
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> MicrobatchPlan:
-        """Return the plan that a sharded call on `batch` follows."""
-        return make_plan(
-            _token_counts(batch),
-            self.batching,
-            dp_size=self.num_ranks,
-            mini_batch_size=self.mini_batch_size if mini_batches else None,
-        )
+        """Return the plan that a sharded call on `batch` follows; calls on the same lengths share one."""
+        lengths = _token_counts(batch)
+        newest = self._newest.get(mini_batches)
+        if newest is None or not np.array_equal(newest.request.lengths, lengths):
+            newest = make_plan(
+                lengths,
+                self.batching,
+                dp_size=self.num_ranks,
+                mini_batch_size=self.mini_batch_size if mini_batches else None,
+            )
+            self._newest[mini_batches] = newest
+        return newest
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role as its dispatch decorator says.

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_LINES = 20
 FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C again to stop at once\n"
+# What a user's Ctrl-C sends, and what a scheduler sends before it takes the machine away.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Place(Protocol):
@@ -55,7 +57,7 @@ class Place(Protocol):
 class Run:
     """One run: its directory, its sinks, its console, its timers and its Ctrl-C.
 
-    Use it as a context manager: inside, the first Ctrl-C only sets `interrupted`, the second raises
+    Use it as a context manager: inside, the first Ctrl-C or SIGTERM only sets `interrupted`, the second raises
     KeyboardInterrupt. Leaving closes the sinks and writes the report, also after an error.
     """
 
@@ -68,7 +70,7 @@ class Run:
         self._times: dict[str, float] = {}
         self._pending_samples: list[Sample] = []
         self._pending_plan: MicrobatchPlan | None = None
-        self._usual: Any = None
+        self._usual: dict[signal.Signals, Any] = {}
         self._finished = False
 
     @classmethod
@@ -156,18 +158,18 @@ class Run:
         return path
 
     def __enter__(self) -> Self:
-        """Take over Ctrl-C, where Python allows it: in the main thread."""
+        """Take over Ctrl-C and SIGTERM, where Python allows it: in the main thread."""
         if threading.current_thread() is threading.main_thread():
-            self._usual = signal.signal(signal.SIGINT, self._interrupt)
+            self._usual = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give Ctrl-C back and finish; a report that fails must not hide the error that ended the run."""
-        if self._usual is not None:
-            signal.signal(signal.SIGINT, self._usual)
-            self._usual = None
+        """Give the signals back and finish; a report that fails must not hide the error that ended the run."""
+        for number, usual in self._usual.items():
+            signal.signal(number, usual)
+        self._usual = {}
         try:
             self.finish()
         except Exception:
@@ -188,7 +190,7 @@ class Run:
         self._pending_plan, self._pending_samples = None, []
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Note the first Ctrl-C, obey the second."""
+        """Note the first Ctrl-C or SIGTERM, obey the second."""
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True

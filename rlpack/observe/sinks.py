@@ -170,7 +170,8 @@ class WandbSink:
     def log(self, step: int, phase: Phase, metrics: Mapping[str, float]) -> None:
         """Send every metric."""
         check_names(metrics)
-        self._run.log({f"{phase}/{name}": value for name, value in metrics.items()} | {f"{phase}/step": step})
+        named = {name if name.startswith(f"{phase}/") else f"{phase}/{name}": value for name, value in metrics.items()}
+        self._run.log(named | {f"{phase}/step": step})
 
     def close(self) -> None:
         """Wait until everything is sent (online) or written (offline)."""

@@ -62,10 +62,13 @@ class Command:
 
         until(logged, DEADLINE_S)
 
-    def interrupt(self, *, whole_group: bool) -> None:
+    def interrupt(self) -> None:
         """Press Ctrl-C, which a terminal sends to the whole group."""
-        send = os.killpg if whole_group else os.kill
-        send(self.process.pid, signal.SIGINT)
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """Ask the command to end, as a scheduler does before it takes the machine away."""
+        self.process.terminate()
 
     def processes(self) -> list[psutil.Process]:
         """Return what is alive of the run, on this machine."""

@@ -2,11 +2,12 @@
 
 import json
 import math
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.commands import curve, done, records, steps
+from tests.end_to_end.commands import curve, done, records, started, steps
 from tests.end_to_end.settings import EASY, UNEVEN
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -20,6 +21,24 @@ def score(prompts, completions, kind, *, scale):
         value = scale * sum(character.isdigit() for character in completion) / 8
         rewards.append({"nan": float("nan"), "none": None, "infinite": float("inf")}.get(what, value))
     return rewards
+"""
+# A role of one's own that scores one batch and fails on the next.
+JUDGE = """
+import torch
+
+from workers.base import Worker, sharded
+
+class Judge(Worker):
+    calls = 0
+
+    @sharded()
+    def score(self, shard):
+        self.calls += 1
+        if self.calls > 1:
+            raise ValueError("no opinion")
+        rows = shard.num_rows
+        verdict = {"rewards": torch.full((rows,), 5.0), "quarantined": torch.zeros(rows, dtype=torch.bool)}
+        return shard.keep([]).union(verdict)
 """
 KINDS = ("good", "nan", "good", "none", "good", "infinite", "good", "good")
 HOSTILE = "\x1b[31m[red]</pre><script>alert(1)</script> é 🙂 http://example.org"
@@ -122,3 +141,14 @@ def test_supervised_fine_tuning_lowers_its_loss_and_needs_no_rollout(tmp_path):
     assert held_out[-1] < held_out[0] / 2
     assert_finite(run.run_dir)
     assert AutoModelForCausalLM.from_pretrained(run.run_dir / "model").config.model_type == "qwen2"
+
+
+def test_a_role_of_ones_own_is_one_line_of_configuration_and_its_failure_names_role_and_step(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    with started(tmp_path, *EASY, "warm_up.steps=1", "trainer.steps=3", "trainer.prompts_per_step=4",
+                 "roles.judge.target=judge:Judge") as run:  # fmt: skip
+        assert run.wait() == 1
+    assert re.search(r"role judge, rank \d, in score, step 2 of train: ValueError: no opinion", run.err)
+    assert steps(run.run_dir, "train") == [1]
+    (reward,) = curve(run.run_dir, "reward/mean")
+    assert 5 <= reward <= 6

@@ -46,8 +46,10 @@ def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
         assert len(command.processes()) > 2  # the driver, Ray's own, and the ranks: they can be told by their mark
         if how == "kill":
             command.process.kill()
+        elif how == "scheduler":
+            command.terminate()
         else:
-            command.interrupt(whole_group=how == "terminal")
+            command.interrupt()
         return Stop(
             code=command.wait(),
             left=command.left_behind(),
@@ -63,14 +65,14 @@ def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
 def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     in_warm_up = stop(folder, "warm_up", 4, "terminal")
-    in_training = stop(folder, "train", 2, "driver")
+    in_training = stop(folder, "train", 2, "scheduler")
     killed = stop(folder, "train", in_training.train[-1] + 2, "kill")
     last = done(folder, *OVERRIDES)
     return Stopped(last.run_dir, in_warm_up, in_training, killed, last.out)
 
 
 @pytest.mark.parametrize("when", ["in_warm_up", "in_training"])
-def test_ctrl_c_finishes_the_step_and_ends_with_130_and_one_line(stopped, when):
+def test_ctrl_c_or_sigterm_finishes_the_step_and_ends_with_130_and_one_line(stopped, when):
     ended = getattr(stopped, when)
     assert ended.code == 130
     assert ended.err.count("interrupted: finishing the step, then saving") == 1
@@ -84,7 +86,7 @@ def test_ctrl_c_in_the_warm_up_commits_the_step_that_was_under_way(stopped):
     assert (ended.warm_up[-1], ended.train) == (ended.logged, [])
 
 
-def test_ctrl_c_in_training_commits_the_step_that_was_under_way(stopped):
+def test_sigterm_in_training_commits_the_step_that_was_under_way(stopped):
     ended = stopped.in_training
     assert 2 <= ended.logged < 9
     assert ended.train[-1] == ended.logged

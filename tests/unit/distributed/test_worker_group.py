@@ -130,3 +130,13 @@ def test_an_override_is_called_as_its_own_decorator_says():
 def test_rows_without_tokens_weigh_the_same():
     texts = BatchedDataDict({"completion": ["a"] * 7})
     assert [len(plan.rows) for plan in map(group(Batching()).plan(texts).rank_plan, range(2))] == [4, 3]
+
+
+def test_calls_on_the_same_lengths_share_one_plan_and_other_lengths_get_their_own():
+    doubler = group(Batching(max_tokens=64), mini_batch_size=2)
+    batch, other = tiny_rollouts(SIZES), tiny_rollouts(SIZES[::-1])
+    plan = doubler.plan(batch)
+    assert doubler.plan(batch.keep(["input_ids"])) is plan
+    assert doubler.plan(batch, mini_batches=True).num_steps == 4
+    assert doubler.plan(batch) is plan
+    assert doubler.plan(other).request.lengths.tolist() == other["input_ids"].lengths.tolist()

@@ -125,14 +125,17 @@ def test_resuming_cuts_the_rollouts_too(tmp_path: Path, point: ResumePoint, kept
     assert [json.loads(line)["completion"] for line in found] == kept
 
 
-def test_the_first_ctrl_c_is_noted_and_the_second_stops(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    usual = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_stops(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    usual = signal.getsignal(number)
     with start(tmp_path) as run:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         assert run.interrupted
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is usual
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is usual
     assert "finishing the step, then saving; press Ctrl-C again to stop at once" in capfd.readouterr().err
 
 
