@@ -109,14 +109,29 @@ def _add_along(filled: np.ndarray, leaf: int, number: int) -> None:
 
 
 @compiled
-def least_loaded(weights: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
-    """Return the bin of each row, rows of `order` going to the lightest of `count` bins, the first among equals."""
-    labels = np.zeros(weights.size, dtype=np.int64)
+def spread(slots: np.ndarray, costs: np.ndarray, order: np.ndarray, count: int, capacity: int) -> np.ndarray:
+    """Return the bin of each row, rows of `order` going to the cheapest of `count` bins with room; −1 where none has.
+
+    A bin without room for a row waits aside, the roomiest first, until a row comes that it has room for.
+    """
+    labels = np.full(slots.size, -1)
+    used, loads = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     heap = [(0, label) for label in range(count)]
+    aside = [(0, 0) for _ in range(0)]
     for row in order:
-        load, label = heap[0]
+        while len(aside) > 0 and aside[0][0] + slots[row] <= capacity:
+            label = heapq.heappop(aside)[1]
+            heapq.heappush(heap, (loads[label], label))
+        while len(heap) > 0 and used[heap[0][1]] + slots[row] > capacity:
+            label = heapq.heappop(heap)[1]
+            heapq.heappush(aside, (used[label], label))
+        if len(heap) == 0:
+            return labels
+        label = heap[0][1]
         labels[row] = label
-        heapq.heapreplace(heap, (load + int(weights[row]), label))
+        used[label] += slots[row]
+        loads[label] += costs[row]
+        heapq.heapreplace(heap, (loads[label], label))
     return labels
 
 
@@ -143,19 +158,23 @@ def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tup
 
 
 @compiled
-def dispatch(slots: np.ndarray, ranks: int, loads: np.ndarray) -> np.ndarray:
-    """Deal microbatches, sorted by cost, to ranks: `ranks` of them at each index, one to each rank.
+def dispatch(slots: np.ndarray) -> np.ndarray:
+    """Deal the microbatches of each index to ranks, one to each; `slots` are int64 [indices, ranks].
 
-    At each index the one with the most slots goes to the rank that has had the fewest. `loads`, int64 [ranks], are
-    the ranks' slots so far and are updated. Returns the rank of each microbatch.
+    The indices come in order of how far apart their slots lie; at each, the microbatch with the most slots goes to the
+    rank that has had the fewest. Returns the rank of each microbatch, of the same shape.
     """
-    dealt = np.zeros(slots.size, dtype=np.int64)
-    for start in range(0, slots.size, ranks):
-        stop = min(start + ranks, slots.size)
+    indices, ranks = slots.shape
+    dealt = np.zeros((indices, ranks), dtype=np.int64)
+    loads = np.zeros(ranks, dtype=np.int64)
+    apart = np.zeros(indices, dtype=np.int64)
+    for index in range(indices):
+        apart[index] = slots[index].max() - slots[index].min()
+    for index in np.argsort(-apart, kind="mergesort"):
         receivers = np.argsort(loads, kind="mergesort")
-        heaviest = np.argsort(-slots[start:stop], kind="mergesort")
-        for at in range(stop - start):
-            dealt[start + heaviest[at]] = receivers[at]
-        for at in range(start, stop):
-            loads[dealt[at]] += slots[at]
+        heaviest = np.argsort(-slots[index], kind="mergesort")
+        for at in range(ranks):
+            dealt[index, heaviest[at]] = receivers[at]
+        for at in range(ranks):
+            loads[dealt[index, at]] += slots[index, at]
     return dealt

@@ -16,6 +16,7 @@ from rlpack.packing.batching import Algorithm
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import Integers, check_count, check_lengths
 from rlpack.packing.modified_first_fit import modified_first_fit
+from rlpack.packing.sorting import ascending, decreasing
 
 # Above this many slots, buckets of free room would take more memory than a sorted list of bins.
 _MAX_BUCKETS = 2**22
@@ -70,7 +71,7 @@ def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
     sizes = np.bincount(labels, minlength=count or 0)
     if sizes.size == 0:
         return []
-    return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])
+    return np.split(ascending(labels), np.cumsum(sizes)[:-1])
 
 
 def lower_bound(lengths: Integers, capacity: int) -> int:
@@ -113,11 +114,6 @@ def shuffled(count: int, seed: int) -> np.ndarray:
     key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.argsort(key ^ (key >> np.uint64(31)), kind="stable")
-
-
-def decreasing(sizes: np.ndarray) -> np.ndarray:
-    """Return rows from the longest to the shortest; rows alike keep their order."""
-    return np.argsort(-sizes, kind="stable")
 
 
 def _concatenative(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:

@@ -8,7 +8,8 @@ from rlpack.packing.compile import compiled
 from rlpack.packing.cost import ticks
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import Integers, check_count
-from rlpack.packing.packers import bins_of, decreasing
+from rlpack.packing.packers import bins_of
+from rlpack.packing.sorting import decreasing
 
 
 def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np.ndarray]:

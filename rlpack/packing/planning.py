@@ -2,8 +2,9 @@
 
 for each optimizer step:
     bins  = the mode's packer                # as few as it finds
+    bins  = formed otherwise, levelled by cost, if that shortens the step
     bins  = cut until ranks, divisor and minimum are served
-    bins  = balanced by cost, all or the last on each rank, if that shortens the step
+    bins  = made alike by exchanging rows
     grid  = bins of like cost at the same index on all ranks
 
 In fixed mode rows stay in arrival order: each rank gets a run of them and chunks it by itself.
@@ -15,13 +16,18 @@ import numpy as np
 
 from rlpack.packing import kernels
 from rlpack.packing.batching import Batching
-from rlpack.packing.binning import cut, form, measure, rebalance, rebalance_tail
+from rlpack.packing.binning import candidates, cut, form, lockstep_bound, measure
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
 from rlpack.packing.items import Items, Rows, multiple_of, resolve_rows
 from rlpack.packing.lengths import Integers, align, check_count, check_integers, check_lengths
 from rlpack.packing.measures import measure_plan
 from rlpack.packing.plan import MicrobatchPlan, Request
+from rlpack.packing.refining import refine
+from rlpack.packing.sorting import ascending, decreasing
+
+# A step this close to the bound of its lock step is not improved further.
+_ENOUGH = 1 + 2**-11
 
 
 def make_plan(
@@ -38,7 +44,7 @@ def make_plan(
 
     >>> plan = make_plan([3, 6, 2, 3], Batching(max_tokens=8), dp_size=2)
     >>> [[mb.rows.tolist() for mb in plan.microbatches(rank, step=0)] for rank in range(2)]
-    [[[0, 2, 3]], [[1]]]
+    [[[1, 2]], [[0, 3]]]
 
     Args:
         lengths: tokens of each row, whole numbers of at least 0.
@@ -62,17 +68,18 @@ def make_plan(
     dropped = np.zeros(rows.items.size, dtype=bool)
     dropped[rows.item] = rows.dropped
     bounds = np.searchsorted(step_of_item, np.arange(request.num_steps + 1))
-    rank_of_item, index_of_item = np.full((2, rows.items.size), -1)
-    loads = np.zeros(request.dp_size, dtype=np.int64)
+    column_of_item, index_of_item = np.full((2, rows.items.size), -1)
     step_bounds = np.zeros(request.num_steps + 1, dtype=np.int64)
     for step in range(request.num_steps):
         here = np.arange(bounds[step], bounds[step + 1])
         here = here[~dropped[here]]
         plan_step = _fixed_step if batching.mode == "fixed" else _balanced_step
-        ranks, index, count = plan_step(request, rows.items.take(here), rows.alone[here], loads)
-        rank_of_item[here], index_of_item[here] = ranks, index + step_bounds[step]
+        columns, index, count = plan_step(request, rows.items.take(here), rows.alone[here])
+        column_of_item[here], index_of_item[here] = columns, index + step_bounds[step]
         step_bounds[step + 1] = step_bounds[step] + count
-    return _assemble(request, rows, rank_of_item[rows.item], index_of_item[rows.item], step_bounds)
+    if batching.mode != "fixed":
+        column_of_item = _deal(request, rows.items, column_of_item, index_of_item)
+    return _assemble(request, rows, column_of_item[rows.item], index_of_item[rows.item], step_bounds)
 
 
 def _checked(
@@ -105,39 +112,61 @@ def _target(batching: Batching, per_rank: int) -> int:
     return int(align(np.array(max(per_rank, batching.min_microbatches)), batching.divisible_by))
 
 
-def _balanced_step(
-    request: Request, items: Items, alone: np.ndarray, loads: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return rank and index of each item, and the count of microbatches on each rank, of a packed or dynamic step."""
+def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return place at its index and index of each item, and the count of indices, of a packed or dynamic step."""
     batching, ranks = request.batching, request.dp_size
     regular, single = np.flatnonzero(~alone), np.flatnonzero(alone)
     sharing = items.take(regular)
     formed = form(batching, sharing, request.seed)
     wanted = _target(batching, -(-(int(formed.max(initial=-1)) + 1 + single.size) // ranks))
     wanted_sharing = wanted * ranks - single.size
-    labels = np.empty(items.size, dtype=np.int64)
+    bound = lockstep_bound(batching, items, ranks)
+    # Costs that are all multiples of a grain (the alignment, say) can't be levelled further than to it.
+    grain = int(np.gcd.reduce(items.costs))
+    enough = bound * _ENOUGH + min(wanted * grain, 2 * bound * (_ENOUGH - 1))
     best = None
-    balanced = rebalance(batching, sharing, wanted_sharing)
-    for candidate in (formed, balanced, rebalance_tail(batching, sharing, formed, wanted_sharing, ranks)):
+    for candidate in candidates(batching, sharing, formed, wanted_sharing, ranks):
         if candidate is None:
             continue
-        sized = cut(batching, sharing, candidate, wanted_sharing)
-        labels[regular] = sized
-        labels[single] = np.arange(single.size) + int(sized.max(initial=-1)) + 1
-        bins = measure(batching, items, labels.copy())
+        labels = np.empty(items.size, dtype=np.int64)
+        labels[regular] = cut(batching, sharing, candidate, wanted_sharing)
+        labels[single] = np.arange(single.size) + int(labels[regular].max(initial=-1)) + 1
+        if batching.mode == "packed":
+            shape = (wanted * ranks, batching.max_tokens or 0)
+            labels = refine(labels, items.slots, items.costs, ranks, shape, enough=enough)
+        bins = measure(batching, items, labels)
         if best is None or bins.lockstep_cost(ranks) < best.lockstep_cost(ranks):
             best = bins
+        if best.lockstep_cost(ranks) <= enough:
+            break
     assert best is not None
-    order = np.argsort(-best.costs, kind="stable")
+    order = decreasing(best.costs)
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
-    dealt = kernels.dispatch(best.slots[order], ranks, loads)
-    return dealt[place[best.labels]], place[best.labels] // ranks, wanted
+    columns, index = place[best.labels] % ranks, place[best.labels] // ranks
+    # A pipeline fills with its first microbatch and drains with its last, while some of its stages have nothing to do:
+    # these two are the lightest.
+    return columns, np.roll(np.arange(wanted), -1)[index] if wanted > 2 else index, wanted
 
 
-def _fixed_step(
-    request: Request, items: Items, alone: np.ndarray, loads: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, int]:
+def _deal(request: Request, items: Items, column: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return the rank of each item, by its place at its index, so that ranks get like totals of slots.
+
+    Indices whose microbatches differ most are dealt first, while there is time to make up for it.
+    """
+    kept = np.flatnonzero(index >= 0)
+    ranks, count = request.dp_size, int(index.max(initial=-1)) + 1
+    cell = index * ranks + column
+    bins = measure(request.batching, items.take(kept), cell[kept])
+    slots = np.zeros(count * ranks, dtype=np.int64)
+    slots[: bins.slots.size] = bins.slots
+    dealt = kernels.dispatch(slots.reshape(count, ranks))
+    rank = np.full_like(column, -1)
+    rank[kept] = dealt.ravel()[cell[kept]]
+    return rank
+
+
+def _fixed_step(request: Request, items: Items, alone: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """Return rank and index of each item, and the count of microbatches on each rank, of a step in arrival order."""
     batching = request.batching
     runs = np.array_split(np.arange(items.size), request.dp_size)
@@ -163,7 +192,7 @@ def _assemble(
     count = int(step_bounds[-1])
     total = request.dp_size * count
     cell = rank[kept] * count + index[kept]
-    order = kept[np.argsort(cell, kind="stable")]
+    order = kept[ascending(cell)]
     inverse = np.full(rows.lengths.size, -1)
     inverse[order] = np.arange(order.size)
     counts = np.bincount(cell, minlength=total).astype(np.int64)

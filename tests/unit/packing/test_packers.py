@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.packing import Algorithm, PackingError, lower_bound, pack
-from rlpack.packing.packers import best_fit_sorted, decreasing, pack_labels, shuffled
+from rlpack.packing.packers import best_fit_sorted, pack_labels, shuffled
+from rlpack.packing.sorting import decreasing
 
 CAPACITY = 60
 lengths_within = st.lists(st.integers(0, CAPACITY), max_size=120)
