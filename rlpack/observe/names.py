@@ -90,6 +90,7 @@ METRICS: dict[str, Metric] = {
     "packing/dropped": Metric("rows", "Over-long sequences that were left out."),
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),
+    "packing/searches_stopped": Metric("steps", "Searches of batching.algorithm=optimal that ended at their budget."),
     "packing/slots": Metric("tokens", "Token slots, padding and fillers included."),
     "policy_version": Metric("steps", "Optimizer steps taken so far, those of the warm-up included."),
     "epoch": Metric("1", "Epoch of the dataset that the step's last prompt belongs to, from 0."),

@@ -12,6 +12,7 @@ Algorithm = Literal[
     "modified_first_fit_decreasing",
     "first_fit_shuffle",
     "best_fit_decreasing",
+    "optimal",
 ]
 Overlong = Literal["error", "truncate", "drop", "own_microbatch"]
 

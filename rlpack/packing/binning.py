@@ -14,7 +14,7 @@ from rlpack.packing import kernels
 from rlpack.packing.batching import Batching
 from rlpack.packing.contiguous import partition_sorted
 from rlpack.packing.items import UNLIMITED, Items
-from rlpack.packing.packers import pack_labels
+from rlpack.packing.packers import optimal, pack_labels
 from rlpack.packing.partitioning import balance
 from rlpack.packing.sorting import ascending, decreasing
 
@@ -55,8 +55,17 @@ def measure(batching: Batching, items: Items, labels: np.ndarray) -> Bins:
     return Bins(labels, counts * widths, counts * units)
 
 
-def form(batching: Batching, items: Items, seed: int) -> np.ndarray:
-    """Return labels of as few bins as the mode's algorithm finds: packed, dynamic or, in item order, fixed."""
+def form(batching: Batching, items: Items, seed: int) -> tuple[np.ndarray, bool]:
+    """Return labels of as few bins as the mode's algorithm finds, and whether a search ended at its budget.
+
+    Bins are packed, dynamic or, in item order, fixed.
+    """
+    if batching.mode == "packed" and batching.algorithm == "optimal":
+        return optimal(items.slots, _budget(batching))
+    return _form(batching, items, seed), False
+
+
+def _form(batching: Batching, items: Items, seed: int) -> np.ndarray:
     if batching.mode == "packed":
         assert batching.max_tokens is not None
         return pack_labels(items.slots, batching.max_tokens, batching.algorithm, seed=seed)
@@ -149,7 +158,7 @@ def _tightest(batching: Batching, counts: np.ndarray, widths: np.ndarray, count:
 
 
 def _level(batching: Batching, items: Items, count: int) -> np.ndarray | None:
-    """Return labels of at most `count` packed bins, each item to the cheapest, dear ones first; None if one won't fit."""
+    """Return labels of at most `count` packed bins, items to the cheapest, dear ones first; None if one won't fit."""
     labels = kernels.spread(items.slots, items.costs, decreasing(items.costs), count, _budget(batching))
     if labels.size and labels.min() < 0:
         return None

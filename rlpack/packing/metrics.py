@@ -22,6 +22,8 @@ class PackingMetrics:
         truncated_tokens: tokens cut off.
         real_tokens: tokens that are computed on and are no padding.
         slots: all slots, padding and fillers included.
+        searches_stopped: optimizer steps in which the search of `algorithm=optimal` ended at its budget, with more
+            microbatches than are known to be needed.
     """
 
     num_microbatches: int
@@ -37,6 +39,7 @@ class PackingMetrics:
     truncated_tokens: int
     real_tokens: int
     slots: int
+    searches_stopped: int = 0
 
     def as_dict(self) -> dict[str, float]:
         """Return name and value of every figure, for logging."""

@@ -16,7 +16,8 @@ from rlpack.packing.batching import Algorithm
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import Integers, check_count, check_lengths
 from rlpack.packing.modified_first_fit import modified_first_fit
-from rlpack.packing.sorting import ascending, decreasing
+from rlpack.packing.optimal import improve
+from rlpack.packing.sorting import ascending, decreasing, shuffled
 
 # Above this many slots, buckets of free room would take more memory than a sorted list of bins.
 _MAX_BUCKETS = 2**22
@@ -35,7 +36,8 @@ def pack(
         capacity: most slots of a bin.
         algorithm: `concatenative` fills one bin after another in arrival order; `first_fit_decreasing`;
             `modified_first_fit_decreasing` (Johnson and Garey, "A 71/60 theorem for bin packing", Journal of
-            Complexity 1, 1985); `first_fit_shuffle`, first-fit in an order drawn by `seed`; `best_fit_decreasing`.
+            Complexity 1, 1985); `first_fit_shuffle`, first-fit in an order drawn by `seed`; `best_fit_decreasing`;
+            `optimal`, a search for fewer bins than best-fit's where these are above the lower bound.
         seed: of `first_fit_shuffle`.
 
     Raises:
@@ -104,18 +106,6 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
     return max(1, int(-(-totals[-1] // room)), int(bound.max()))
 
 
-def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return a permutation of `count` rows that `seed` alone decides, on every machine and NumPy release.
-
-    Rows are sorted by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of seed and row.
-    """
-    mask = 0xFFFFFFFFFFFFFFFF
-    key = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & mask)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(key ^ (key >> np.uint64(31)), kind="stable")
-
-
 def _concatenative(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
     return kernels.next_fit(sizes, capacity)
 
@@ -160,10 +150,21 @@ def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.n
     return labels
 
 
+def optimal(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, bool]:
+    """Return the bin of each row, and whether the search for fewer bins ended at its budget."""
+    labels = _best_fit_decreasing(sizes, capacity, 0)
+    return improve(labels, sizes, capacity, lower_bound(sizes, capacity))
+
+
+def _optimal(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
+    return optimal(sizes, capacity)[0]
+
+
 PACKERS: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
     "concatenative": _concatenative,
     "first_fit_decreasing": _first_fit_decreasing,
     "modified_first_fit_decreasing": _modified_first_fit_decreasing,
     "first_fit_shuffle": _first_fit_shuffle,
     "best_fit_decreasing": _best_fit_decreasing,
+    "optimal": _optimal,
 }

@@ -10,6 +10,7 @@ for each optimizer step:
 In fixed mode rows stay in arrival order: each rank gets a run of them and chunks it by itself.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,16 +71,36 @@ def make_plan(
     bounds = np.searchsorted(step_of_item, np.arange(request.num_steps + 1))
     column_of_item, index_of_item = np.full((2, rows.items.size), -1)
     step_bounds = np.zeros(request.num_steps + 1, dtype=np.int64)
+    searches_stopped = 0
     for step in range(request.num_steps):
         here = np.arange(bounds[step], bounds[step + 1])
         here = here[~dropped[here]]
         plan_step = _fixed_step if batching.mode == "fixed" else _balanced_step
-        columns, index, count = plan_step(request, rows.items.take(here), rows.alone[here])
-        column_of_item[here], index_of_item[here] = columns, index + step_bounds[step]
-        step_bounds[step + 1] = step_bounds[step] + count
+        grid = plan_step(request, rows.items.take(here), rows.alone[here])
+        column_of_item[here], index_of_item[here] = grid.column, grid.index + step_bounds[step]
+        step_bounds[step + 1] = step_bounds[step] + grid.count
+        searches_stopped += grid.search_stopped
     if batching.mode != "fixed":
         column_of_item = _deal(request, rows.items, column_of_item, index_of_item)
-    return _assemble(request, rows, column_of_item[rows.item], index_of_item[rows.item], step_bounds)
+    plan = _assemble(request, rows, column_of_item[rows.item], index_of_item[rows.item], step_bounds)
+    return replace(plan, metrics=replace(plan.metrics, searches_stopped=searches_stopped))
+
+
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """Where the items of one optimizer step are.
+
+    Attributes:
+        column: place of each item at its index, int64 [I]: a rank in fixed mode, one still to be dealt to a rank else.
+        index: of each item's microbatch, int64 [I].
+        count: indices.
+        search_stopped: whether the search for fewer microbatches ended at its budget.
+    """
+
+    column: np.ndarray
+    index: np.ndarray
+    count: int
+    search_stopped: bool = False
 
 
 def _checked(
@@ -112,12 +133,12 @@ def _target(batching: Batching, per_rank: int) -> int:
     return int(align(np.array(max(per_rank, batching.min_microbatches)), batching.divisible_by))
 
 
-def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return place at its index and index of each item, and the count of indices, of a packed or dynamic step."""
+def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> _Grid:
+    """Plan a packed or dynamic step."""
     batching, ranks = request.batching, request.dp_size
     regular, single = np.flatnonzero(~alone), np.flatnonzero(alone)
     sharing = items.take(regular)
-    formed = form(batching, sharing, request.seed)
+    formed, search_stopped = form(batching, sharing, request.seed)
     wanted = _target(batching, -(-(int(formed.max(initial=-1)) + 1 + single.size) // ranks))
     wanted_sharing = wanted * ranks - single.size
     bound = lockstep_bound(batching, items, ranks)
@@ -146,7 +167,8 @@ def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> tuple[n
     columns, index = place[best.labels] % ranks, place[best.labels] // ranks
     # A pipeline fills with its first microbatch and drains with its last, while some of its stages have nothing to do:
     # these two are the lightest.
-    return columns, np.roll(np.arange(wanted), -1)[index] if wanted > 2 else index, wanted
+    at = np.roll(np.arange(wanted), -1) if wanted > 2 else np.arange(wanted)
+    return _Grid(columns, at[index], wanted, search_stopped)
 
 
 def _deal(request: Request, items: Items, column: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -166,17 +188,17 @@ def _deal(request: Request, items: Items, column: np.ndarray, index: np.ndarray)
     return rank
 
 
-def _fixed_step(request: Request, items: Items, alone: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return rank and index of each item, and the count of microbatches on each rank, of a step in arrival order."""
+def _fixed_step(request: Request, items: Items, alone: np.ndarray) -> _Grid:
+    """Plan a step in arrival order."""
     batching = request.batching
     runs = np.array_split(np.arange(items.size), request.dp_size)
-    formed = [form(batching, items.take(run), request.seed) for run in runs]
+    formed = [form(batching, items.take(run), request.seed)[0] for run in runs]
     wanted = _target(batching, max(int(labels.max(initial=-1)) + 1 for labels in formed))
     rank, index = np.empty((2, items.size), dtype=np.int64)
     for at, (run, labels) in enumerate(zip(runs, formed, strict=True)):
         rank[run] = at
         index[run] = _in_arrival_order(cut(batching, items.take(run), labels, wanted))
-    return rank, index, wanted
+    return _Grid(rank, index, wanted)
 
 
 def _in_arrival_order(labels: np.ndarray) -> np.ndarray:

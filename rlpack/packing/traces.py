@@ -1,0 +1,91 @@
+"""Lengths as they come: seeded traces to measure plans by, and to try a cluster on before it is rented.
+
+The first four look like rollouts and documents; the others are known to be hard to pack.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import check_count
+
+
+def zipf(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return multiples of 64 by Zipf's law with exponent 1.5: mostly short, with a very long tail."""
+    return 64 * random.zipf(1.5, rows)
+
+
+def lognormal(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return lengths with a median of a sixteenth of the longest and a tail that the longest cuts off."""
+    return random.lognormal(np.log(max(1.0, longest / 16)), 1.0, rows)
+
+
+def bimodal(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return short answers, and one in five with a long chain of thought."""
+    short, long = random.normal(longest / 24, longest / 96, rows), random.normal(0.7 * longest, 0.12 * longest, rows)
+    return np.where(random.random(rows) < 0.8, short, long)
+
+
+def prompt_groups(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return groups of eight samples side by side, whose lengths go with their prompt's difficulty."""
+    difficulty = random.lognormal(np.log(max(1.0, longest / 16)), 0.9, -(-rows // 8))
+    return np.repeat(difficulty, 8)[:rows] * random.lognormal(0.0, 0.3, rows)
+
+
+def uniform(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return lengths of 1 to the longest, all alike."""
+    return random.integers(1, longest + 1, rows)
+
+
+def johnson(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return the family on which first- and best-fit decreasing need 11/9 of the bins (Johnson, 1973), shuffled.
+
+    The capacity it is meant for is 2 · (longest − e), e being a thousandth of it; 30·m rows fit into 9·m bins.
+    """
+    capacity = _johnson_capacity(longest)
+    grain = max(1, capacity // 1000)
+    sizes = [capacity // 2 + grain, capacity // 4 + 2 * grain, capacity // 4 + grain, capacity // 4 - 2 * grain]
+    return random.permutation(np.resize(np.repeat(sizes, [6, 6, 6, 12]), rows))
+
+
+def _johnson_capacity(longest: int) -> int:
+    return 1000 * max(1, longest // 501)
+
+
+def triplets(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
+    """Return rows of which three each fill a bin of twice the longest to the last slot (Falkenauer, 1996), shuffled."""
+    capacity, count = 2 * longest, -(-rows // 3)
+    first = random.integers(int(0.38 * capacity), max(int(0.38 * capacity) + 1, longest), count)
+    low, rest = capacity // 4 + 1, capacity - first
+    second = low + (random.random(count) * np.maximum(rest - 2 * low, 0)).astype(np.int64)
+    return random.permutation(np.concatenate((first, second, rest - second)))[:rows]
+
+
+TRACES: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
+    "zipf": zipf,
+    "lognormal": lognormal,
+    "bimodal": bimodal,
+    "prompt_groups": prompt_groups,
+    "uniform": uniform,
+    "johnson": johnson,
+    "triplets": triplets,
+}
+REALISTIC = ("zipf", "lognormal", "bimodal", "prompt_groups")
+
+
+def trace(name: str, rows: int, longest: int, *, seed: int = 0) -> np.ndarray:
+    """Return `rows` lengths of 1 to `longest`, int64, the same for the same arguments.
+
+    >>> trace("uniform", 4, longest=9, seed=1)
+    array([5, 5, 7, 9])
+
+    Raises:
+        PackingError: there is no such trace, or a count is below 1.
+    """
+    if name not in TRACES:
+        raise PackingError(f"trace is {name!r}; choose one of {', '.join(TRACES)}")
+    check_count(rows, "rows")
+    check_count(longest, "longest")
+    random = np.random.Generator(np.random.PCG64(seed))
+    return np.clip(TRACES[name](random, rows, longest), 1, longest).astype(np.int64)
