@@ -360,7 +360,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
         ids = np.concatenate([part.row_ids for part in parts])
         positions = whole.find(self.row_ids, ids)
         check_restored(ids, positions, self.num_rows, plan)
-        restored = whole.scatter(whole.join(parts), positions, self.num_rows)
+        bounds = np.cumsum([part.num_rows for part in parts])[:-1]
+        restored = whole.place(parts, np.split(positions, bounds), self.num_rows)
         if plan is not None and (len(plan.dropped) or len(plan.truncated)):
             counts, planned = self.token_counts(lengths_from), plan.lengths[positions]
             restored = {

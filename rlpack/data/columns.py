@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.data.copying import can_copy, copy_runs
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
 from rlpack.data.ragged import Ragged, spans
@@ -63,6 +64,8 @@ def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Te
 
 def _take(column: Ragged, rows: Tensor, lengths: Tensor, known: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Ragged:
     """Return the first `lengths` tokens of the given rows; `known` remembers the token index of earlier columns."""
+    if can_copy(column.values):
+        return column.gather(rows, lengths)
     for source, target, wanted, tokens in known:
         if source.device == lengths.device and torch.equal(source, column.lengths) and torch.equal(target, lengths):
             return Ragged(column.values.index_select(0, tokens), wanted)
@@ -96,7 +99,46 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
     return torch.cat(dense)
 
 
-def scatter(columns: Mapping[str, Column], positions: np.ndarray, num_rows: int) -> dict[str, Column]:
+def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray], num_rows: int) -> dict[str, Column]:
+    """Return columns of `num_rows` rows, in which row i of part p is row `positions[p][i]`; others are zeros or None.
+
+    Tokens on the CPU go from the parts straight to their place.
+
+    Raises:
+        DataError: a column is not in all parts, or not of one kind.
+    """
+    placed: dict[str, Column] = {}
+    rest: list[str] = []
+    check_same_names(parts)
+    for name in parts[0]:
+        columns = [part[name] for part in parts]
+        ragged = [column for column in columns if isinstance(column, Ragged) and can_copy(column.values)]
+        if (
+            len(ragged) == len(columns)
+            and len({(column.values.dtype, column.values.shape[1:]) for column in ragged}) == 1
+        ):
+            placed[name] = _place_ragged(ragged, positions, num_rows)
+        else:
+            rest.append(name)
+    joined = {name: concat(name, [part[name] for part in parts]) for name in rest}
+    scattered = _scatter(joined, np.concatenate(positions), num_rows)
+    return {name: placed[name] if name in placed else scattered[name] for name in parts[0]}
+
+
+def _place_ragged(parts: Sequence[Ragged], positions: Sequence[np.ndarray], num_rows: int) -> Ragged:
+    """Return the ragged column of `place`; rows that no part has are empty."""
+    lengths = torch.zeros(num_rows, dtype=torch.int64)
+    goals = [torch.from_numpy(rows) for rows in positions]
+    for part, rows in zip(parts, goals, strict=True):
+        lengths[rows] = part.lengths
+    offsets = lengths.cumsum(0) - lengths
+    values = parts[0].values.new_empty((int(lengths.sum()), *parts[0].values.shape[1:]))
+    for part, rows in zip(parts, goals, strict=True):
+        copy_runs(part.values, values, part.offsets[:-1], offsets[rows], part.lengths)
+    return Ragged(values, lengths)
+
+
+def _scatter(columns: Mapping[str, Column], positions: np.ndarray, num_rows: int) -> dict[str, Column]:
     """Return columns of `num_rows` rows whose row `positions[i]` is row i; the others are zeros, empty or None."""
     ordered = select(columns, np.argsort(positions, kind="stable"))
     if positions.size == num_rows:
@@ -124,12 +166,16 @@ def join(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     Raises:
         DataError: a column is not in all of them, or not of one kind.
     """
-    names = list(batches[0])
+    check_same_names(batches)
+    return {name: concat(name, [batch[name] for batch in batches]) for name in batches[0]}
+
+
+def check_same_names(batches: Sequence[Mapping[str, Column]]) -> None:
+    """Raise a `DataError` that names a column which is not in all batches."""
     for place, batch in enumerate(batches):
-        differing = sorted(set(names) ^ set(batch))
+        differing = sorted(set(batches[0]) ^ set(batch))
         if differing:
             raise DataError(f"column {differing[0]!r} is not in all batches; number 0 and {place} differ in it")
-    return {name: concat(name, [batch[name] for batch in batches]) for name in names}
 
 
 def fill(column: Ragged, positions: np.ndarray, planned: np.ndarray, counts: Tensor) -> Ragged:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.data.copying import can_copy, copy_runs
 from rlpack.data.errors import DataError
 from rlpack.data.wire import from_array, to_array
 
@@ -193,6 +194,10 @@ class Ragged:
 
     def gather(self, rows: Tensor, lengths: Tensor) -> "Ragged":
         """Return the first `lengths[i]` tokens of row `rows[i]` (int64 [n]); no length passes its row's."""
+        if can_copy(self.values):
+            values = self.values.new_empty((int(lengths.sum()), *self.values.shape[1:]))
+            copy_runs(self.values, values, self.offsets[:-1][rows], lengths.cumsum(0) - lengths, lengths)
+            return Ragged(values, lengths)
         return Ragged(self.values.index_select(0, spans(self.offsets[:-1][rows], lengths)), lengths)
 
     def repeat_interleave(self, n: int) -> "Ragged":
@@ -215,6 +220,7 @@ class Ragged:
         """
         if lengths.shape != self.lengths.shape:
             raise DataError(f"{lengths.numel()} lengths were given for {self.num_rows} rows")
+        _check_lengths(lengths)
         kept = torch.minimum(self.lengths, lengths)
         filled = self.values.new_zeros((int(lengths.sum()), *self.values.shape[1:]))
         filled[spans(lengths.cumsum(0) - lengths, kept)] = self.values[spans(self.offsets[:-1], kept)]
