@@ -220,7 +220,10 @@ class Ragged:
         """
         if lengths.shape != self.lengths.shape:
             raise DataError(f"{lengths.numel()} lengths were given for {self.num_rows} rows")
-        _check_lengths(lengths)
+        if lengths.numel() and int(lengths.min()) < 0:
+            raise DataError(
+                f"row {int(lengths.argmin())} is to have {int(lengths.min())} tokens; a length is at least 0"
+            )
         kept = torch.minimum(self.lengths, lengths)
         filled = self.values.new_zeros((int(lengths.sum()), *self.values.shape[1:]))
         filled[spans(lengths.cumsum(0) - lengths, kept)] = self.values[spans(self.offsets[:-1], kept)]
