@@ -1,0 +1,42 @@
+"""The cost model against torch's own count of floating-point operations."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlpack.models.flops import sequence_cost
+from tests.unit.models.tiny import tiny_model
+
+
+def counted(model: torch.nn.Module, tokens: int) -> int:
+    ids = torch.arange(tokens)[None] % 50
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_a_dense_models_cost_is_what_torch_counts(kind: str, tokens: int) -> None:
+    model = tiny_model(kind, implementation="eager")
+    cost = sequence_cost(model)
+    # torch counts all pairs of tokens, of which causal attention needs half.
+    assert counted(model, tokens) == cost.linear * tokens + 2 * cost.quadratic * tokens**2
+
+
+def test_a_mixture_of_experts_costs_what_its_tokens_meet() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
+    settings = shape | experts | {"vocab_size": 53, "head_dim": 8, "mlp_only_layers": []}
+    config = AutoConfig.for_model("qwen3_moe", **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    with torch.device("meta"):
+        cost = sequence_cost(AutoModelForCausalLM.from_config(config))
+    assert counted(model, 16) == cost.linear * 16 + 2 * cost.quadratic * 16**2
+
+
+def test_windowed_layers_are_linear_in_length() -> None:
+    windowed, full = sequence_cost(tiny_model("gemma3")), sequence_cost(tiny_model("qwen3"))
+    assert windowed.quadratic < full.quadratic
+    assert sequence_cost(tiny_model("mistral")).quadratic == 0
