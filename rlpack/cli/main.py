@@ -19,6 +19,8 @@ examples:
   rlpack train model=pretrained model.path=Qwen/Qwen3-0.6B data=jsonl data.source=prompts.jsonl
   rlpack train trainer.steps=50 --cfg job                        show the config, run nothing
   rlpack train seed=1,2,3 --multirun                             one run for each seed
+  rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
+  rlpack simulate lognormal --ranks 64,1024,16384                expected step times before renting machines
   rlpack report runs/mine                                        write runs/mine/report.html again
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rlpack.cli.train import train
 
         return _complete(arguments, train) if _COMPLETION_FLAGS.intersection(arguments) else train(arguments[1:])
+    if arguments[:1] in (["plan"], ["simulate"]):
+        return _plan(arguments)
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.command == "report":
@@ -50,9 +54,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlpack {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
     commands.add_parser("train", help="run a recipe; takes Hydra overrides (rlpack train --help)", add_help=False)
+    commands.add_parser("plan", help="show how a trace of lengths would be batched (rlpack plan --help)")
+    commands.add_parser("simulate", help="show what steps would take on more ranks (rlpack simulate --help)")
     report = commands.add_parser("report", help="write a run's report.html again from its files")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     return parser
+
+
+def _plan(arguments: list[str]) -> int:
+    """Run a command that plans; its parser needs NumPy, which `rlpack --help` doesn't wait for."""
+    from rlpack.cli import planning
+
+    plan, simulate = (argparse.ArgumentParser(prog=f"rlpack {name}") for name in ("plan", "simulate"))
+    planning.add_arguments(plan, simulate)
+    if arguments[0] == "plan":
+        return planning.plan_command(plan.parse_args(arguments[1:]))
+    return planning.simulate_command(simulate.parse_args(arguments[1:]))
 
 
 def _report(run_dir: Path) -> int:
@@ -76,7 +93,7 @@ def _complete(arguments: Sequence[str], train: Callable[[list[str]], int]) -> in
         return train([argument for argument in arguments if argument != "train"])
     if len(words) + line.endswith(" ") <= 2:
         begun = words[1] if len(words) > 1 else ""
-        print(" ".join(command for command in ("report", "train") if command.startswith(begun)))
+        print(" ".join(command for command in ("plan", "report", "simulate", "train") if command.startswith(begun)))
         return 0
     if words[1] != "train":
         return 0

@@ -8,6 +8,7 @@ from rlpack.packing.packers import lower_bound, pack
 from rlpack.packing.partitioning import partition
 from rlpack.packing.plan import Microbatch, MicrobatchPlan, RankPlan
 from rlpack.packing.planning import make_plan
+from rlpack.packing.warming import warm
 
 __all__ = [
     "Algorithm",
@@ -24,4 +25,5 @@ __all__ = [
     "make_plan",
     "pack",
     "partition",
+    "warm",
 ]

@@ -86,7 +86,7 @@ def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("rlpack ", "report train"),
+        ("rlpack ", "plan report simulate train"),
         ("rlpack tr", "train"),
         ("rlpack train recipe=", "recipe=grpo recipe=sft"),
         ("rlpack train model=tiny trainer.st", "trainer.steps="),

@@ -1,0 +1,171 @@
+"""What a plan would take on devices of a given speed: step time, idle share and memory, before any is rented.
+
+A microbatch takes the FLOPs of its sequences, three times those of a forward pass, and a fixed time; an index takes as
+long as its dearest rank, since sharded ranks wait for each other there (DESIGN: Σ_i max_rank).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from rlpack.packing.batching import Batching
+from rlpack.packing.cost import Cost
+from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import align
+from rlpack.packing.plan import MicrobatchPlan
+from rlpack.packing.planning import make_plan
+
+_FORWARD_AND_BACKWARD = 3.0
+# Budgets that are tried, in steps of this factor below the memory limit.
+_BUDGET_STEP = 2**0.5
+_ALIGNMENTS = (1, 8, 64)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank's device does and holds.
+
+    Attributes:
+        flops_per_s: sustained floating-point operations a second, not the peak.
+        overhead_s: time that every microbatch takes whatever it holds: launches, gathering of sharded weights.
+        bytes_per_slot: what a token slot keeps in memory until its backward pass.
+        fixed_bytes: weights, gradients and optimizer state of the rank.
+        memory_bytes: what the device has.
+
+    Raises:
+        PackingError: a value is negative or not finite, or the speed or a slot's bytes are 0.
+    """
+
+    flops_per_s: float = 4e14
+    overhead_s: float = 0.01
+    bytes_per_slot: float = 1e6
+    fixed_bytes: float = 0.0
+    memory_bytes: float = 80e9
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("overhead_s", "fixed_bytes") else np.finfo(float).tiny
+            if not np.isfinite(value) or value < least:
+                raise PackingError(
+                    f"{field.name} is {value}; it has to be finite and {'at least' if not least else 'above'} 0"
+                )
+
+    @property
+    def most_slots(self) -> int:
+        """Return how many slots of one microbatch fit into memory."""
+        return int((self.memory_bytes - self.fixed_bytes) / self.bytes_per_slot)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan is expected to take.
+
+    Attributes:
+        step_s: seconds of all its optimizer steps.
+        idle_share: share of the ranks' time in which they wait for another.
+        padding_share: share of the slots that hold no token.
+        memory_bytes: what the fullest rank needs.
+        microbatches: of a rank, over all optimizer steps.
+        tokens_per_s: real tokens a second and rank.
+    """
+
+    step_s: float
+    idle_share: float
+    padding_share: float
+    memory_bytes: float
+    microbatches: int
+    tokens_per_s: float
+
+
+def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
+    """Return what `plan` is expected to take; `cost` is in FLOPs of a forward pass (`rlpack.models.flops`).
+
+    >>> plan = make_plan([100, 50], Batching(max_tokens=100), dp_size=2)
+    >>> found = forecast(plan, Cost(1e9), Device(flops_per_s=1e12, overhead_s=0.0))
+    >>> round(found.step_s, 3), round(found.idle_share, 3)
+    (0.3, 0.25)
+    """
+    seconds = _FORWARD_AND_BACKWARD / device.flops_per_s * _grid(plan, cost) + device.overhead_s
+    step_s = float(seconds.max(axis=0, initial=0.0).sum())
+    busy = float(seconds.sum()) / plan.num_ranks
+    slots = plan.widths if plan.batching.mode == "packed" else plan.widths * np.maximum(plan.counts, 1)
+    tokens = plan.metrics.real_tokens / plan.num_ranks
+    return Forecast(
+        step_s=step_s,
+        idle_share=1.0 - busy / step_s if step_s else 0.0,
+        padding_share=plan.metrics.waste_ratio,
+        memory_bytes=device.fixed_bytes + device.bytes_per_slot * int(slots.max(initial=0)),
+        microbatches=plan.counts.shape[1],
+        tokens_per_s=tokens / step_s if step_s else 0.0,
+    )
+
+
+def _grid(plan: MicrobatchPlan, cost: Cost) -> np.ndarray:
+    """Return the cost of each microbatch, float64 [ranks, M]."""
+    if plan.batching.mode != "packed":
+        return plan.counts * cost.of(plan.widths)
+    slots = align(plan.lengths[plan.order], plan.batching.pad_to_multiple)
+    cells = np.repeat(np.arange(plan.counts.size), plan.counts.ravel())
+    return np.bincount(cells, weights=cost.of(slots), minlength=plan.counts.size).reshape(plan.counts.shape)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The batching with the least expected time, and what it is expected to take."""
+
+    batching: Batching
+    forecast: Forecast
+
+
+def suggest(
+    lengths: np.ndarray,
+    batching: Batching,
+    *,
+    dp_size: int,
+    cost: Cost,
+    device: Device,
+    mini_batch_size: int | None = None,
+) -> Suggestion:
+    """Return the mode, token budget and alignment with the least expected step time that fit into memory.
+
+    Args:
+        lengths: of the sequences, int64 [B].
+        batching: everything else; its alignment is the least one that is tried.
+        dp_size: data-parallel ranks.
+        cost: FLOPs of a sequence's forward pass.
+        device: of each rank.
+        mini_batch_size: rows of an optimizer step; None for all.
+
+    Raises:
+        PackingError: the longest sequence doesn't fit into memory.
+    """
+    best: Suggestion | None = None
+    for candidate in _candidates(int(lengths.max(initial=1)), batching, device):
+        plan = make_plan(lengths, candidate, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)
+        found = Suggestion(candidate, forecast(plan, cost, device))
+        if best is None or found.forecast.step_s < best.forecast.step_s * (1 - 1e-9):
+            best = found
+    if best is None:
+        raise PackingError(
+            f"the longest sequence has {int(lengths.max(initial=1))} tokens, and {device.most_slots} slots fit into "
+            f"memory ({device.memory_bytes:.3g} bytes less {device.fixed_bytes:.3g}, {device.bytes_per_slot:.3g} a "
+            "slot); give more memory, keep fewer activations, or drop the sequence"
+        )
+    return best
+
+
+def _candidates(longest: int, batching: Batching, device: Device) -> Iterator[Batching]:
+    """Yield batchings whose budget holds the longest sequence and fits into memory, the largest budgets first."""
+    for alignment in _ALIGNMENTS:
+        budget = device.most_slots
+        multiple = batching.pad_to_multiple * alignment
+        padded = batching.length_multiple * alignment
+        while budget >= longest:
+            if budget >= -(-longest // multiple) * multiple:
+                yield replace(batching, mode="packed", max_tokens=budget, pad_to_multiple=multiple)
+            if budget >= -(-longest // padded) * padded:
+                yield replace(batching, mode="dynamic", max_tokens=budget, length_multiple=padded)
+            budget = int(budget / _BUDGET_STEP)
