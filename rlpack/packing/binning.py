@@ -12,6 +12,7 @@ import numpy as np
 
 from rlpack.packing import kernels
 from rlpack.packing.batching import Batching
+from rlpack.packing.compile import compiled
 from rlpack.packing.contiguous import partition_sorted
 from rlpack.packing.items import UNLIMITED, Items
 from rlpack.packing.packers import optimal, pack_labels
@@ -159,11 +160,14 @@ def _tightest(batching: Batching, counts: np.ndarray, widths: np.ndarray, count:
 
 def _level(batching: Batching, items: Items, count: int) -> np.ndarray | None:
     """Return labels of at most `count` packed bins, items to the cheapest, dear ones first; None if one won't fit."""
-    labels = kernels.spread(items.slots, items.costs, decreasing(items.costs), count, _budget(batching))
-    if labels.size and labels.min() < 0:
+    order = decreasing(items.costs)
+    placed = kernels.spread(items.slots[order], items.costs[order], np.arange(items.size), count, _budget(batching))
+    if placed.size and placed.min() < 0:
         return None
-    filled = np.bincount(labels, minlength=count) > 0
-    return (np.cumsum(filled) - 1)[labels]
+    filled = np.bincount(placed, minlength=count) > 0
+    labels = np.empty_like(placed)
+    labels[order] = (np.cumsum(filled) - 1)[placed]
+    return labels
 
 
 def _level_tail(batching: Batching, items: Items, labels: np.ndarray, count: int, ranks: int) -> np.ndarray | None:
@@ -192,21 +196,104 @@ def cut(batching: Batching, items: Items, labels: np.ndarray, count: int) -> np.
     bins = measure(batching, items, labels)
     if bins.costs.size >= count:
         return labels
-    labels = labels.copy()
-    order = ascending(labels)
-    members: list[np.ndarray] = np.split(order, np.cumsum(np.bincount(labels, minlength=bins.costs.size))[:-1])
-    heap = [(-int(cost), at) for at, cost in enumerate(bins.costs) if members[at].size > 1]
+    packed = batching.mode == "packed"
+    order = np.arange(items.size) if batching.mode == "fixed" else decreasing(items.costs if packed else items.widths)
+    members = order[ascending(labels[order])]
+    sizes = np.bincount(labels, minlength=bins.costs.size)
+    costs = items.costs if packed else items.unit_costs
+    return _cut(labels, members, sizes, count, items.counts, costs, packed)
+
+
+@compiled
+def _cut(
+    labels: np.ndarray,
+    members: np.ndarray,
+    sizes: np.ndarray,
+    count: int,
+    counts: np.ndarray,
+    costs: np.ndarray,
+    packed: bool,
+) -> np.ndarray:
+    """Return the labels of `cut`. `members` are the items of one bin after the other, `sizes` their numbers."""
+    labels, members = labels.copy(), members.copy()
+    bins = sizes.size
+    most = min(count, bins + members.size)
+    starts, ends = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64)
+    ends[:bins] = np.cumsum(sizes)
+    starts[:bins] = ends[:bins] - sizes
+    heap = [(0, 0, 0) for _ in range(0)]  # the dearest bin comes first, of bins alike the one of more items
+    for at in range(bins):
+        if sizes[at] > 1:
+            inside = members[starts[at] : ends[at]]
+            heap.append((-_cost_of(inside, counts, costs, packed), -inside.size, at))
     heapq.heapify(heap)
-    while len(members) < count and heap:
-        _, at = heapq.heappop(heap)
-        left, right = _halve(batching, items, members[at])
-        labels[right] = len(members)
-        members[at] = left
-        members.append(right)
-        for half, name in ((left, at), (right, len(members) - 1)):
-            if half.size > 1:
-                heapq.heappush(heap, (-_cost(batching, items, half), name))
+    while bins < count and len(heap) > 0:
+        _, _, at = heapq.heappop(heap)
+        inside = members[starts[at] : ends[at]]
+        middle = starts[at] + (_halve(inside, costs) if packed else _halve_in_order(inside, counts, costs))
+        starts[bins], ends[bins], ends[at] = middle, ends[at], middle
+        labels[members[middle : ends[bins]]] = bins
+        for half in (at, bins):
+            inside = members[starts[half] : ends[half]]
+            if inside.size > 1:
+                heapq.heappush(heap, (-_cost_of(inside, counts, costs, packed), -inside.size, half))
+        bins += 1
     return labels
+
+
+@compiled
+def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed: bool) -> int:
+    """Return the ticks of one bin."""
+    if packed:
+        return int(costs[members].sum())
+    return int(counts[members].sum() * costs[members].max())
+
+
+@compiled
+def _halve(members: np.ndarray, costs: np.ndarray) -> int:
+    """Bring packed members, dearest first, into two parts of like cost; returns the size of the first, at least 1.
+
+    Each goes to the cheaper part; one that costs nothing, or finds both alike, to the part of fewer members. Were
+    those that cost nothing all in one part, it would have to be halved once for each of them.
+    """
+    others = np.zeros(members.size, dtype=np.int64)
+    first, second, ahead = 0, 0, 0
+    for at in range(members.size):
+        item = members[at]
+        cost = int(costs[item])
+        even = ahead == 0 or cost == 0
+        if (first <= second) if even else (ahead < 0):
+            members[first] = item
+            first += 1
+            ahead += cost
+        else:
+            others[second] = item
+            second += 1
+            ahead -= cost
+    members[first:] = others[:second]
+    return first
+
+
+@compiled
+def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) -> int:
+    """Return how many padded members the first of two parts takes, so that the dearer part costs the least.
+
+    Of cuts alike it is the one nearest to the middle.
+    """
+    total = members.size
+    behind = np.zeros(total, dtype=np.int64)
+    rows, unit = 0, 0
+    for at in range(total - 1, 0, -1):
+        rows, unit = rows + counts[members[at]], max(unit, costs[members[at]])
+        behind[at] = rows * unit
+    best, least, distance = 1, behind[0], 0
+    rows, unit = 0, 0
+    for at in range(1, total):
+        rows, unit = rows + counts[members[at - 1]], max(unit, costs[members[at - 1]])
+        dearer, away = max(rows * unit, behind[at]), abs(2 * at - total)
+        if at == 1 or dearer < least or (dearer == least and away < distance):
+            best, least, distance = at, dearer, away
+    return best
 
 
 def _sums(labels: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
@@ -216,27 +303,3 @@ def _sums(labels: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 
 def _budget(batching: Batching) -> int:
     return UNLIMITED if batching.max_tokens is None else batching.max_tokens
-
-
-def _cost(batching: Batching, items: Items, members: np.ndarray) -> int:
-    if batching.mode == "packed":
-        return int(items.costs[members].sum())
-    return int(items.counts[members].sum() * items.unit_costs[members].max())
-
-
-def _halve(batching: Batching, items: Items, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two parts, neither empty, of like cost: any when packed, else of like width or in arrival order."""
-    if batching.mode == "packed":
-        ordered = members[decreasing(items.costs[members])]
-        left, right, balance_ = [ordered[0]], [ordered[1]], int(items.costs[ordered[0]] - items.costs[ordered[1]])
-        for item in ordered[2:]:
-            lighter, sign = (right, -1) if balance_ > 0 else (left, 1)
-            lighter.append(item)
-            balance_ += sign * int(items.costs[item])
-        return np.array(left), np.array(right)
-    ordered = members[decreasing(items.widths[members])] if batching.mode == "dynamic" else members
-    counts, units = items.counts[ordered], items.unit_costs[ordered]
-    ahead = np.cumsum(counts) * np.maximum.accumulate(units)
-    behind = (np.cumsum(counts[::-1]) * np.maximum.accumulate(units[::-1]))[::-1]
-    at = 1 + int(np.argmin(np.maximum(ahead[:-1], behind[1:])))
-    return ordered[:at], ordered[at:]

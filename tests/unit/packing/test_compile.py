@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.packing import kernels, partitioning
+from rlpack.packing import binning, kernels, partitioning
 from rlpack.packing.compile import compiled
 
 
@@ -58,6 +58,8 @@ def test_python_and_numba_agree(sizes: list[int], k: int) -> None:
         (kernels.spread, (lengths, lengths, order, k, 10**9)),
         (kernels.chunk, (ones, lengths, lengths, (k, 100, 90))),
         (partitioning._differencing, (lengths, order, k, 1)),
+        (binning._cut, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True)),
+        (binning._cut, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, False)),
     ]
     for function, arguments in calls:
         assert function(*arguments).tolist() == function.plain(*arguments).tolist(), function.plain.__name__

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, Overlong, PackingError, make_plan
 from rlpack.packing.binning import cut
-from rlpack.packing.items import resolve_rows
+from rlpack.packing.items import Items, resolve_rows
 from rlpack.packing.plan import Request
 
 MODES = get_args(Mode)
@@ -285,6 +285,43 @@ def test_cutting_takes_the_dearest_microbatch_that_holds_several_rows(mode: Mode
     assert sorted(cut(batching, items, np.array([0, 0, 1, 1, 2]), 9)) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [2, 3, 8, 100, 1024])
+def test_rows_that_cost_nothing_are_halved_by_their_number(mode: Mode, count: int) -> None:
+    batching = Batching(mode=mode, max_tokens=2**20)
+    nothing = np.zeros(1024, dtype=np.int64)
+    items = Items(np.ones_like(nothing), nothing, nothing, nothing, nothing)
+    sizes = np.bincount(cut(batching, items, nothing, count))
+    assert sizes.size == count
+    assert sizes.max() <= 2 * sizes.min()
+
+
+def test_halves_share_costs_first_and_then_what_costs_nothing() -> None:
+    items = resolve_rows(Request(np.array([0] * 11 + [9, 6, 2]), Batching(), dp_size=1)).items
+    labels = cut(Batching(), items, np.zeros(14, dtype=np.int64), 2)
+    assert labels[11:].tolist() == [0, 1, 1]
+    assert np.bincount(labels).tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_cut_is_one_halving_of_a_bin(mode: Mode, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 3) | st.integers(0, 99), min_size=2, max_size=40))
+    before = np.sort(data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths))))
+    before = np.unique(before, return_inverse=True)[1]
+    batching = Batching(mode=mode, max_tokens=2**20)
+    items = resolve_rows(Request(np.array(lengths), batching, dp_size=1)).items
+    labels = before
+    for count in range(int(before.max()) + 2, len(lengths) + 1):
+        after = cut(batching, items, before, count)
+        moved = np.flatnonzero(after != labels)
+        assert np.unique(after).tolist() == list(range(count))
+        assert np.unique(labels[moved]).size == 1
+        assert (after[moved] == count - 1).all()
+        labels = after
+
+
 def test_a_quadratic_cost_spreads_the_long_rows() -> None:
     lengths = [8, 8] + [2] * 8
     plan = make_plan(lengths, Batching(max_tokens=24), dp_size=2, cost=Cost(0.0, 1.0))
@@ -315,6 +352,8 @@ def test_a_plan_does_not_depend_on_the_container_of_its_lengths() -> None:
         ({"dp_size": 0}, "dp_size is 0"),
         ({"mini_batch_size": 0}, "mini_batch_size is 0"),
         ({"mini_batch_size": 2.0}, "mini_batch_size is 2.0"),
+        ({"mini_batch_size": 2**63}, "mini_batch_size is 9223372036854775808, over the limit of 2147483647"),
+        ({"dp_size": 2**31}, "dp_size is 2147483648, over the limit of 2147483647"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"groups": [0.5, 1.0]}, "group of row 0 is 0.5"),
         ({"batching": {"mode": "packed"}}, "give a Batching"),
