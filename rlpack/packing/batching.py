@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import MAX_LENGTH, check_count
 
 Mode = Literal["packed", "dynamic", "fixed"]
 Algorithm = Literal[
@@ -15,6 +16,10 @@ Algorithm = Literal[
     "optimal",
 ]
 Overlong = Literal["error", "truncate", "drop", "own_microbatch"]
+
+# Every rank has so many microbatches, empty ones too: a number above is a slip of the pen that takes all memory.
+_MOST_MICROBATCHES = 2**20
+_LIMITS = {"min_microbatches": _MOST_MICROBATCHES, "divisible_by": _MOST_MICROBATCHES}
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,13 @@ class Batching:
         """Check every value against its limits."""
         for name, allowed in (("mode", Mode), ("algorithm", Algorithm), ("overlong", Overlong)):
             value, choices = getattr(self, name), get_args(allowed)
-            if value not in choices:
+            if not isinstance(value, str) or value not in choices:
                 raise PackingError(f"batching.{name} is {value!r}; choose one of {', '.join(choices)}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in {"mode", "algorithm", "overlong"} or (field.name == "max_tokens" and value is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PackingError(f"batching.{field.name} is {value!r}; it has to be a whole number of at least 1")
+            check_count(value, f"batching.{field.name}", _LIMITS.get(field.name, MAX_LENGTH))
         if self.max_tokens is None and self.mode != "fixed":
             raise PackingError(f"batching.max_tokens is not set; batching.mode={self.mode} needs a token budget")
 

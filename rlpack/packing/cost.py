@@ -9,6 +9,8 @@ from rlpack.packing.errors import PackingError
 
 # The dearest row gets 2**TICK_BITS ticks: precise to 1e-9, and 2**20 such rows add up exactly, also in float64.
 TICK_BITS = 32
+# Times the square of the longest length this is still finite, and 2**20 such rows add up too.
+_LARGEST = 1e280
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Cost:
     array([ 2.5, 16. ])
 
     Raises:
-        PackingError: a coefficient is negative or not finite, or both are zero.
+        PackingError: a coefficient is no number, negative, not finite or too large, or both are zero.
     """
 
     linear: float
@@ -31,8 +33,15 @@ class Cost:
     def __post_init__(self) -> None:
         """Check the coefficients."""
         for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
-            if not math.isfinite(value) or value < 0:
-                raise PackingError(f"cost.{name} is {value}; it has to be a finite number of at least 0")
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+                raise PackingError(f"cost.{name} is {value!r}, of type {type(value).__name__}; give a number")
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            if not 0 <= number <= _LARGEST:
+                limits = f"a finite number of at least 0 and at most {_LARGEST}"
+                raise PackingError(f"cost.{name} is {number}; it has to be {limits}: count in another unit")
         if self.linear == self.quadratic == 0:
             raise PackingError("cost.linear and cost.quadratic are both 0; one of them has to be above 0")
 

@@ -9,6 +9,8 @@ from rlpack.packing.errors import PackingError
 
 # Segment bounds are int32 in every attention kernel.
 MAX_LENGTH = 2**31 - 1
+# Ids leave room for one sum or difference in int64.
+_LARGEST = 2**62
 
 Integers = Sequence[int] | np.ndarray | Iterable[Any]
 
@@ -37,28 +39,48 @@ def check_lengths(lengths: Integers, name: str = "length") -> np.ndarray:
 def check_integers(values: Integers, name: str) -> np.ndarray:
     """Return `values` as int64 [B]; booleans, fractions, NaN and text are refused.
 
+    >>> check_integers((row * row for row in range(3)), "length")
+    array([0, 1, 4])
+
     Raises:
         PackingError: names row and value.
     """
-    if isinstance(values, (list, tuple)):
-        for row, value in enumerate(values):
+    given = one_by_one(values, name)
+    if isinstance(given, list):
+        for row, value in enumerate(given):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
                 raise _not_whole(name, row, value)
-            if abs(int(value)) > 2**62:
-                raise PackingError(f"{name} of row {row} is {value}; it has to be a whole number of 62 bits at most")
-        return np.array(values, dtype=np.int64)
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise PackingError(f"{name}s have shape {array.shape}; give one whole number a row")
-    if array.size == 0:
+            if abs(int(value)) > _LARGEST:
+                raise _too_large(name, row, value)
+        return np.array(given, dtype=np.int64)
+    if given.size == 0:
         return np.zeros(0, dtype=np.int64)
-    if array.dtype.kind not in "iu":
-        row = int(np.argmax(np.isnan(array))) if array.dtype.kind == "f" else 0
-        raise _not_whole(name, row, array[row].item())
-    if array.dtype.kind == "u" and int(array.max()) > 2**62:
-        row = int(np.argmax(array))
-        raise PackingError(f"{name} of row {row} is {array[row]}; it has to be a whole number of 62 bits at most")
-    return array.astype(np.int64)
+    if given.dtype.kind not in "iu":
+        row = int(np.argmax(np.isnan(given))) if given.dtype.kind == "f" else 0
+        raise _not_whole(name, row, given[row].item())
+    if given.dtype.kind == "u" and int(given.max()) > _LARGEST:
+        row = int(np.argmax(given))
+        raise _too_large(name, row, given[row])
+    return given.astype(np.int64)
+
+
+def one_by_one(values: Any, name: str) -> list[Any] | np.ndarray:
+    """Return `values` as a list, or as an array [B] of one type where they come as an array or a tensor.
+
+    Raises:
+        PackingError: they are neither one-dimensional nor anything that gives one value after the other.
+    """
+    if isinstance(values, Iterable) and not hasattr(values, "__array__"):
+        return list(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # A tensor whose type NumPy lacks, that is on the autograd graph or on another device.
+        reason = str(error).partition("\n")[0]
+        raise PackingError(f"{name}s can't be read as an array: {reason}; give plain numbers, one a row") from error
+    if array.ndim != 1:
+        raise PackingError(f"{name}s have shape {array.shape}; give one number a row")
+    return array.tolist() if array.dtype == object else array
 
 
 def align(lengths: np.ndarray, multiple: int) -> np.ndarray:
@@ -70,16 +92,33 @@ def align(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple
 
 
-def check_count(value: Any, name: str) -> int:
-    """Return `value`, a whole number of at least 1.
+def check_count(value: Any, name: str, most: int = MAX_LENGTH) -> int:
+    """Return `value`, a whole number from 1 to `most`.
 
     Raises:
         PackingError: it is none; `name` says which key.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise PackingError(f"{name} is {value!r}; it has to be a whole number of at least 1")
+    if value > most:
+        raise PackingError(f"{name} is {value}, over the limit of {most}; lower it")
     return int(value)
+
+
+def check_seed(seed: Any) -> int:
+    """Return `seed`, any whole number.
+
+    Raises:
+        PackingError: it is none.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise PackingError(f"seed is {seed!r}; it has to be a whole number")
+    return int(seed)
 
 
 def _not_whole(name: str, row: int, value: Any) -> PackingError:
     return PackingError(f"{name} of row {row} is {value!r}, of type {type(value).__name__}; give whole numbers")
+
+
+def _too_large(name: str, row: int, value: Any) -> PackingError:
+    return PackingError(f"{name} of row {row} is {value}; it has to be a whole number of 62 bits at most")

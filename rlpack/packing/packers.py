@@ -7,6 +7,7 @@ a sorted list with skips.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from rlpack.packing import kernels
 from rlpack.packing.batching import Algorithm
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import Integers, check_count, check_lengths
+from rlpack.packing.lengths import Integers, check_count, check_lengths, check_seed
 from rlpack.packing.modified_first_fit import modified_first_fit
 from rlpack.packing.optimal import improve
 from rlpack.packing.sorting import ascending, decreasing, shuffled
@@ -41,7 +42,7 @@ def pack(
         seed: of `first_fit_shuffle`.
 
     Raises:
-        PackingError: a length is over the capacity or is no length; an unknown algorithm.
+        PackingError: a length is over the capacity or is no length; an unknown algorithm; a seed that is not whole.
     """
     sizes, room = check_lengths(lengths), check_count(capacity, "capacity")
     if sizes.size and sizes.max() > room:
@@ -49,7 +50,7 @@ def pack(
         raise PackingError(
             f"sequence {row} has {sizes[row]} tokens, over the capacity of {room}; raise the capacity or shorten it"
         )
-    return bins_of(pack_labels(sizes, room, algorithm, seed=seed))
+    return bins_of(pack_labels(sizes, room, algorithm, seed=check_seed(seed)))
 
 
 def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int = 0) -> np.ndarray:
@@ -58,10 +59,9 @@ def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int =
     Raises:
         PackingError: an unknown algorithm.
     """
-    packer = PACKERS.get(algorithm)
-    if packer is None:
+    if not isinstance(algorithm, str) or algorithm not in PACKERS:
         raise PackingError(f"algorithm is {algorithm!r}; choose one of {', '.join(get_args(Algorithm))}")
-    return packer(sizes, capacity, seed)
+    return PACKERS[algorithm](sizes, capacity, seed)
 
 
 def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
@@ -73,7 +73,8 @@ def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
     sizes = np.bincount(labels, minlength=count or 0)
     if sizes.size == 0:
         return []
-    return np.split(ascending(labels), np.cumsum(sizes)[:-1])
+    rows, bounds = ascending(labels), np.concatenate(([0], np.cumsum(sizes))).tolist()
+    return [rows[first:stop] for first, stop in pairwise(bounds)]
 
 
 def lower_bound(lengths: Integers, capacity: int) -> int:
@@ -111,7 +112,15 @@ def _concatenative(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
 
 
 def _first_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
-    return kernels.first_fit(sizes, decreasing(sizes), capacity)
+    order = decreasing(sizes)
+    return _back(order, kernels.first_fit(sizes[order], np.arange(sizes.size), capacity))
+
+
+def _back(order: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return labels of rows `order` in the rows' own order; kernels are quicker on rows side by side in memory."""
+    back = np.empty_like(labels)
+    back[order] = labels
+    return back
 
 
 def _modified_first_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
@@ -127,9 +136,9 @@ def _first_fit_shuffle(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarra
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
     order = decreasing(sizes)
-    if capacity <= _MAX_BUCKETS:
-        return kernels.best_fit(sizes, order, capacity)
-    return best_fit_sorted(sizes, order, capacity)
+    if capacity > _MAX_BUCKETS:
+        return best_fit_sorted(sizes, order, capacity)
+    return _back(order, kernels.best_fit(sizes[order], np.arange(sizes.size), capacity))
 
 
 def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 from rlpack.packing.compile import compiled
 from rlpack.packing.cost import ticks
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import Integers, check_count
+from rlpack.packing.lengths import Integers, check_count, one_by_one
 from rlpack.packing.packers import bins_of
 from rlpack.packing.sorting import decreasing
 
@@ -38,10 +38,19 @@ def check_weights(weights: Integers) -> np.ndarray:
     Raises:
         PackingError: names row and value of a weight that is negative, not finite or no number.
     """
-    array = np.asarray(weights)
+    given = one_by_one(weights, "weight")
+    if isinstance(given, list):
+        for row, weight in enumerate(given):
+            if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, (int, float, np.number)):
+                kind = type(weight).__name__
+                raise PackingError(f"weight of row {row} is {weight!r}, of type {kind}; give one number a row")
+    array = np.asarray(given)
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
+    if array.dtype == object:  # whole numbers of Python that NumPy has no type for
+        row = next(row for row, weight in enumerate(given) if abs(weight) >= 2**63)
+        raise PackingError(f"weight of row {row} is {given[row]}; it has to be a float or of 62 bits at most")
+    if array.dtype.kind not in "iuf":
         raise PackingError(f"weights are {array.dtype} of shape {array.shape}; give one number a row")
     wrong = ~np.isfinite(array) | (array < 0)
     if wrong.any():

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,28 @@ def test_cost_is_linear_plus_quadratic() -> None:
 def test_a_cost_without_sense_is_refused(values: tuple[float, float]) -> None:
     with pytest.raises(PackingError, match="cost"):
         Cost(*values)
+
+
+@pytest.mark.parametrize("name", ["linear", "quadratic"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("a", "is 'a', of type str; give a number"),
+        (None, "is None, of type NoneType"),
+        (True, "is True, of type bool"),
+        (1e308, "is 1e\\+308; it has to be a finite number of at least 0 and at most 1e\\+280"),
+        (10**400, "is inf; it has to be a finite number"),
+    ],
+)
+def test_a_coefficient_that_is_no_number_or_too_large_is_refused_by_key(name: str, value: Any, said: str) -> None:
+    with pytest.raises(PackingError, match=f"cost.{name} {said}"):
+        Cost(**{"linear": 1.0, name: value})
+
+
+def test_the_largest_coefficients_give_finite_costs() -> None:
+    costs = Cost(1e280, 1e280).of(np.array([0, 1, 2**31 - 1]))
+    assert np.isfinite(costs).all()
+    assert 2**31 <= ticks(costs)[2] <= 2**32
 
 
 @given(weights=st.lists(st.floats(0, 1e30), min_size=1, max_size=30))

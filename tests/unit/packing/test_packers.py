@@ -1,8 +1,11 @@
+import re
+from collections.abc import Iterable
 from itertools import combinations
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,8 +169,8 @@ def test_best_fit_over_a_sorted_list_fills_bins_as_the_one_over_buckets(lengths:
 
 
 def test_best_fit_takes_a_capacity_too_large_for_buckets() -> None:
-    bins = pack([2**30, 2**29, 2**30, 2**29], 2**31, "best_fit_decreasing")
-    assert loads([2**30, 2**29, 2**30, 2**29], bins) == [2**31, 2**30]
+    lengths = [2**30 - 1, 2**29, 2**30 - 1, 2**29]
+    assert loads(lengths, pack(lengths, 2**31 - 1, "best_fit_decreasing")) == [2**31 - 2, 2**30]
 
 
 def split_mix(seed: int, row: int) -> int:
@@ -196,6 +199,13 @@ def test_the_shuffle_is_decided_by_the_seed_alone() -> None:
         ([3, float("nan")], "row 1 is nan"),
         (["3", "4"], "row 0 is '3'"),
         (np.array(["a"]), "row 0 is 'a'"),
+        (np.array([1.0, 2.5]), "row 0 is 1.0, of type float; give whole numbers"),
+        (np.array([1, 2.5], dtype=object), "row 1 is 2.5, of type float; give whole numbers"),
+        ((length for length in (1, None)), "row 1 is None"),
+        ([[1, 2], [3]], r"row 0 is \[1, 2\], of type list"),
+        (7, r"shape \(\)"),
+        (torch.ones(2, dtype=torch.bfloat16), "lengths can't be read as an array: .*BFloat16"),
+        (torch.ones(2, requires_grad=True), "lengths can't be read as an array: .*requires grad"),
         ([None], "row 0 is None"),
         (np.zeros((2, 2), dtype=np.int64), r"shape \(2, 2\)"),
         ([2**40], "row 0 is 1099511627776"),
@@ -209,12 +219,26 @@ def test_what_is_no_length_is_refused_by_row_and_value(lengths: object, said: st
         pack(lengths, CAPACITY)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(PackingError, match=r"'magic'.*concatenative.*best_fit_decreasing"):
-        pack([1], 8, "magic")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    "lengths", [np.array([4, 1, 3], dtype=object), (length for length in (4, 1, 3)), {4: "a", 1: "b", 3: "c"}.keys()]
+)
+def test_lengths_may_come_one_after_the_other(lengths: Iterable[int]) -> None:
+    assert [rows.tolist() for rows in pack(lengths, 5)] == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize("capacity", [0, -3, 2.5, True, None])
+@pytest.mark.parametrize("algorithm", ["magic", [], None, 3])
+def test_an_unknown_algorithm_is_refused_with_the_known_ones(algorithm: Any) -> None:
+    with pytest.raises(PackingError, match=rf"{re.escape(repr(algorithm))};.*concatenative.*best_fit_decreasing"):
+        pack([1], 8, algorithm)
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", True, None])
+def test_a_seed_has_to_be_a_whole_number(seed: Any) -> None:
+    with pytest.raises(PackingError, match=f"seed is {seed!r}"):
+        pack([1], 8, "first_fit_shuffle", seed=seed)
+
+
+@pytest.mark.parametrize("capacity", [0, -3, 2.5, True, None, 2**31, 2**63, 2**80])
 def test_a_capacity_has_to_be_a_whole_number_of_at_least_one(capacity: object) -> None:
     with pytest.raises(PackingError, match="capacity is"):
         pack([1], capacity)  # pyright: ignore[reportArgumentType]

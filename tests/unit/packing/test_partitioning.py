@@ -1,5 +1,8 @@
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,12 +87,27 @@ def test_fractions_are_weights_too() -> None:
         ([1.0, float("nan")], "row 1 is nan"),
         ([float("inf")], "row 0 is inf"),
         ([True, False], "bool"),
-        (["a"], "give one number a row"),
+        (["a"], "row 0 is 'a', of type str; give one number a row"),
+        (np.array(["a"]), "give one number a row"),
+        (np.ones((2, 2)), r"shape \(2, 2\); give one number a row"),
+        ([[1, 2], [3]], r"row 0 is \[1, 2\], of type list; give one number a row"),
+        ([2.0, True], "row 1 is True, of type bool"),
+        ([1.0, 2j], "row 1 is 2j"),
+        ([1, 2**80], "row 1 is 1208925819614629174706176"),
+        (torch.ones(2, dtype=torch.bfloat16), "weights can't be read as an array: .*BFloat16"),
+        (torch.ones(2, requires_grad=True), "weights can't be read as an array: .*requires grad"),
     ],
 )
 def test_what_is_no_weight_is_refused(weights: object, said: str) -> None:
     with pytest.raises(PackingError, match=said):
         partition(weights, 2)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "weights", [np.array([8, 7.5, 1], dtype=object), (weight for weight in (8, 7.5, 1)), torch.tensor([8, 7.5, 1])]
+)
+def test_weights_may_come_in_any_container(weights: Any) -> None:
+    assert [part.tolist() for part in partition(weights, 2)] == [[0], [1, 2]]
 
 
 def test_a_part_is_the_least() -> None:
