@@ -8,10 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import ray
+from ray._private import services
+from ray._private.utils import detect_fate_sharing_support
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlpack.config.schema import Placement, Pool
@@ -105,7 +108,24 @@ def _connect(placement: Placement) -> None:
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     os.environ["PYTHONPATH"] = import_path  # inherited by Ray's processes
-    ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
+    with _own_process_group():
+        ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
+
+
+@contextmanager
+def _own_process_group() -> Iterator[None]:
+    """Start Ray's processes outside of the driver's process group, each in one of its own.
+
+    A terminal, `timeout` and many schedulers signal the whole group. The driver has to hear that and finish its step,
+    for which it needs Ray. Where the kernel doesn't end children with their parent, Ray does it by the group instead.
+    """
+    before = services.ConsolePopen
+    if detect_fate_sharing_support():
+        services.ConsolePopen = partial(before, process_group=0)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 @contextmanager

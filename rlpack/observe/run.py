@@ -38,6 +38,8 @@ WARM_UP_LINES = 20
 FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C again to stop at once\n"
 # What a user's Ctrl-C sends, and what a scheduler sends before it takes the machine away.
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# `timeout` and some schedulers send SIGTERM to the process and to its group: that is one request, not two.
+SAME_SIGTERM_S = 1.0
 
 
 class Place(Protocol):
@@ -58,12 +60,14 @@ class Run:
     """One run: its directory, its sinks, its console, its timers and its Ctrl-C.
 
     Use it as a context manager: inside, the first Ctrl-C or SIGTERM only sets `interrupted`, the second raises
-    KeyboardInterrupt. Leaving closes the sinks and writes the report, also after an error.
+    KeyboardInterrupt (a SIGTERM that comes twice at once is one). Leaving closes the sinks and writes the report, also
+    after an error.
     """
 
     def __init__(self, directory: Path, sinks: Sequence[Sink], console: Console, totals: Mapping[Phase, int]) -> None:
         self.directory = directory
         self.interrupted = False
+        self._interrupted_at = 0.0
         self._sinks = sinks
         self._console = console
         self._totals = totals
@@ -192,8 +196,10 @@ class Run:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Note the first Ctrl-C or SIGTERM, obey the second."""
         if self.interrupted:
+            if number == signal.SIGTERM and time.monotonic() - self._interrupted_at < SAME_SIGTERM_S:
+                return
             raise KeyboardInterrupt
-        self.interrupted = True
+        self.interrupted, self._interrupted_at = True, time.monotonic()
         # Not through logging or rich: a handler may run in the middle of one of their writes.
         os.write(2, FIRST_INTERRUPT)
 

@@ -67,8 +67,9 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
-        """Ask the command to end, as a scheduler does before it takes the machine away."""
+        """Ask the command and its whole group to end, as `timeout` does, and schedulers before they take the machine."""
         self.process.terminate()
+        os.killpg(self.process.pid, signal.SIGTERM)
 
     def processes(self) -> list[psutil.Process]:
         """Return what is alive of the run, on this machine."""

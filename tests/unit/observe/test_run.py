@@ -127,8 +127,9 @@ def test_resuming_cuts_the_rollouts_too(tmp_path: Path, point: ResumePoint, kept
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_second_stops(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rlpack.observe.run.SAME_SIGTERM_S", 0.0)
     usual = signal.getsignal(number)
     with start(tmp_path) as run:
         os.kill(os.getpid(), number)
@@ -137,6 +138,15 @@ def test_the_first_signal_is_noted_and_the_second_stops(
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is usual
     assert "finishing the step, then saving; press Ctrl-C again to stop at once" in capfd.readouterr().err
+
+
+def test_a_sigterm_to_the_process_and_to_its_group_is_one(tmp_path: Path) -> None:
+    with start(tmp_path) as run:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert run.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_run_outside_the_main_thread_leaves_ctrl_c_alone(tmp_path: Path) -> None:
