@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlpack import __version__
+from rlpack.cli.process import quiet_when_nobody_reads, sigterm_like_ctrl_c
 
 _EPILOG = """\
 examples:
@@ -24,16 +25,20 @@ examples:
   rlpack report runs/mine                                        write runs/mine/report.html again
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
+_INTERRUPTED = 130
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (the process's own when None) and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["train"] or _COMPLETION_FLAGS.intersection(arguments[:1]):
-        from rlpack.cli.train import train
+    with quiet_when_nobody_reads():
+        return _command(list(sys.argv[1:] if argv is None else argv))
 
-        return _complete(arguments, train) if _COMPLETION_FLAGS.intersection(arguments) else train(arguments[1:])
+
+def _command(arguments: list[str]) -> int:
+    """Run the command that the first argument names."""
+    if arguments[:1] == ["train"] or _COMPLETION_FLAGS.intersection(arguments[:1]):
+        return _train(arguments)
     if arguments[:1] in (["plan"], ["simulate"]):
         return _plan(arguments)
     parser = _parser()
@@ -59,6 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a run's report.html again from its files")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     return parser
+
+
+def _train(arguments: list[str]) -> int:
+    """Run `rlpack train`, or its completion; until a run has begun, being stopped is one line and 130."""
+    try:
+        with sigterm_like_ctrl_c():
+            from rlpack.cli.train import train
+
+            return _complete(arguments, train) if _COMPLETION_FLAGS.intersection(arguments) else train(arguments[1:])
+    except KeyboardInterrupt:
+        print("rlpack train: interrupted; nothing was saved yet", file=sys.stderr)
+        return _INTERRUPTED
 
 
 def _plan(arguments: list[str]) -> int:

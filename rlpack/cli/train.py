@@ -27,6 +27,7 @@ from rlpack.config.rules import odd_choices
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 from rlpack.config.yaml_limits import check_yaml_files
+from rlpack.observe.directory import holds_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,9 @@ def run(config: Config) -> int:
         recipe = importlib.import_module(f"recipes.{config.recipe}")
         recipe.main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
-        _say(
-            f"interrupted; the same command with run_dir={config.run_dir} resume=auto goes on from its last checkpoint"
-        )
+        saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
+        way_on = f"the same command with run_dir={config.run_dir} resume=auto goes on from its last checkpoint"
+        _say(f"interrupted; {way_on if saved else 'nothing was saved yet'}")
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: every error ends here as a message and a code
         return _report_failure(error)

@@ -102,7 +102,7 @@ def config_errors(overrides: Sequence[str]) -> Iterator[None]:
             )
     try:
         yield
-    except ConfigError:
+    except (ConfigError, BrokenPipeError):  # nobody reads what Hydra shows: not for us to speak of
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(list(_diagnose(overrides, error)) or [_whole_text(error)]) from error

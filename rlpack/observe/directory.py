@@ -22,6 +22,11 @@ def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
 
 
+def holds_checkpoint(run_dir: Path) -> bool:
+    """Return whether a run has committed a checkpoint in `run_dir`; it may be damaged."""
+    return any((run_dir / CHECKPOINTS).glob("*/step-*/COMMITTED"))
+
+
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """Check, without making anything, that a run may use `run_dir`.
 

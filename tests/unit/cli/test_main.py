@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -104,3 +105,22 @@ def test_the_shell_is_offered_commands_groups_and_keys(line, offered, monkeypatc
 def test_completion_is_installed_for_the_command(arguments, capsys):
     assert main(arguments) == 0
     assert capsys.readouterr().out.rstrip().endswith("hydra_bash_completion rlpack")
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly():
+    with subprocess.Popen(
+        [sys.executable, "-m", "rlpack", "train", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_stopped_before_its_run_began_ends_with_130_and_one_line(tmp_path, number):
+    # The command stops itself at the first module that it imports after the signals are taken care of.
+    (tmp_path / "hydra.py").write_text(f"import os\nfor _ in range(2):\n    os.kill(os.getpid(), {int(number)})\n")
+    ended = rlpack_process("train", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (ended.returncode, ended.stderr) == (130, "rlpack train: interrupted; nothing was saved yet\n")

@@ -115,6 +115,17 @@ def test_a_failed_run_ends_with_the_code_of_its_cause(ran, capsys, error, code, 
     assert said in capsys.readouterr().err
 
 
+def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, tmp_path, capsys):
+    ran.fails = KeyboardInterrupt()
+    assert main(["train", "run_dir=mine"]) == 130
+    assert capsys.readouterr().err == "rlpack train: interrupted; nothing was saved yet\n"
+    marker = tmp_path / "mine" / "checkpoints" / "warm_up" / "step-3" / "COMMITTED"
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    assert main(["train", "run_dir=mine", "resume=auto"]) == 130
+    assert "the same command with run_dir=mine resume=auto goes on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
