@@ -50,65 +50,6 @@ def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray
 
 
 @compiled
-def best_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row of `order`: the one that it leaves the least room in.
-
-    Bins lie in buckets by free room, each a linked list; a tree counts the bins below each of its nodes.
-    """
-    labels = np.zeros(sizes.size, dtype=np.int64)
-    leaves = 1
-    while leaves <= capacity:
-        leaves *= 2
-    filled = np.zeros(2 * leaves, dtype=np.int32)
-    first = np.zeros(capacity + 1, dtype=np.int32)  # a bin's number plus one; 0 is none
-    after = np.zeros(sizes.size + 2, dtype=np.int32)
-    bins = 0
-    for row in order:
-        leaf = _next_filled(filled, leaves + int(sizes[row]), leaves)
-        if leaf:
-            free = leaf - leaves
-            label = first[free]
-            first[free] = after[label]
-            _add_along(filled, leaf, -1)
-        else:
-            bins += 1
-            free, label = capacity, bins
-        labels[row] = label - 1
-        free -= int(sizes[row])
-        after[label] = first[free]
-        first[free] = label
-        _add_along(filled, leaves + free, 1)
-    return labels
-
-
-@compiled
-def _next_filled(filled: np.ndarray, leaf: int, leaves: int) -> int:
-    """Return the first leaf from `leaf` on with a bin, or 0."""
-    node = leaf
-    while node > 1 and filled[node] == 0:
-        while node > 1 and node % 2 == 1:  # a right child: what is further right hangs higher up
-            node //= 2
-        if node > 1:
-            node += 1
-    if node <= 1:
-        return 0
-    while node < leaves:
-        node *= 2
-        if filled[node] == 0:
-            node += 1
-    return node
-
-
-@compiled
-def _add_along(filled: np.ndarray, leaf: int, number: int) -> None:
-    """Add `number` to a leaf and all nodes above it."""
-    node = leaf
-    while node >= 1:
-        filled[node] += number
-        node //= 2
-
-
-@compiled
 def spread(slots: np.ndarray, costs: np.ndarray, order: np.ndarray, count: int, capacity: int) -> np.ndarray:
     """Return the bin of each row, rows of `order` going to the cheapest of `count` bins with room; −1 where none has.
 

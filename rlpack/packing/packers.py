@@ -14,6 +14,7 @@ import numpy as np
 
 from rlpack.packing import kernels
 from rlpack.packing.batching import Algorithm
+from rlpack.packing.best_fit import best_fit
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import Integers, check_count, check_lengths, check_seed
 from rlpack.packing.modified_first_fit import modified_first_fit
@@ -138,7 +139,7 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndar
     order = decreasing(sizes)
     if capacity > _MAX_BUCKETS:
         return best_fit_sorted(sizes, order, capacity)
-    return _back(order, kernels.best_fit(sizes[order], np.arange(sizes.size), capacity))
+    return _back(order, best_fit(sizes[order], capacity))
 
 
 def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:

@@ -54,7 +54,6 @@ def test_python_and_numba_agree(sizes: list[int], k: int) -> None:
     calls = [
         (kernels.next_fit, (lengths, 50)),
         (kernels.first_fit, (lengths, order, 50)),
-        (kernels.best_fit, (lengths, order, 50)),
         (kernels.spread, (lengths, lengths, order, k, 10**9)),
         (kernels.chunk, (ones, lengths, lengths, (k, 100, 90))),
         (partitioning._differencing, (lengths, order, k, 1)),
