@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlpack.checkpoint.commit import load_state, newest
+from rlpack.checkpoint.commit import load_state, newest, newest_damage
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
@@ -26,11 +27,21 @@ class Resumed:
 
 
 def newest_checkpoint(directory: Path) -> Resumed | None:
-    """Return the newest whole checkpoint of a run directory: the recipe's own steps come after the warm-up's."""
-    for phase in ("train", "warm_up"):
-        found = newest(directory / "checkpoints" / phase)
+    """Return the newest whole checkpoint of a run directory: the recipe's own steps come after the warm-up's.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged; beginning anew would overwrite what is left.
+    """
+    roots = [directory / "checkpoints" / phase for phase in ("train", "warm_up")]
+    for root in roots:
+        found = newest(root)
         if found is not None:
             return Resumed(found, load_state(found))
+    for folder, fault in filter(None, map(newest_damage, roots)):
+        raise CheckpointError(
+            f"no checkpoint of run_dir={directory} can be loaded; the newest, {folder}, is damaged: {fault}; restore "
+            "its files as they were written, or choose another run_dir to begin anew"
+        )
     return None
 
 

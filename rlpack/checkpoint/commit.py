@@ -11,7 +11,8 @@ Invariants (tests/unit/checkpoint):
 1. killed before any file operation of a save, the checkpoint before it is still loadable;
 2. a changed, cut or missing byte in any listed file, the manifest or the marker makes a checkpoint not loadable;
 3. everything is on the disk before the marker is;
-4. pruning never takes one of the two newest committed checkpoints, and takes the marker before the files.
+4. pruning never takes one of the two newest committed checkpoints that aren't known to be damaged, and takes the marker
+   before the files.
 
 Only JSON is parsed here, and nothing else of a checkpoint may be opened before `newest` returned it.
 """
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 STATE, MANIFEST, MARKER, HINT = "state.json", "manifest.json", "COMMITTED", "latest"
+DAMAGED = "DAMAGED"  # beside the marker of a checkpoint that was passed over, and why: it doesn't count as kept
 NEVER_PRUNED = 2
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)\Z")
 _DEBRIS = re.compile(r"\.(tmp|replaced)-")
@@ -140,14 +142,25 @@ def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
 def newest(root: Path) -> Path | None:
     """Return the newest checkpoint that is whole, or None when there is none.
 
-    A newer one that is damaged or was never committed is passed over with a warning that says what is wrong.
+    A newer one that is damaged or was never committed is passed over with a warning that says what is wrong; the damage
+    is noted, so that `prune` doesn't keep it in the place of a whole one.
     """
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
         fault = _fault(folder)
+        _note_damage(folder, fault)
         if fault is None:
             return folder
         logger.warning("checkpoint %s is passed over: %s; the one before it is tried", folder, fault)
+    return None
+
+
+def newest_damage(root: Path) -> tuple[Path, str] | None:
+    """Return the newest checkpoint that was committed and can't be trusted any more, and why; None if there is none."""
+    for step in sorted(_steps(root), reverse=True):
+        folder = root / f"step-{step}"
+        if (folder / MARKER).is_file() and (fault := _fault(folder)) is not None:
+            return folder, fault
     return None
 
 
@@ -169,19 +182,32 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 def prune(root: Path, keep: int) -> None:
     """Delete all but the `keep` newest committed checkpoints, and what crashed saves left behind.
 
-    The two newest stay even if `keep` is one: should the newest turn out damaged, the run goes on from the other.
+    One that `newest` found damaged doesn't count, and goes when a newer one is committed. The two newest others stay
+    even if `keep` is one: should the newest turn out damaged, the run goes on from the one before.
     A delete that fails only warns.
     """
     steps = sorted(_steps(root), reverse=True)
-    committed = [step for step in steps if _is_marked(root / f"step-{step}")]
+    folders = {step: root / f"step-{step}" for step in steps}
+    committed = [step for step, folder in folders.items() if _is_marked(folder) and not (folder / DAMAGED).exists()]
     kept = committed[: max(keep, NEVER_PRUNED)]
     newest_kept = kept[0] if kept else -1
     for step in steps:
         if step not in kept and step < newest_kept:
-            _delete(root / f"step-{step}")
+            _delete(folders[step])
     for path in root.iterdir():
         if _DEBRIS.match(path.name) and path.is_dir():
             remove_tree(path)
+
+
+def _note_damage(folder: Path, fault: str | None) -> None:
+    """Write down beside a checkpoint's files what is wrong with them, or that nothing is any more."""
+    try:
+        if fault is None:
+            (folder / DAMAGED).unlink(missing_ok=True)
+        else:
+            (folder / DAMAGED).write_text(fault + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.warning("could not note in %s whether it is damaged: %s", folder, error)
 
 
 def _delete(folder: Path) -> None:

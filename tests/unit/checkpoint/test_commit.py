@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.checkpoint import commit as commit_module
-from rlpack.checkpoint.commit import load_state, new_checkpoint, newest, prune
+from rlpack.checkpoint.commit import load_state, new_checkpoint, newest, newest_damage, prune
 from rlpack.checkpoint.errors import CheckpointError
 
 
@@ -217,6 +217,38 @@ def test_uncommitted_steps_do_not_count_as_kept(tmp_path: Path) -> None:
     (tmp_path / "step-2" / "COMMITTED").unlink()
     prune(tmp_path, 2)
     assert names(tmp_path) == ["latest", "step-1", "step-3"]
+
+
+def test_a_checkpoint_that_was_passed_over_is_not_kept_in_the_place_of_a_whole_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step-2" / "state.json").write_text("{}")
+    assert newest(tmp_path) == tmp_path / "step-1"
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "step-1", "step-3"]
+
+
+def test_a_checkpoint_whose_files_are_restored_is_found_and_kept_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    state = tmp_path / "step-2" / "state.json"
+    content = state.read_bytes()
+    state.unlink()
+    assert newest(tmp_path) == tmp_path / "step-1"
+    state.write_bytes(content)
+    assert newest(tmp_path) == tmp_path / "step-2"
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["latest", "step-2", "step-3"]
+
+
+def test_damage_is_that_of_the_newest_committed_checkpoint_and_leftovers_are_none(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=9)
+    assert newest_damage(tmp_path) is None
+    (tmp_path / "step-3" / "COMMITTED").unlink()  # as a crash before the marker leaves it
+    (tmp_path / "step-2" / "state.json").unlink()
+    assert newest_damage(tmp_path) == (tmp_path / "step-2", "state.json is missing")
+    assert newest_damage(tmp_path / "nowhere") is None
 
 
 def test_a_delete_that_fails_only_warns(

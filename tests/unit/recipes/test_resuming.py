@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from recipes.prompts import load_splits
-from recipes.resuming import Resumed, check_same_prompts, check_same_run
+from recipes.resuming import Resumed, check_same_prompts, check_same_run, newest_checkpoint
+from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Algorithm, Config, Data
 from rlpack.data.errors import DataError
@@ -38,3 +42,29 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
         check_same_prompts(resumed, Config(), after, before)
     with pytest.raises(DataError, match="has other rows"):
         check_same_prompts(resumed, Config(), before, after)
+
+
+def commit(run_dir: Path, phase: str, step: int) -> Path:
+    with new_checkpoint(run_dir / "checkpoints" / phase, step) as staging:
+        staging.commit({})
+    return run_dir / "checkpoints" / phase / f"step-{step}"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path):
+    warm_up, first, second = (commit(tmp_path, *at) for at in (("warm_up", 9), ("train", 1), ("train", 2)))
+    for folder in (first, second):
+        (folder / "state.json").unlink()
+    resumed = newest_checkpoint(tmp_path)
+    assert resumed is not None
+    assert resumed.path == warm_up
+    (warm_up / "COMMITTED").write_text("half")
+    with pytest.raises(
+        CheckpointError, match=r"newest, .*/train/step-2, is damaged: state\.json is missing; restore"
+    ):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path):
+    (commit(tmp_path, "train", 1) / "COMMITTED").unlink()
+    (tmp_path / "checkpoints" / "train" / ".tmp-2-ab").mkdir()
+    assert newest_checkpoint(tmp_path) is None
