@@ -42,6 +42,7 @@ test: lint types
 	$(BIN)/python -m pytest -q
 
 bench: $(INSTALLED)
+	$(BIN)/python benchmarks/limits.py --plots docs/images
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/logprob_memory.py

@@ -1,0 +1,301 @@
+"""Measure packing, balance, plans and the data path against their bars, on traces drawn from a seed.
+
+    python benchmarks/limits.py [--seed 0] [--plots FOLDER]
+
+Prints one table; a line that misses its bar ends with MISSED, and the exit code is 1. Times are the best of several
+calls, and ratios are of times within this run. With a folder, plots are written there as PNG.
+"""
+
+import argparse
+import heapq
+import math
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.ragged import Ragged
+from rlpack.packing import Batching, Cost, MicrobatchPlan, lower_bound, make_plan, pack, warm
+from rlpack.packing.contiguous import partition_sorted
+from rlpack.packing.traces import REALISTIC, trace
+
+R = TypeVar("R")
+# 24,576·L + L²: six times a hidden size of 4,096 against attention, as the peers were measured.
+COST = Cost(24576.0, 1.0)
+
+
+@dataclass
+class Line:
+    """One figure and its bar; `least` tells whether it has to be at least or at most the bar."""
+
+    what: str
+    value: float
+    bar: float
+    least: bool = False
+
+    @property
+    def held(self) -> bool:
+        """Return whether the figure keeps its bar."""
+        return self.value >= self.bar if self.least else self.value <= self.bar
+
+    def __str__(self) -> str:
+        """Return the line as it is printed."""
+        sign = "≥" if self.least else "≤"
+        return f"{self.what:72}{self.value:12.5g}   {sign} {self.bar:<8g}{'' if self.held else 'MISSED'}"
+
+
+def main() -> int:
+    """Print all figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plots", type=Path)
+    arguments = parser.parse_args()
+    warm()
+    lines = [*bins(arguments.seed), *packing_time(arguments.seed), *plan_time(arguments.seed)]
+    lines += [*lockstep(arguments.seed), *dynamic(arguments.seed), *data_path(arguments.seed)]
+    for line in lines:
+        print(line)
+    if arguments.plots:
+        plot(arguments.plots, arguments.seed)
+    return int(not all(line.held for line in lines))
+
+
+def best(call: Callable[[], R], repeat: int = 7) -> tuple[float, R]:
+    """Return the least seconds of a call after one for warm-up, and its result."""
+    result, taken = call(), []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        result = call()
+        taken.append(time.perf_counter() - start)
+    return min(taken), result
+
+
+def bins(seed: int) -> list[Line]:
+    """Bins over the lower bound on realistic traces, and over the optimum where best-fit is far from it."""
+    ratios, over = [], []
+    for name in REALISTIC:
+        for rows in (4096, 32768):
+            for capacity in (8192, 16384, 32768, 65536):
+                lengths = trace(name, rows, longest=8192, seed=seed)
+                bound, found = lower_bound(lengths, capacity), len(pack(lengths, capacity))
+                ratios.append(found / bound)
+                over.append((found - bound) / max(1, bound // 1000))
+    lines = [
+        Line("bins / lower bound, realistic traces, mean", float(np.mean(ratios)), 1.0002),
+        Line("bins over the bound / max(1, 0.1 %), worst", max(over), 1.0),
+    ]
+    for name, longest, optimum in (("johnson", 8016, 9 / 30), ("triplets", 8192, 1 / 3)):
+        lengths = trace(name, 32760, longest=longest, seed=seed)
+        capacity = 16000 if name == "johnson" else 2 * longest
+        seconds, found = best(partial(pack, lengths, capacity, "optimal"), repeat=2)
+        lines.append(Line(f"bins / optimum, {name}, algorithm=optimal", len(found) / (optimum * 32760), 1.02))
+        lines.append(
+            Line(f"seconds for it (best-fit: {len(pack(lengths, capacity)) / (optimum * 32760):.3f})", seconds, 1.0)
+        )
+    return lines
+
+
+def packing_time(seed: int) -> list[Line]:
+    """Time of best-fit, and against a heap in plain Python."""
+    lengths = trace("lognormal", 32768, longest=8192, seed=seed)
+    ours, _ = best(lambda: pack(lengths, 16384))
+    plain, _ = best(lambda: heap_packing(lengths.tolist(), 16384), repeat=2)
+    return [
+        Line("best-fit, n = 32,768, ms", 1e3 * ours, 8.0),
+        Line("plain Python heap / ours", plain / ours, 10.0, least=True),
+    ]
+
+
+def heap_packing(lengths: list[int], capacity: int) -> int:
+    """Return the bins of a packer as people write it: each row, longest first, to the emptiest bin if it fits."""
+    heap: list[tuple[int, int]] = []
+    members: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if heap and heap[0][0] + lengths[row] <= capacity:
+            used, label = heapq.heappop(heap)
+        else:
+            used, label = 0, len(members)
+            members.append([])
+        members[label].append(row)
+        heapq.heappush(heap, (used + lengths[row], label))
+    return len(members)
+
+
+def plan_time(seed: int) -> list[Line]:
+    """Time of plans up to a million rows."""
+    batching = Batching(max_tokens=16384, pad_to_multiple=8)
+
+    def plan(rows: int, ranks: int, steps: int, repeat: int = 7) -> float:
+        lengths = trace("lognormal", rows, longest=8192, seed=seed)
+        return best(lambda: make_plan(lengths, batching, dp_size=ranks, mini_batch_size=rows // steps), repeat)[0]
+
+    small, large = plan(16384, 64, 1), plan(1_000_000, 64, 1, repeat=3)
+    return [
+        Line("plan of 16,384 rows, 64 ranks, 8 optimizer steps, ms", 1e3 * plan(16384, 64, 8), 25.0),
+        Line("plan of 262,144 rows, 1,024 ranks, 64 optimizer steps, s", plan(262_144, 1024, 64, repeat=3), 1.0),
+        Line("growth of time from 16,384 to 1,000,000 rows: n to the", math.log(large / small, 1e6 / 16384), 1.15),
+    ]
+
+
+def lockstep(seed: int) -> list[Line]:
+    """How much ranks wait for each other, and how unlike their tokens are."""
+    many, few, imbalance = [], [], []
+    shapes = ((8192, 4096), (16384, 8192), (32768, 8192), (65536, 16384))
+    for name, (capacity, longest), ranks, count in product(REALISTIC, shapes, (8, 64), (2, 3, 4, 5, 8, 12)):
+        found = planned(name, capacity, longest, ranks, count, seed)
+        efficiency = 1 / (1 + found.metrics.lockstep_overhead)
+        (many if found.counts.shape[1] >= 5 else few).append(efficiency)
+        if found.counts.shape[1] >= 5 and ranks == 64:
+            imbalance.append(by_tokens(found).metrics.rank_imbalance)
+    return [
+        Line("lock-step efficiency, 5 and more microbatches a rank, median", float(np.median(many)), 0.999, least=True),
+        Line("lock-step efficiency, 5 and more microbatches a rank, worst", min(many), 0.985, least=True),
+        Line("lock-step efficiency, 2 to 4 microbatches a rank, median", float(np.median(few)), 0.995, least=True),
+        Line("tokens of the fullest of 64 ranks / mean, worst", 1 + max(imbalance), 1.01),
+    ]
+
+
+def planned(name: str, capacity: int, longest: int, ranks: int, microbatches: int, seed: int) -> MicrobatchPlan:
+    """Return a plan with about so many microbatches on each rank, the last index partly full."""
+    mean = trace(name, 4096, longest=longest, seed=seed).mean()
+    fullness = 1 - np.random.default_rng((seed, ranks, microbatches)).random() / microbatches
+    rows = int(ranks * microbatches * fullness * capacity / mean)
+    lengths = trace(name, rows, longest=longest, seed=seed + 1)
+    return make_plan(lengths, Batching(max_tokens=capacity), dp_size=ranks, cost=COST)
+
+
+def by_tokens(plan: MicrobatchPlan) -> MicrobatchPlan:
+    """Return the plan of the same lengths that balances tokens."""
+    return make_plan(plan.request.lengths, plan.batching, dp_size=plan.num_ranks)
+
+
+def dynamic(seed: int) -> list[Line]:
+    """Slots of dynamic batching over the fewest at the same count."""
+    ratios = []
+    for name in REALISTIC:
+        for ranks in (8, 64):
+            lengths = trace(name, 4096, longest=8192, seed=seed)
+            plan = make_plan(lengths, Batching(mode="dynamic", max_tokens=16384), dp_size=ranks)
+            falling = np.sort(lengths)[::-1].copy()
+            labels = partition_sorted(np.ones_like(falling), falling, plan.counts.size, 16384)
+            firsts = np.flatnonzero(np.diff(labels, prepend=-1))
+            fewest = int((np.diff(firsts, append=falling.size) * falling[firsts]).sum())
+            ratios.append(plan.metrics.slots / fewest)
+    return [Line("dynamic: padded slots / fewest at the same count, worst", max(ratios), 1.005)]
+
+
+def data_path(seed: int) -> list[Line]:
+    """Shard, restore and pickling against one copy of the ragged bytes; the copy is NumPy's, of memory in use."""
+    random = np.random.default_rng(seed)
+    lengths = np.clip(random.lognormal(8.4, 0.75, 4096), 1, 16384).astype(np.int64)
+    total = int(lengths.sum())
+    kinds = {
+        "input_ids": torch.int64,
+        "logprobs": torch.float32,
+        "advantages": torch.float32,
+        "loss_weight": torch.float32,
+    }
+    counts = torch.from_numpy(lengths)
+    batch = BatchedDataDict({name: Ragged(torch.arange(total).to(kind), counts) for name, kind in kinds.items()})
+    copy, _ = best(lambda: [batch[name].values.clone() for name in kinds])
+    batching = Batching(max_tokens=16384)
+    shard, shards = best(lambda: batch.shard(make_plan(lengths, batching, dp_size=8)))
+    restore, _ = best(lambda: batch.restore(shards))
+    size = sum(column.values.numel() * column.values.element_size() for column in batch.values())
+    put, get = through_buffers(shards)
+    padded_put, padded_get = padded_pickles(shards)
+    print(f"4,096 rows of up to 16,384 tokens, {total / 4096 / 16384:.0%} filled: {size / 1e6:.0f} MB, ", end="")
+    print(f"one copy {1e3 * copy:.0f} ms")
+    return [
+        Line("plan and shard, 4 columns, 8 ranks / one copy", shard / copy, 1.3),
+        Line("restore of 8 ranks / one copy", restore / copy, 1.3),
+        Line("shards to buffers / one copy", put / copy, 1.3),
+        Line("shards from buffers, ms", 1e3 * get, 5.0),
+        Line(
+            "padded tensors' pickles / ours, there and back", (padded_put + padded_get) / (put + get), 15.0, least=True
+        ),
+    ]
+
+
+def through_buffers(shards: list[BatchedDataDict]) -> tuple[float, float]:
+    """Return seconds to pickle shards with each buffer copied once, as an object store does, and to read them back."""
+
+    def put() -> list[tuple[bytes, list[bytearray]]]:
+        stored = []
+        for shard in shards:
+            buffers: list[pickle.PickleBuffer] = []
+            data = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
+            stored.append((data, [bytearray(buffer.raw()) for buffer in buffers]))
+        return stored
+
+    seconds, stored = best(put, repeat=4)
+    return seconds, best(lambda: [pickle.loads(data, buffers=buffers) for data, buffers in stored], repeat=4)[0]
+
+
+def padded_pickles(shards: list[BatchedDataDict]) -> tuple[float, float]:
+    """Return seconds to pad shards and pickle them as plain tensors, and to read them back."""
+    width = max(int(shard["input_ids"].lengths.max()) for shard in shards)
+
+    def put() -> list[bytes]:
+        return [pickle.dumps({name: shard.padded(name, width) for name in shard}, protocol=5) for shard in shards]
+
+    start = time.perf_counter()
+    stored: Any = put()
+    seconds = time.perf_counter() - start
+    return seconds, best(lambda: [pickle.loads(data) for data in stored], repeat=1)[0]
+
+
+def plot(folder: Path, seed: int) -> None:
+    """Draw time over rows, waste by trace and waiting over ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, (times, waste, waiting) = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    modes = {
+        "packed": Batching(max_tokens=16384),
+        "dynamic": Batching(mode="dynamic", max_tokens=16384),
+        "fixed": Batching(mode="fixed", max_tokens=None),
+    }
+    sizes = [2**power for power in range(10, 20)]
+    for name in ("packed", "dynamic"):
+        calls = [
+            partial(make_plan, trace("lognormal", rows, 8192, seed=seed), modes[name], dp_size=64) for rows in sizes
+        ]
+        times.loglog(sizes, [1e3 * best(call, 2)[0] for call in calls], "o-", label=name)
+    times.set(title="time of a plan over 64 ranks", xlabel="rows", ylabel="ms")
+    for place, (name, batching) in enumerate(modes.items()):
+        plans = [make_plan(trace(kind, 4096, 8192, seed=seed), batching, dp_size=8) for kind in REALISTIC]
+        waste.bar(
+            np.arange(4) + 0.27 * (place - 1), [100 * plan.metrics.waste_ratio for plan in plans], 0.26, label=name
+        )
+    waste.set(title="slots without a token", ylabel="%")
+    waste.set_xticks(np.arange(4), REALISTIC)
+    ranks = [2**power for power in range(1, 9)]
+    for kind in REALISTIC:
+        plans = [
+            make_plan(trace(kind, 64 * many, 8192, seed=seed), Batching(max_tokens=16384), dp_size=many, cost=COST)
+            for many in ranks
+        ]
+        waiting.semilogx(ranks, [100 * plan.metrics.lockstep_overhead for plan in plans], "o-", base=2, label=kind)
+    waiting.set(title="lock-step overhead, 64 rows a rank", xlabel="ranks", ylabel="%")
+    for axes in (times, waste, waiting):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(folder / "planning.png", dpi=130)
+    print(f"plots: {folder / 'planning.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
