@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
 PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
+# What a run that never began, or Hydra, may have left in a directory that holds no run.
+_LEFTOVERS = frozenset({REPORT, EVENTS, "wandb", "wandb-id", ".hydra", "logs", "multirun.yaml"})
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -27,11 +30,34 @@ def holds_checkpoint(run_dir: Path) -> bool:
     return any((run_dir / CHECKPOINTS).glob("*/step-*/COMMITTED"))
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Return whether the run in `run_dir` came to a record or a checkpoint."""
+    metrics = run_dir / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / CHECKPOINTS).glob("*/step-*"))
+
+
+def give_back(run_dir: Path) -> None:
+    """Delete what a run wrote at its start, and the directory if nothing else is there, unless the run has begun.
+
+    So the same command works again once its mistake is mended.
+    """
+    if has_begun(run_dir):
+        return
+    try:
+        for name in (CONFIG, METRICS, SAMPLES):
+            (run_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)  # a frozen policy, and saves that were cut short
+        if not any(run_dir.iterdir()):
+            run_dir.rmdir()
+    except OSError as error:
+        logger.warning("%s can't be cleared of the run that failed at its start: %s", run_dir, error)
+
+
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """Check, without making anything, that a run may use `run_dir`.
 
     Raises:
-        RunDirectoryError: it is a file, can't be written, or holds a run that isn't to be resumed.
+        RunDirectoryError: it is a file, can't be written, holds a run that isn't to be resumed, or files of no run.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise RunDirectoryError(f"run_dir={run_dir} is not a directory; choose another run_dir")
@@ -39,9 +65,22 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         raise RunDirectoryError(
             f"run_dir={run_dir} already holds a run; go on with it by resume=auto, or choose another run_dir"
         )
+    if strangers := [] if holds_run(run_dir) else _strangers(run_dir):
+        raise RunDirectoryError(
+            f"run_dir={run_dir} holds files and no run ({', '.join(strangers[:3])}{', …' * (len(strangers) > 3)}); "
+            "choose another run_dir, or one below it"
+        )
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise RunDirectoryError(f"run_dir={run_dir} can't be written ({nearest} refuses); choose another run_dir")
+
+
+def _strangers(run_dir: Path) -> list[str]:
+    """Return what lies in a directory and is neither a run's nor Hydra's."""
+    try:
+        return sorted(path.name for path in run_dir.iterdir() if path.name not in _LEFTOVERS)
+    except OSError:  # there is none, or it can't be read, which is said of its own
+        return []
 
 
 def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> None:

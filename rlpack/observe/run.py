@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, Self
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
 from rlpack.observe.console import Console, Progress, Sample
-from rlpack.observe.directory import LENGTHS, METRICS, REPORT, SAMPLES, open_run_dir, read_samples
+from rlpack.observe.directory import LENGTHS, METRICS, REPORT, SAMPLES, give_back, has_begun, open_run_dir, read_samples
 from rlpack.observe.plan_record import PlanRecord, read_plan
 from rlpack.observe.sinks import Phase, ResumePoint, Sink, check_packages, open_sinks, read_records
 from rlpack.packing.plan import MicrobatchPlan
@@ -91,14 +91,18 @@ class Run:
 
         Raises:
             RunDirectoryError: the directory can't be used.
-            SinkError: a package that a sink needs is missing.
+            SinkError: a package that a sink needs is missing, or its service refuses.
         """
         check_packages(config.logger)  # before the directory counts as taken
         values = without_secrets(config.model_dump(mode="json"))
         open_run_dir(directory, values, resume=config.resume == "auto")
         point = None if resume_at is None else ResumePoint(resume_at.step, resume_at.phase)
         _cut_samples(directory / SAMPLES, point)
-        sinks = open_sinks(config.logger, directory, values, point)
+        try:
+            sinks = open_sinks(config.logger, directory, values, point)
+        except BaseException:
+            give_back(directory)
+            raise
         totals: dict[Phase, int] = {"warm_up": config.warm_up.steps, "train": config.trainer.steps}
         return cls(directory, sinks, Console() if console is None else console, totals)
 
@@ -148,9 +152,7 @@ class Run:
         """
         if self._finished:
             return self.directory / REPORT
-        self._finished = True
-        for sink in self._sinks:
-            sink.close()
+        self._close_sinks()
         # Imported here: matplotlib takes a second, which nobody should wait for at the start.
         from rlpack.observe.report import write_report
         from rlpack.observe.summary import summarise
@@ -161,6 +163,11 @@ class Run:
         self._console.note(f"report: {path.absolute()}")
         return path
 
+    def _close_sinks(self) -> None:
+        self._finished = True
+        for sink in self._sinks:
+            sink.close()
+
     def __enter__(self) -> Self:
         """Take over Ctrl-C and SIGTERM, where Python allows it: in the main thread."""
         if threading.current_thread() is threading.main_thread():
@@ -170,12 +177,20 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the signals back and finish; a report that fails must not hide the error that ended the run."""
+        """Give the signals back and finish; a report that fails must not hide the error that ended the run.
+
+        A run that failed before its first record leaves no directory and has nothing to report.
+        """
         for number, usual in self._usual.items():
             signal.signal(number, usual)
         self._usual = {}
+        failed_at_start = error is not None and not has_begun(self.directory)
         try:
-            self.finish()
+            if failed_at_start:
+                self._close_sinks()
+                give_back(self.directory)
+            else:
+                self.finish()
         except Exception:
             if error is None:
                 raise

@@ -30,9 +30,9 @@ class Row:
 
 def summarise(records: Records, plans: PlanRecord | None) -> list[Row]:
     """Return reward and accuracies (first and last), wasted slots (padded and as batched), steps and time."""
-    rows = [*_curve(records, "reward/mean", "train", "mean reward, first and last step", "{:.3f}")]
+    rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
     for name, label, *_ in ACCURACIES:
-        rows += _curve(records, name, "evaluation", f"{label}, before and after", "{:.1%}")
+        rows += _curve(records, name, "evaluation", label, "before and after", "{:.1%}")
     if plans is not None:
         padded, used = (layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan()))
         rows.append(Row(f"wasted slots, padded and {plans.batching.mode}", f"{padded:.1%}", f"{used:.1%}"))
@@ -56,7 +56,9 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
 
 
-def _curve(records: Records, name: str, phase: str, label: str, form: str) -> Sequence[Row]:
-    """Return the first and last figure of a metric, if it was logged."""
-    values = Series.of(records, name, phase).values
-    return [Row(label, form.format(values[0]), form.format(values[-1]))] if values.size else []
+def _curve(records: Records, name: str, phase: str, label: str, both: str, form: str) -> Sequence[Row]:
+    """Return the first and last figure of a metric, or the only one, if it was logged; `both` says which two."""
+    values = [form.format(value) for value in Series.of(records, name, phase).values]
+    if len(values) < 2:
+        return [Row(label, None, value) for value in values]
+    return [Row(f"{label}, {both}", values[0], values[-1])]

@@ -103,7 +103,19 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
     (tmp_path / "config.yaml").write_text("a: [unclosed")
     (tmp_path / "samples.jsonl").write_text("not json\n[1]\n")
     (tmp_path / "packing.json").write_text("{")
-    assert "1.000 → 1.000" in write_report(tmp_path).read_text()
+    page = write_report(tmp_path).read_text()
+    assert "1.000" in page
+    assert "→" not in page
+
+
+def test_a_single_figure_is_not_shown_as_a_change() -> None:
+    record = {"step": 1, "phase": "train", "time_s": 1.0, "reward/mean": 0.25}
+    (one, *_), (two, *_) = (
+        summarise([record], None),
+        summarise([record, record | {"step": 2, "reward/mean": 0.5}], None),
+    )
+    assert (one.label, one.before, one.after) == ("mean reward", None, "0.250")
+    assert (two.label, two.before, two.after) == ("mean reward, first and last step", "0.250", "0.500")
 
 
 def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:

@@ -70,6 +70,48 @@ def test_a_directory_that_holds_a_run_is_refused_unless_resumed(tmp_path: Path) 
     assert [record["reward/mean"] for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [0.1, 0.3]
 
 
+def test_a_run_that_failed_before_its_first_record_leaves_its_directory_free_and_reports_nothing(
+    tmp_path: Path,
+) -> None:
+    screen = io.StringIO()
+
+    def fail() -> None:
+        with Run.start(Config(), tmp_path / "run", console=Console(Screen(file=screen, width=200))) as run:
+            (run.directory / "checkpoints" / "reference").mkdir(parents=True)
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fail()
+        assert not (tmp_path / "run").exists()
+    assert screen.getvalue() == ""
+
+
+def test_a_run_that_failed_after_its_first_record_keeps_its_directory(tmp_path: Path) -> None:
+    def fail() -> None:
+        with start(tmp_path / "run") as run:
+            run.log(1, {})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (tmp_path / "run" / "report.html").exists()
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        start(tmp_path / "run")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_with_files_of_no_run_is_refused_and_one_with_hydras_own_is_not(
+    tmp_path: Path, resume: bool
+) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "multirun.yaml").touch()
+    check_run_dir(tmp_path, resume=resume)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RunDirectoryError, match=r"holds files and no run \(thesis\.tex\); choose another run_dir"):
+        check_run_dir(tmp_path, resume=resume)
+
+
 def test_a_directory_that_only_holds_checkpoints_holds_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(RunDirectoryError, match="already holds a run"):
@@ -178,7 +220,8 @@ def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
         raise OSError("no space left")
 
     def fail() -> None:
-        with start(tmp_path):
+        with start(tmp_path) as run:
+            run.log(1, {})
             monkeypatch.setattr("rlpack.observe.report.write_report", broken)
             raise KeyError("the cause")
 
