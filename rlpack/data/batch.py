@@ -20,7 +20,7 @@ from rlpack.data import columns as whole
 from rlpack.data.errors import DataError, MissingColumnError
 from rlpack.data.fields import FIELDS, Column, describe
 from rlpack.data.planning import Spec, check_restored, layout_of, plan_by_batch_size, shortened
-from rlpack.data.ragged import Ragged, Rows, row_index
+from rlpack.data.ragged import Ragged, Rows, repeated, row_index
 from rlpack.data.wire import from_array, to_array
 from rlpack.packing import MicrobatchPlan, RankPlan
 from rlpack.packing.layouts import Layout
@@ -59,7 +59,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
             ids (`row_ids=batch.row_ids`), so that `restore` can tell whose they are.
 
     Raises:
-        DataError: a column is of no known kind, or has another number of rows; ids repeat.
+        DataError: a column is of no known kind, or has another number of rows; ids repeat or are no whole numbers.
     """
 
     plan: RankPlan | None
@@ -73,10 +73,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
             describe(first)
             self.row_ids = np.arange(len(first))
         else:
-            ids = row_ids.cpu().numpy() if isinstance(row_ids, Tensor) else np.asarray(row_ids, dtype=np.int64)
-            if ids.ndim != 1 or np.unique(ids).size != ids.size:
-                raise DataError(f"row_ids are {ids.size} ids of which {np.unique(ids).size} differ; all have to")
-            self.row_ids = ids
+            self.row_ids = whole.distinct_ids(row_ids)
         for name, column in columns.items():
             self[name] = column
 
@@ -94,7 +91,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
             raise DataError(f"column {name!r} has {len(column)} rows and the batch has {self.num_rows}")
         if name in FIELDS:
             FIELDS[name].check(column)
-        self._columns[name] = column
+        self._columns[name] = list(column) if isinstance(column, list) else column
 
     def __delitem__(self, name: str) -> None:
         self[name]
@@ -152,7 +149,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return self.ragged(name).to_padded(FIELDS[name].padding if name in FIELDS else 0, length)
 
     def copy(self) -> "BatchedDataDict":
-        """Return a container of its own that shares the columns, ids and plan."""
+        """Return a container of its own, with lists and ids of its own, that shares tensors and plan."""
         return self._like(self._columns)
 
     def keep(self, names: Iterable[str]) -> "BatchedDataDict":
@@ -219,10 +216,13 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return [self.select(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
     def repeat_interleave(self, n: int) -> "BatchedDataDict":
-        """Return every row `n` times, copies side by side, with new ids."""
-        return BatchedDataDict(
-            whole.select(self._columns, np.repeat(np.arange(self.num_rows), n)), row_ids=np.arange(self.num_rows * n)
-        )
+        """Return every row `n` times, copies side by side, with new ids.
+
+        Raises:
+            DataError: `n` is no whole number of at least 0.
+        """
+        rows = repeated(self.num_rows, n)
+        return BatchedDataDict(whole.select(self._columns, rows), row_ids=np.arange(rows.size))
 
     @classmethod
     def concat(cls, batches: Sequence["BatchedDataDict"]) -> "BatchedDataDict":

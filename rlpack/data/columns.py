@@ -9,7 +9,7 @@ from torch import Tensor
 from rlpack.data.copying import can_copy, copy_runs
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
-from rlpack.data.ragged import Ragged, spans
+from rlpack.data.ragged import Ragged, Rows, as_array, spans
 
 
 def find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -23,6 +23,20 @@ def find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     order = np.argsort(ids, kind="stable")
     nearest = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), ids.size - 1)]
     return np.where(ids[nearest] == wanted, nearest, -1)
+
+
+def distinct_ids(row_ids: Rows) -> np.ndarray:
+    """Return a copy of row ids, int64 [B].
+
+    Raises:
+        DataError: they are no whole numbers, or two are alike.
+    """
+    ids = as_array(row_ids, "row_ids")
+    if ids.dtype == bool or (ids.dtype.kind == "u" and int(ids.max(initial=0)) >= 2**63):
+        raise DataError(f"row_ids are {ids.dtype}, the greatest {ids.max(initial=0)}; give int64")
+    if (differing := np.unique(ids).size) != ids.size:
+        raise DataError(f"row_ids are {ids.size} ids of which {differing} differ; all have to")
+    return np.array(ids, dtype=np.int64)
 
 
 def same_lengths(left: Ragged, right: Ragged) -> bool:

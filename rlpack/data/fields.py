@@ -23,7 +23,7 @@ class Field:
 
     Attributes:
         name: key in a `BatchedDataDict`.
-        kind: `per-token` is a `Ragged`, `per-row` a tensor [B, ...], `list` a list of Python objects.
+        kind: `per-token` is a `Ragged`, `per-row` a tensor [B], `list` a list of Python objects.
         dtype: type of the values; None for a list.
         padding: what a padded slot holds; token ids take the model's own instead.
     """
@@ -39,6 +39,10 @@ class Field:
         if kind != self.kind or dtype != self.dtype:
             wanted = f"{self.kind} {self.dtype}" if self.dtype else self.kind
             raise DataError(f"column {self.name!r} is {kind} {dtype or ''}; it has to be {wanted} (rlpack.data.fields)")
+        if isinstance(column, torch.Tensor) and column.ndim != 1:
+            raise DataError(
+                f"column {self.name!r} is {list(column.shape)}; it has to be [B], one value a row (rlpack.data.fields)"
+            )
 
 
 def describe(column: Column) -> tuple[Kind, torch.dtype | None]:

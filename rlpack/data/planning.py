@@ -1,6 +1,7 @@
 """From a container's arguments to a plan, and from a plan's microbatch to a layout."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def exclusive_batching(sequence_packing: Spec | None, dynamic_batching: Spec | N
     'packed'
 
     Raises:
-        DataError: both are given, or one asks for another mode.
+        DataError: both are given, or one asks for another mode or has a key that there is none of.
     """
     if sequence_packing is not None and dynamic_batching is not None:
         raise DataError("sequence_packing and dynamic_batching exclude each other; give one, set the other to None")
@@ -34,11 +35,24 @@ def exclusive_batching(sequence_packing: Spec | None, dynamic_batching: Spec | N
     ):
         if spec is None:
             continue
-        batching = spec if isinstance(spec, Batching) else Batching(**{"mode": mode, **spec})
+        batching = _batching(name, mode, spec)
         if batching.mode != mode:
             raise DataError(f"{name} has mode={batching.mode}; it has to be {mode}")
         return batching
     return None
+
+
+def _batching(name: str, mode: str, spec: Spec) -> Batching:
+    """Return the batching that the argument `name` asks for."""
+    if isinstance(spec, Batching):
+        return spec
+    if not isinstance(spec, Mapping):
+        raise DataError(f"{name} is a {type(spec).__name__}; give a Batching, or a mapping with its keys")
+    known = [field.name for field in fields(Batching)]
+    for key in spec:
+        if key not in known:
+            raise DataError(f"{name} has the key {key!r}; the keys are {', '.join(known)}")
+    return Batching(**{"mode": mode, **spec})
 
 
 def plan_by_batch_size(

@@ -15,6 +15,7 @@ from rlpack.data.errors import DataError
 from rlpack.data.wire import from_array, to_array
 
 Rows = Sequence[int] | np.ndarray | Tensor
+_FLOATS = (float, np.floating)
 
 
 def row_index(rows: Rows, num_rows: int) -> np.ndarray:
@@ -26,20 +27,49 @@ def row_index(rows: Rows, num_rows: int) -> np.ndarray:
     Raises:
         DataError: a row does not exist, or `rows` is not one-dimensional and whole.
     """
-    index = rows.detach().cpu().numpy() if isinstance(rows, Tensor) else np.asarray(rows)
-    if index.size == 0 and index.dtype != bool:
-        return np.zeros(0, dtype=np.int64)
-    if index.ndim != 1 or index.dtype.kind not in "iub":
-        raise DataError(f"rows are {index.dtype} with {index.ndim} dimensions; give one list of whole numbers")
+    index = as_array(rows, "rows")
     if index.dtype == bool:
         if index.size != num_rows:
             raise DataError(f"a row mask has {index.size} entries for {num_rows} rows")
         return np.flatnonzero(index)
-    index = index.astype(np.int64)
     outside = (index < -num_rows) | (index >= num_rows)
     if outside.any():
         raise DataError(f"row {index[outside][0]} does not exist; there are {num_rows} rows")
+    index = index.astype(np.int64)
     return np.where(index < 0, index + num_rows, index)
+
+
+def as_array(values: Rows, what: str) -> np.ndarray:
+    """Return whole numbers or booleans as an array of one dimension; `what` is what errors call them.
+
+    Raises:
+        DataError: they are neither, or some of a list are booleans and others are not.
+    """
+    if isinstance(values, (list, tuple)) and len({isinstance(value, (bool, np.bool_)) for value in values}) > 1:
+        raise DataError(f"{what} mix booleans with numbers; give whole numbers, or a mask of booleans alone")
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} can't be read as an array: {error}; give one list of whole numbers") from error
+    if array.size == 0 and array.dtype != bool:
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise DataError(f"{what} are {array.dtype} with {array.ndim} dimensions; give one list of whole numbers")
+    return array
+
+
+def repeated(num_rows: int, n: int) -> np.ndarray:
+    """Return every position of `num_rows` rows `n` times, copies side by side, int64 [n · num_rows].
+
+    >>> repeated(2, 3)
+    array([0, 0, 0, 1, 1, 1])
+
+    Raises:
+        DataError: `n` is no whole number of at least 0.
+    """
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
+        raise DataError(f"n is {n!r}; rows are repeated a whole number of times, at least 0")
+    return np.repeat(np.arange(num_rows), n)
 
 
 def spans(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -99,8 +129,9 @@ class Ragged:
         tensor([1, 2, 3])
 
         Raises:
-            DataError: there are not B lengths, or one is outside 0 to L.
+            DataError: there are not B lengths, they are not whole numbers, or one is outside 0 to L.
         """
+        _check_whole(lengths)
         if padded.ndim < 2 or lengths.shape != padded.shape[:1]:
             raise DataError(
                 f"padded is {list(padded.shape)} and lengths are {list(lengths.shape)}; give [B, L] and [B]"
@@ -120,17 +151,20 @@ class Ragged:
         tensor([2, 0, 1])
 
         Raises:
-            DataError: without a row and a type there is nothing to tell the column's type from.
+            DataError: without a row and a type there is nothing to tell the column's type from; a value does not fit
+                the type, as a fraction does not fit one of whole numbers.
         """
         if rows and all(isinstance(row, Tensor) for row in rows):
             tensors = [row for row in rows if isinstance(row, Tensor)]
             values = torch.cat(tensors)
+            if dtype is not None and values.is_floating_point() and not dtype.is_floating_point:
+                raise DataError(f"rows are {values.dtype}, the column {dtype}, which has no fractions; convert them")
             return cls(values if dtype is None else values.to(dtype), torch.tensor([len(row) for row in tensors]))
         if dtype is None:
             raise DataError("from_rows needs a dtype, unless it is given tensors")
         lists = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
         lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
-        return cls(torch.tensor(list(chain.from_iterable(lists)), dtype=dtype), lengths)
+        return cls(_from_lists(lists, dtype), lengths)
 
     @classmethod
     def concat(cls, columns: Sequence["Ragged"]) -> "Ragged":
@@ -205,8 +239,11 @@ class Ragged:
 
         >>> Ragged.from_rows([[1, 2], [3]], torch.int64).repeat_interleave(2).values
         tensor([1, 2, 1, 2, 3, 3])
+
+        Raises:
+            DataError: `n` is no whole number of at least 0.
         """
-        return self.select(np.repeat(np.arange(self.num_rows), n))
+        return self.select(repeated(self.num_rows, n))
 
     def with_values(self, values: Tensor) -> "Ragged":
         """Return a column of the same lengths that holds `values` [T, ...]."""
@@ -217,7 +254,11 @@ class Ragged:
 
         >>> Ragged.from_rows([[1, 2], [3]], torch.int64).with_lengths(torch.tensor([1, 3])).values
         tensor([1, 3, 0, 0])
+
+        Raises:
+            DataError: there is not one length a row, or one is negative or no whole number.
         """
+        _check_whole(lengths)
         if lengths.shape != self.lengths.shape:
             raise DataError(f"{lengths.numel()} lengths were given for {self.num_rows} rows")
         if lengths.numel() and int(lengths.min()) < 0:
@@ -269,6 +310,30 @@ class Ragged:
         kind = str(self.values.dtype).removeprefix("torch.")
         inner = "".join(f", {size}" for size in self.values.shape[1:])
         return f"Ragged({kind}, {self.num_rows} rows, {self.values.shape[0]} tokens{inner})"
+
+
+def _check_whole(lengths: Tensor) -> None:
+    """Raise a `DataError` unless `lengths` is a tensor of whole numbers."""
+    if not isinstance(lengths, Tensor):
+        raise DataError(f"lengths are a {type(lengths).__name__}; give a tensor of whole numbers, one a row")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise DataError(f"lengths are {lengths.dtype}; give whole numbers (torch.int64)")
+
+
+def _from_lists(lists: Sequence[list[Any]], dtype: torch.dtype) -> Tensor:
+    """Return the numbers of all lists, one list after the other, as `dtype`."""
+    flat = list(chain.from_iterable(lists))
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    try:
+        values = torch.tensor(flat, dtype=None if whole and flat else dtype)
+        fractions = whole and bool(flat) and values.is_floating_point()
+        if not fractions:
+            return values if values.dtype == dtype else torch.tensor(flat, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"rows can't be made {dtype}: {error}; give lists of numbers that fit it") from error
+    floats = ((row, item) for row, items in enumerate(lists) for item in items if isinstance(item, _FLOATS))
+    row, value = next(floats, (0, lists[0]))
+    raise DataError(f"row {row} holds {value!r}, the column is {dtype}, which has no fractions; give whole numbers")
 
 
 def _rebuild(values: np.ndarray, dtype: str, lengths: np.ndarray) -> Ragged:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,6 +92,18 @@ def test_copies_do_not_share_their_mapping():
     assert "uid" in batch
 
 
+@pytest.mark.parametrize("ids", [[5, 3], np.array([5, 3]), torch.tensor([5, 3]), torch.tensor([5, 3]).int()])
+def test_a_batch_owns_its_ids_and_lists(ids):
+    names = ["a", "b"]
+    batch = BatchedDataDict({"uid": names}, row_ids=ids)
+    other = batch.copy()
+    ids[0], names[0] = 9, "changed"
+    batch["uid"][1] = "changed"
+    assert batch.row_ids.tolist() == [5, 3]
+    assert (batch["uid"], other["uid"]) == (["a", "changed"], ["a", "b"])
+    assert batch.row_ids.dtype == np.int64
+
+
 def test_padding_is_the_fields_own():
     batch = BatchedDataDict({"response_mask": Ragged.from_rows([[True, True], [True]], torch.bool)})
     assert batch.padded("response_mask").tolist() == [[True, True], [True, False]]
@@ -123,7 +136,21 @@ def test_padding_is_the_fields_own():
         (lambda b: b.concat([b, b.keep([]).union({**b, "halves": ["a", "b"]})]), "'halves' is Ragged in .* list"),
         (lambda b: b.concat([b, b.keep([]).union({**b, "place": torch.zeros(2)})]), "'place' differs between"),
         (lambda b: b.num_steps, "no plan is attached"),
+        (lambda b: b.select([True, 1]), "rows mix booleans with numbers"),
+        (lambda b: b.repeat_interleave(-1), "n is -1; rows are repeated a whole number of times"),
+        (lambda b: b.update({"rewards": torch.zeros(2, 3)}), r"'rewards' is \[2, 3\]; it has to be \[B\]"),
+        (lambda b: b.update({"valid": torch.ones(2, 1, dtype=torch.bool)}), r"'valid' is \[2, 1\]"),
         (lambda b: BatchedDataDict({}, row_ids=[1, 1]), "2 ids of which 1 differ"),
+        (lambda b: BatchedDataDict({}, row_ids=[1.0, 2.0]), "row_ids are float64"),
+        (lambda b: BatchedDataDict({}, row_ids=np.array([1.5])), "row_ids are float64"),
+        (lambda b: BatchedDataDict({}, row_ids=torch.tensor([1.0])), "row_ids are float32"),
+        (lambda b: BatchedDataDict({}, row_ids=torch.tensor([True])), "row_ids are bool"),
+        (lambda b: BatchedDataDict({}, row_ids=[0, True]), "row_ids mix booleans"),
+        (lambda b: BatchedDataDict({}, row_ids=np.zeros((1, 1), dtype=np.int64)), "row_ids are int64 with 2 dim"),
+        (
+            lambda b: BatchedDataDict({}, row_ids=np.array([2**64 - 1], dtype=np.uint64)),
+            "greatest 1844674407370955161",
+        ),
     ],
 )
 def test_misuse_is_one_error_that_names_key_and_sizes(change, text):

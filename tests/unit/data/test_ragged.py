@@ -95,6 +95,39 @@ def test_lengths_that_do_not_fit_are_refused(values, lengths, text):
         Ragged(values, lengths)
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "text"),
+    [
+        ([[1, 2], [1.7, 2.9]], torch.int64, "row 1 holds 1.7, the column is torch.int64"),
+        ([[0.0, 1.0]], torch.bool, "row 0 holds 0.0, the column is torch.bool"),
+        ([[1], torch.tensor([2.5])], torch.int32, "row 1 holds 2.5"),
+        ([torch.tensor([1]), torch.tensor([2.5])], torch.int64, "rows are torch.float32, the column torch.int64"),
+        ([["a"]], torch.int64, "rows can't be made torch.int64"),
+        ([[None]], torch.float32, "rows can't be made torch.float32"),
+        ([[2**70]], torch.int64, "rows can't be made torch.int64"),
+        ([[1], [[2, 3]]], torch.int64, "rows can't be made torch.int64"),
+    ],
+)
+def test_values_that_the_type_can_not_hold_are_refused(rows, dtype, text):
+    with pytest.raises(DataError, match=text):
+        Ragged.from_rows(rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_lengths_are_whole_numbers(dtype):
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match=f"lengths are {dtype}; give whole numbers"):
+        Ragged.from_padded(torch.zeros(2, 2), torch.ones(2, dtype=dtype))
+    with pytest.raises(DataError, match=f"lengths are {dtype}; give whole numbers"):
+        column.with_lengths(torch.ones(2, dtype=dtype))
+
+
+def test_lengths_are_never_negative():
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match="row 1 is to have -2 tokens; a length is at least 0"):
+        column.with_lengths(torch.tensor([1, -2]))
+
+
 def test_errors_name_what_was_asked_for():
     column = Ragged.from_rows([[1, 2], [3]], torch.int64)
     with pytest.raises(DataError, match="row 2 does not exist; there are 2 rows"):
@@ -120,5 +153,29 @@ def test_rows_are_positions_or_a_mask():
     assert row_index([], 3).tolist() == []
     with pytest.raises(DataError, match="mask has 2 entries for 3 rows"):
         row_index(np.array([True, False]), 3)
-    with pytest.raises(DataError, match="rows are float64"):
-        row_index(np.array([1.0]), 3)
+    assert row_index((np.True_, False, True), 3).tolist() == [0, 2]
+    assert row_index(np.array([2, 0], dtype=np.uint64), 3).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (np.array([1.0]), "rows are float64"),
+        ([True, False, 2], "rows mix booleans with numbers; give whole numbers, or a mask"),
+        ([1, np.False_], "rows mix booleans with numbers"),
+        ([[0], [1, 2]], "rows can't be read as an array"),
+        (torch.ones(2, dtype=torch.bfloat16), "rows can't be read as an array"),
+        (np.array([0, 2**64 - 1], dtype=np.uint64), "row 18446744073709551615 does not exist; there are 3 rows"),
+        ([2**80], "rows are object"),
+    ],
+)
+def test_what_is_no_row_is_refused(rows, text):
+    with pytest.raises(DataError, match=text):
+        row_index(rows, 3)
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, True, None])
+def test_rows_are_repeated_a_whole_number_of_times(n):
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match=f"n is {n!r}; rows are repeated a whole number of times"):
+        column.repeat_interleave(n)

@@ -279,6 +279,21 @@ def test_two_kinds_of_batching_exclude_each_other():
         make([9]).shard_by_batch_size(1, sequence_packing={"max_tokens": 8})
 
 
+@pytest.mark.parametrize("argument", ["sequence_packing", "dynamic_batching"])
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"max_token": 8}, "has the key 'max_token'; the keys are mode, max_tokens, rows, .*, overlong"),
+        ({"max_tokens": 8, 3: 4}, "has the key 3; the keys are mode"),
+        (True, "is a bool; give a Batching, or a mapping"),
+        ("packed", "is a str; give a Batching, or a mapping"),
+    ],
+)
+def test_a_key_of_no_batching_is_named(argument, spec, text):
+    with pytest.raises(DataError, match=f"{argument} {text}"):
+        make([1]).shard_by_batch_size(1, **{argument: spec})
+
+
 def test_a_shards_plan_goes_when_a_row_comes_twice():
     shard = make([3, 4]).shard_by_batch_size(1)[0]
     assert shard.copy().plan is shard.plan
