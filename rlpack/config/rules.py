@@ -1,11 +1,14 @@
 """Rules across keys: what no single key's type and limits can say.
 
 Every rule is a generator of problems; `broken_rules` runs them all, so that a user sees everything at once. Rules look
-at values alone. What depends on files, packages or the machine is looked at by the command line, before it starts.
+at values alone. What depends on files, packages or the machine is looked at by the command line, before it starts; but
+that a file which nothing is held out of doesn't exist is said here, since it is the first thing to mend.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
@@ -14,6 +17,7 @@ from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_FILES = (".jsonl", ".parquet")
 
 
 def broken_rules(config: Config) -> list[str]:
@@ -103,6 +107,8 @@ def _data(config: Config) -> Iterator[str]:
             "choose data=jsonl, data=parquet or data=hub together with data.source"
         )
     if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
+        if data.source.endswith(_FILES) and not os.path.isfile(os.path.expanduser(data.source)):
+            yield f"data.source is {data.source!r}, and there is no such file in {Path.cwd()}"
         yield (
             f"{same}, so nothing would be held out; set data.validation_source to other prompts, "
             f"or to {data.source} itself to evaluate on what is trained on"
@@ -111,7 +117,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _why_nothing_is_held_out(data: Data) -> str | None:
     """Return why prompts and held-out prompts of one source are the same rows, None if they are not."""
-    if data.source.endswith((".jsonl", ".parquet")):
+    if data.source.endswith(_FILES):
         return f"data.validation_source is null, and {data.source} is one file without splits"
     if data.split == data.validation_split:
         return f"data.validation_source is null, and data.split and data.validation_split are both {data.split!r}"

@@ -3,6 +3,7 @@
 A source becomes rows with their place (`file:line`, or `name, row k`); one function makes checked examples of them.
 """
 
+import difflib
 import http.client
 import importlib
 import json
@@ -21,6 +22,11 @@ __all__ = ["Example", "PromptDataset", "load_prompts"]
 
 Row = tuple[str, Mapping[str, Any]]
 _HUB_DEADLINE_S = 6.0
+_FORMATS = (".jsonl", ".parquet")
+# What a name ends in that means a file, and never a dataset of the hub.
+_FILE_SUFFIXES = frozenset(
+    (*_FORMATS, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
+)
 
 
 def load_prompts(
@@ -38,7 +44,7 @@ def load_prompts(
     A column `uid` names the rows; without one they are named by split and number.
 
     Args:
-        source: `arithmetic`, a path that ends in .jsonl or .parquet, or a name for `datasets.load_dataset`.
+        source: `arithmetic`, a path that ends in .jsonl or .parquet, a folder, or a name of the hub.
         split: split of a generator or of a hub dataset; a file has one only.
         seed: what a generator draws from.
         prompt_column: text, or a list of chat messages.
@@ -59,11 +65,14 @@ def load_prompts(
         demonstration = row[demonstration_column] if demonstration_column else None
         if demonstration_column:
             check_text(demonstration, f"{place}: {demonstration_column}")
+        answer = row[answer_column] if answer_column else None
+        if isinstance(answer, str):
+            check_text(answer, f"{place}: {answer_column}", blank=True)
         examples.append(
             Example(
                 uid=_uid(row, place, f"{split}-{number}"),
                 prompt=check_prompt(row[prompt_column], f"{place}: {prompt_column}"),
-                answer=row[answer_column] if answer_column else None,
+                answer=answer,
                 demonstration=demonstration,
                 columns={name: value for name, value in row.items() if name not in {*named.values(), "uid"}},
             )
@@ -82,12 +91,46 @@ def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> I
     """Yield place and columns of every row of a source."""
     if source == "arithmetic":
         return _generated(source, split, seed, generator)
-    path = Path(source).expanduser()
-    if path.suffix in {".jsonl", ".parquet"}:
-        if not path.is_file():
-            raise DataError(f"there is no file {source}; set data.source (it is looked for from {Path.cwd()})")
-        return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
-    return _hub(source, split)
+    path = _local(source)
+    if path is None:
+        return _hub(source, split)
+    if path.is_dir():
+        return _hub(str(path), split)
+    if path.suffix not in _FORMATS:
+        raise DataError(
+            f"{source} ends in {path.suffix or 'nothing'}, which no file of prompts does; set data.source to a .jsonl "
+            "or .parquet file, a folder, or a name of the hub"
+        )
+    return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
+
+
+def _local(source: str) -> Path | None:
+    """Return the file or folder that a source is, None for a name of the hub.
+
+    Raises:
+        DataError: the source can only be meant as a path, and there is nothing.
+    """
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError as error:  # ~name, and there is no such user
+        raise DataError(f"there is no file {source}: {error}; set data.source") from error
+    if path.exists():
+        return path
+    if not source.startswith(("/", "./", "../", "~")) and path.suffix.lower() not in _FILE_SUFFIXES:
+        return None
+    raise DataError(
+        f"there is no file {source}; set data.source (it is looked for from {Path.cwd()}){_suggestion(path)}"
+    )
+
+
+def _suggestion(path: Path) -> str:
+    """Return a question for the file or folder beside `path` whose name is nearest, nothing where none is near."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.suffix in _FORMATS or entry.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -116,7 +159,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # ValueError: a number of more digits than Python reads
                 raise DataError(f"{place} is not JSON: {error}; it begins {text[:60]!r}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{place} is a {type(row).__name__}; every line has to be one JSON object")
@@ -130,8 +173,12 @@ def _parquet(path: Path) -> Iterator[Row]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for number, row in enumerate(row for batch in file.iter_batches() for row in batch.to_pylist()):
-                yield f"{path}, row {number}", row
+            number = 0
+            for batch in file.iter_batches():
+                batch.validate(full=True)  # text that is not UTF-8
+                for row in batch.to_pylist():
+                    yield f"{path}, row {number}", row
+                    number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} can't be read as Parquet: {error}; write the file again") from error
 

@@ -77,8 +77,12 @@ def check_text(value: Any, what: str, *, blank: bool = False) -> str:
         raise DataError(f"{what} is {value!r} ({type(value).__name__}); it has to be text")
     if not blank and not value.strip():
         raise DataError(f"{what} is blank ({value!r}); remove the row or fill it in")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise DataError(f"{what} has half of a surrogate pair, which is no character; repair the text: {value[:80]!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} has half of a surrogate pair, which is no character; repair the text: {value[:80]!r}"
+        ) from error
     return value
 
 
@@ -106,4 +110,7 @@ def _check_message(message: Any, what: str) -> Message:
     if message.get("role") not in ROLES:
         raise DataError(f"{what} has role {message.get('role')!r}; choose one of {', '.join(ROLES)}")
     check_text(message.get("content"), f"{what}: content", blank=True)
+    for key, value in message.items():
+        if isinstance(value, str):  # a chat template may write any of them
+            check_text(value, f"{what}: {key}", blank=True)
     return dict(message)

@@ -93,6 +93,16 @@ def test_keys_that_do_not_go_together_are_named(sections, message):
     assert message in broken(**sections)
 
 
+@pytest.mark.parametrize("source", ["nope.jsonl", "nope.parquet"])
+def test_a_missing_file_is_named_before_what_it_lacks(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = broken(data={"source": source})
+    missing, unheld = f"data.source is '{source}', and there is no such file in", "data.validation_source is null"
+    assert 0 <= said.find(missing) < said.find(unheld)
+    (tmp_path / source).touch()
+    assert missing not in broken(data={"source": source})
+
+
 def test_token_ids_and_empty_values_are_no_secrets():
     config = {"model": {"config": {"model_type": "qwen2", "pad_token_id": 0, "eos_token": "x"}}}
     validate(config | {"reward": {"arguments": {"api_key": None}}})

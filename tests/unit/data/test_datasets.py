@@ -2,6 +2,7 @@ import json
 import re
 import time
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -94,6 +95,11 @@ BAD_ROWS = {
     "prompt a number": ({**GOOD, "prompt": 7}, r"prompt is 7 \(int\)"),
     "prompt an object": ({**GOOD, "prompt": {"a": 1}}, r"\(dict\); it has to be text or a list"),
     "surrogate": ({**GOOD, "prompt": "a\ud800"}, "half of a surrogate pair"),
+    "surrogate in the answer": ({**GOOD, "answer": "\udfff"}, "answer has half of a surrogate pair"),
+    "surrogate in a message": (
+        {**GOOD, "prompt": [{"role": "user", "content": "a", "name": "\ud800"}]},
+        "message 0: name has half of a surrogate pair",
+    ),
     "no message": ({**GOOD, "prompt": []}, "empty list"),
     "message a text": ({**GOOD, "prompt": ["hi"]}, "message 0 is 'hi'"),
     "unknown role": ({**GOOD, "prompt": [{"role": "human", "content": "a"}]}, "role 'human'; choose one of system"),
@@ -122,6 +128,7 @@ def test_a_bad_row_is_one_error_with_file_and_line(tmp_path, case):
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "a",', ":2 is not JSON: .*begins"),
         (b'{"prompt": "\xff"}', ":1 is not UTF-8"),
         ("[" * 100_000, ":1 is not JSON"),
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": ' + "1" * 5000 + "}", r"rows\.jsonl:2 is not JSON: .*digits"),
     ],
 )
 def test_broken_files_are_errors_with_their_line(tmp_path, content, text):
@@ -144,6 +151,51 @@ def test_a_demonstration_has_to_be_text(tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(DataError, match=r"no file nothing.jsonl; set data.source"):
         load("nothing.jsonl")
+
+
+@pytest.mark.parametrize(
+    "source", ["./nothing", "../nothing", "~/nothing", "/no/such/folder", "a.json", "a.csv", "a.jsonl.gz", "b/a.TXT"]
+)
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(source, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlpack.data.datasets._hub", lambda *_: pytest.fail("went to the hub"))
+    with pytest.raises(DataError, match=f"there is no file {re.escape(source)}; set data.source"):
+        load(source)
+
+
+def test_a_user_without_a_home_is_named():
+    with pytest.raises(DataError, match=r"there is no file ~no-such-user/rows\.jsonl"):
+        load("~no-such-user/rows.jsonl")
+
+
+def test_the_nearest_name_in_the_folder_is_suggested(tmp_path):
+    jsonl(tmp_path, GOOD)
+    (tmp_path / "row.txt").write_text("")
+    for wrong in ("row.jsonl", "rows.json", "rows.jsonl.gz"):
+        with pytest.raises(DataError, match=rf"no file .*; did you mean {re.escape(str(tmp_path))}/rows\.jsonl\?$"):
+            load(str(tmp_path / wrong))
+    with pytest.raises(DataError) as raised:
+        load(str(tmp_path / "quite_another.parquet"))
+    assert "did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json", "rows.csv", "rows", "rows.v1"])
+def test_a_file_of_another_kind_is_refused_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("rlpack.data.datasets._hub", lambda *_: pytest.fail("went to the hub"))
+    (tmp_path / name).write_text(json.dumps(GOOD))
+    with pytest.raises(DataError, match=r"set data.source to a \.jsonl or \.parquet file, a folder"):
+        load(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_text_of_a_parquet_file_has_to_be_utf_8(tmp_path, nested):
+    offsets = pa.py_buffer(np.array([0, 1, 2], dtype=np.int32).tobytes())
+    text = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
+    column = pa.StructArray.from_arrays([text], ["inner"]) if nested else text
+    table = pa.table({"prompt": pa.array(["a", "b"]), "answer": column})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet can't be read as Parquet: .*column 1: .*UTF8"):
+        load(str(tmp_path / "rows.parquet"))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", None])
