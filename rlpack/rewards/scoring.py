@@ -4,16 +4,20 @@ import importlib
 import inspect
 import logging
 import math
+import sysconfig
+import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import rlpack
 from rlpack.rewards.errors import RewardError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +104,8 @@ def call_reward(
     try:
         rewards = function(prompts=list(prompts), completions=list(completions), **keywords)
     except Exception as error:  # a user's function may raise anything
-        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}") from error
+        place = _place(error)
+        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}{place}") from error
     if inspect.iscoroutine(rewards):
         rewards.close()
         raise RewardError(f"reward function {name} is a coroutine; write it without async")
@@ -121,6 +126,15 @@ def call_reward(
     )
 
 
+def check_signature(function: RewardFunction, columns: Iterable[str], arguments: Mapping[str, Any]) -> None:
+    """Check, without calling it, that a reward function can take columns of these names and `reward.arguments`.
+
+    Raises:
+        RewardError: it can't take prompts and completions, needs a column that isn't there, or an argument isn't its.
+    """
+    _keywords(function, dict.fromkeys(columns, ()), arguments)
+
+
 def describe(function: RewardFunction) -> str:
     """Return the name that a user knows `function` by.
 
@@ -135,7 +149,8 @@ def _keywords(
     function: RewardFunction, columns: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the columns and arguments that `function` is called with."""
-    parameters = inspect.signature(function).parameters
+    signature = _signature(function)
+    parameters = signature.parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = sorted(set(arguments) - set(parameters))
     if unknown and not takes_all:
@@ -158,6 +173,20 @@ def _keywords(
     return given
 
 
+def _signature(function: RewardFunction) -> inspect.Signature:
+    """Return the signature of a function that takes `prompts` and `completions` by name."""
+    form = "write it as def score(prompts, completions, answer, **columns)"
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # some functions written in C
+        raise RewardError(f"reward function {describe(function)} doesn't say what it takes; {form}") from error
+    try:
+        signature.bind_partial(prompts=(), completions=())
+    except TypeError as error:
+        raise RewardError(f"reward function {describe(function)} can't take the texts: {error}; {form}") from error
+    return signature
+
+
 def _warn_of_quarantine(name: str, counts: Mapping[str, int], num_rows: int) -> None:
     """Say how many rows of a batch have no usable reward, and that nothing trains where that is all of them."""
     quarantined = sum(counts.values())
@@ -169,6 +198,21 @@ def _warn_of_quarantine(name: str, counts: Mapping[str, int], num_rows: int) -> 
     logger.warning("reward function %s: %s rows are quarantined (%s); %s", name, rows, reasons, way_out)
 
 
+def _place(error: BaseException) -> str:
+    """Return where an exception comes from, in the last line of a user's own code: not of rlpack, not of a package."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_rlpacks(frame.filename)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_pythons(frame.filename)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def _is_rlpacks(file: str) -> bool:
+    return Path(file).is_relative_to(Path(rlpack.__file__).parent)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith("<") or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+
+
 def _problem(reward: object, row: int, name: str) -> str | None:
     """Return why a reward can't be used, None if it can."""
     if reward is None:
@@ -176,7 +220,10 @@ def _problem(reward: object, row: int, name: str) -> str | None:
     if not isinstance(reward, Real | np.bool_):
         kind = type(reward).__name__
         raise RewardError(f"reward function {name} gave row {row} a {kind}; a reward is a number, or None")
-    value = float(reward)
+    try:
+        value = float(reward)
+    except OverflowError:  # an int beyond float64
+        return "infinite"
     if math.isnan(value):
         return "nan"
     # Beyond float32 a reward would become infinite on its way into the batch.

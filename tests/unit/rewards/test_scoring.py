@@ -1,5 +1,7 @@
+import json
 import math
 import pickle
+import re
 import sys
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.functions import final_answer
-from rlpack.rewards.scoring import call_reward, resolve
+from rlpack.rewards.scoring import call_reward, check_signature, resolve
 
 
 def score(function, rows=2, columns=None, arguments=None):
@@ -30,11 +32,11 @@ def test_numbers_of_any_kind_become_float32():
 
 
 def test_rewards_that_are_no_finite_numbers_are_quarantined_and_counted():
-    values = [1.0, None, math.nan, math.inf, -math.inf, 1e308, np.float32("nan")]
-    scores = score(returning(values), rows=7)
-    assert scores.quarantined.tolist() == [False] + [True] * 6
-    assert scores.values.tolist() == [1.0] + [0.0] * 6
-    assert scores.counts == {"none": 1, "nan": 2, "infinite": 3}
+    values = [1.0, None, math.nan, math.inf, -math.inf, 1e308, np.float32("nan"), 10**400]
+    scores = score(returning(values), rows=8)
+    assert scores.quarantined.tolist() == [False] + [True] * 7
+    assert scores.values.tolist() == [1.0] + [0.0] * 7
+    assert scores.counts == {"none": 1, "nan": 2, "infinite": 4}
 
 
 @pytest.mark.parametrize("value", [[True, False], np.array([True, False]), [np.bool_(True), False], (1, np.False_)])
@@ -87,6 +89,15 @@ def test_a_function_that_raises_is_named_with_its_reason():
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_a_function_that_raises_is_named_with_its_own_file_and_line_even_when_a_package_raised():
+    def broken(prompts, completions):
+        return [json.loads(text) for text in completions]
+
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(RewardError, match=rf"JSONDecodeError: .* \({re.escape(__file__)}, line {line}\)"):
+        score(broken)
+
+
 def test_a_coroutine_is_refused_and_closed():
     async def waiting(prompts, completions):
         return [1.0, 1.0]
@@ -129,6 +140,23 @@ def test_a_column_or_an_argument_that_does_not_exist_is_named():
         score(final_answer, columns={"level": [1, 2]})
     with pytest.raises(RewardError, match=r"reward\.arguments\.marked is not an argument"):
         score(final_answer, columns={"answer": ["1", "2"]}, arguments={"marked": "#"})
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        (math.sqrt, {}, "reward function math:sqrt can't take the texts: .*'prompts'; write it as def score"),
+        (lambda prompts, completions, /: [], {}, "can't take the texts"),
+        (print, {}, "can't take the texts"),
+        (dict, {}, "doesn't say what it takes; write it as def score"),
+        (lambda prompts, completions, level: [], {}, r"needs 'level'; the dataset has the columns \['answer'\]"),
+        (lambda prompts, completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument"),
+    ],
+)
+def test_what_a_function_can_not_take_is_known_before_it_is_called(function, arguments, text):
+    with pytest.raises(RewardError, match=text):
+        check_signature(function, ["answer"], arguments)
+    check_signature(final_answer, ["answer", "uid"], {"marker": "="})
 
 
 def test_arguments_reach_the_function():
