@@ -3,8 +3,9 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from recipes.machine import check_machine
 from rlpack.config.roles import is_builtin, role_batching, started_roles
-from rlpack.config.schema import Config
+from rlpack.config.schema import Config, builtin_roles
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from rlpack.distributed.dispatch import dispatch_of
@@ -12,7 +13,7 @@ from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.host import load_class
 from rlpack.models.loading import check_model
 from rlpack.packing import Batching
-from rlpack.rewards.scoring import resolve
+from rlpack.rewards.scoring import check_signature, resolve
 
 _ROWS_AT_A_TIME = 1024
 
@@ -22,8 +23,9 @@ def check_before_start(config: Config, tokenizer: PreTrainedTokenizerBase, promp
 
     Raises:
         ModelError: `model` describes no language model that the tokenizer fits.
-        PlacementError: a role's class can't be loaded, or is none that a session can call.
-        RewardError: there is no such reward function.
+        PlacementError: a role's class can't be loaded, or is none that a session can call, or this machine is too
+            small for the pools.
+        RewardError: there is no such reward function, or it can't be called with the dataset's columns.
         DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget.
     """
     check_model(config.model, vocab_size=len(tokenizer))
@@ -31,7 +33,8 @@ def check_before_start(config: Config, tokenizer: PreTrainedTokenizerBase, promp
     for name in names:
         _check_role(name, config.roles[name].target)
     if "reward" in names:
-        resolve(config.reward.function)
+        _check_reward(config, prompts, held_out)
+    check_machine(config)
     batching = role_batching(config, "actor")
     if config.recipe == "sft" or config.warm_up.steps > 0:
         _check_demonstrations(prompts, tokenizer, batching)
@@ -57,6 +60,16 @@ def _check_role(name: str, target: str) -> None:
         raise PlacementError(f"roles.{name}.target is {target!r}: {error}; {wanted}") from error
     if dispatch.kind != "sharded":
         raise PlacementError(f"roles.{name}.target is {target!r}, whose score is {dispatch.kind}; {wanted}")
+
+
+def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
+    """Find the reward function and see that it takes what workers/reward.py will call it with."""
+    function = resolve(config.reward.function)
+    if config.roles["reward"].target != builtin_roles()["reward"].target:  # a user's own may call it otherwise
+        return
+    for split in (prompts, held_out):
+        columns = ("uid", "answer", "finish_reason", *split.examples[0].columns)
+        check_signature(function, columns, config.reward.arguments)
 
 
 def _check_demonstrations(prompts: Prompts, tokenizer: PreTrainedTokenizerBase, batching: Batching) -> None:

@@ -7,7 +7,7 @@ import pytest
 from recipes.checks import check_before_start
 from recipes.prompts import load_splits
 from rlpack.config.roles import builtin_roles
-from rlpack.config.schema import Config, Data, Model, Reward, Role, WarmUp
+from rlpack.config.schema import Config, Data, Model, Placement, Pool, Reward, Role, WarmUp
 from rlpack.data.errors import DataError
 from rlpack.distributed.errors import PlacementError
 from rlpack.models.errors import ModelError
@@ -81,6 +81,51 @@ def test_a_role_that_no_session_could_call_is_refused_by_name(name: str, message
 def test_a_reward_function_that_its_module_lacks_is_refused():
     with pytest.raises(RewardError, match="has no best_guess; its functions are: "):
         check(reward=Reward(function="rlpack.rewards.functions:best_guess"))
+
+
+def score_by_level(prompts: list[str], completions: list[str], level: list[int]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Reward(function="math:sqrt"), "math:sqrt can't take the texts"),
+        (
+            Reward(function="tests.unit.recipes.test_checks:score_by_level"),
+            r"needs 'level'; the dataset has .*'answer'",
+        ),
+        (Reward(arguments={"colour": "red"}), r"reward\.arguments\.colour is not an argument"),
+    ],
+)
+def test_a_reward_function_that_can_not_be_called_is_refused(reward: Reward, message: str):
+    with pytest.raises(RewardError, match=message):
+        check(reward=reward)
+    own = {**builtin_roles(), "reward": Role(target="workers.base:Worker")}
+    check(reward=reward, roles=own)  # which may call it otherwise
+
+
+def test_a_reward_function_may_take_everything_that_the_reward_role_gives():
+    check(reward=Reward(function="tests.unit.recipes.test_checks:score_by_all"))
+
+
+def score_by_all(prompts: Any, completions: Any, answer: Any, uid: Any, finish_reason: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (Pool(gpus_per_rank=50.0), r"ask for 100 GPUs, and this machine has \d+ that PyTorch can use; lower"),
+        (Pool(ranks=100_000), r"ask for 100,?000 CPUs, and this machine has \d+; up to 32 ranks may share one"),
+        (Pool(ranks=100_000, cpus_per_rank=0.01), "ask for 100,?000 CPUs"),
+    ],
+)
+def test_pools_that_this_machine_could_never_hold_are_refused_and_those_of_a_cluster_are_not(pool: Pool, message: str):
+    with pytest.raises(PlacementError, match=message):
+        check(placement=Placement(pools={"main": pool}))
+    check(placement=Placement(pools={"main": pool}, address="auto"))
+    check(placement=Placement(pools={"main": Pool(), "idle": pool}, roles={}))
 
 
 @pytest.mark.parametrize("sections", [{"recipe": "sft"}, {"warm_up": WarmUp(steps=1)}])

@@ -58,9 +58,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path):
     assert resumed is not None
     assert resumed.path == warm_up
     (warm_up / "COMMITTED").write_text("half")
-    with pytest.raises(
-        CheckpointError, match=r"newest, .*/train/step-2, is damaged: state\.json is missing; restore"
-    ):
+    with pytest.raises(CheckpointError, match=r"newest, .*/train/step-2, is damaged: state\.json is missing; restore"):
         newest_checkpoint(tmp_path)
 
 
