@@ -1,7 +1,7 @@
 """Check lengths that a caller hands in, and round them up."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,13 @@ MAX_LENGTH = 2**31 - 1
 _LARGEST = 2**62
 
 Integers = Sequence[int] | np.ndarray | Iterable[Any]
+
+
+@runtime_checkable
+class _ArrayLike(Protocol):
+    """What NumPy reads as a whole: arrays, series, tensors."""
+
+    def __array__(self) -> np.ndarray: ...
 
 
 def check_lengths(lengths: Integers, name: str = "length") -> np.ndarray:
@@ -70,7 +77,7 @@ def one_by_one(values: Any, name: str) -> list[Any] | np.ndarray:
     Raises:
         PackingError: they are neither one-dimensional nor anything that gives one value after the other.
     """
-    if isinstance(values, Iterable) and not hasattr(values, "__array__"):
+    if isinstance(values, Iterable) and not isinstance(values, _ArrayLike):
         return list(values)
     try:
         array = np.asarray(values)
