@@ -1,6 +1,7 @@
 """What every recipe stands on: the run, the roles, the prompts, and where in the run we are."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
-from rlpack.packing import MicrobatchPlan
+from rlpack.packing import MicrobatchPlan, warm
 from workers.actor import ActorWorker
 from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
@@ -231,10 +233,11 @@ def open_session(config: Config) -> Iterator[Session]:
     tokenizer, prompts, held_out = load_splits(config)
     if resumed is not None:
         check_same_prompts(resumed, config, prompts, held_out)
-    check_before_start(config, tokenizer, prompts, held_out)
+    cost = sequence_cost(check_before_start(config, tokenizer, prompts, held_out))
+    threading.Thread(target=warm, daemon=True).start()  # while the roles start, which takes longer
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement) as cluster:
-        groups = start_roles(cluster, config, started_roles(config), (config, tokenizer))
+        groups = start_roles(cluster, config, started_roles(config), (config, tokenizer), cost=cost)
         session = Session(config, run, tokenizer, prompts, held_out, groups, progress)
         session.stop_if_interrupted()
         if resumed is not None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Below this a second thread takes longer to start than it saves.
 _THREAD_BYTES = 2**23
+# What is copied in less time than Numba takes to compile the loop, which it can't keep on disk, goes without.
+_SMALL_BYTES, _FEW_RUNS = 2**20, 2**10
 
 
 def can_copy(values: Tensor) -> bool:
@@ -40,7 +42,8 @@ def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, len
     threads = min(torch.get_num_threads(), 1 + total // _THREAD_BYTES)
     bounds = np.searchsorted(np.cumsum(runs[2]), np.linspace(0, total, threads + 1)[1:-1])
     parts = np.split(runs, bounds, axis=1)
-    copy, taken, given = _copier(), _bytes(source), _bytes(target)
+    copy = _copy_plainly if total < _SMALL_BYTES and runs.shape[1] < _FEW_RUNS else _copier()
+    taken, given = _bytes(source), _bytes(target)
     if threads == 1:
         copy(taken, given, *parts[0])
         return

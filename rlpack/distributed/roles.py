@@ -7,15 +7,26 @@ from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.host import load_class
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Cost
+
+# Roles whose work is a forward pass of the trained model over whole sequences.
+_RUN_THE_MODEL = ("actor", "reference")
 
 
 def start_roles(
-    cluster: Cluster, config: Config, names: list[str], settings: tuple[Any, ...]
+    cluster: Cluster, config: Config, names: list[str], settings: tuple[Any, ...], *, cost: Cost | None = None
 ) -> dict[str, WorkerGroup[Any]]:
     """Start the roles `names` and return their handles.
 
     Each rank builds its role by `Class.from_settings(context, *settings)`. Only the actor takes optimizer steps, so
     only its batches are cut into mini-batches.
+
+    Args:
+        cluster: where they start.
+        config: all of it.
+        names: of the roles.
+        settings: what each rank builds its role from.
+        cost: of a sequence to the model, by which the ranks of those roles that run it are balanced; None counts slots.
 
     Raises:
         PlacementError: a class can't be loaded, or the cluster is too small.
@@ -28,5 +39,12 @@ def start_roles(
         ranks = pools[pool_of(config, name)]
         ranks.start(name, config.roles[name].target, settings)
         mini_batch_size = config.trainer.mini_batch_size if name == "actor" else None
-        groups[name] = WorkerGroup(name, ranks, role_batching(config, name), mini_batch_size, kinds[name])
+        groups[name] = WorkerGroup(
+            name,
+            ranks,
+            role_batching(config, name),
+            mini_batch_size,
+            kinds[name],
+            cost=cost if name in _RUN_THE_MODEL else None,
+        )
     return groups

@@ -17,7 +17,7 @@ import numpy as np
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.ragged import Ragged
 from rlpack.distributed.dispatch import Dispatch, dispatch_of
-from rlpack.packing import Batching, MicrobatchPlan, make_plan
+from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,24 @@ class WorkerGroup(Generic[W]):
         batching: Batching,
         mini_batch_size: int | None = None,
         kind: type[Any] | None = None,
+        cost: Cost | None = None,
     ) -> None:
-        """Take the processes of a role; `kind` is its class, None where the methods' own one will do."""
+        """Take the processes of a role.
+
+        Args:
+            role: its name.
+            ranks: the processes.
+            batching: how its calls are batched.
+            mini_batch_size: sequences of an optimizer step, for methods that ask for mini-batches.
+            kind: its class; None where the methods' own one will do.
+            cost: of a sequence, by which plans balance ranks; None counts slots.
+        """
         self.role = role
         self.ranks = ranks
         self.batching = batching
         self.mini_batch_size = mini_batch_size
         self._kind = kind
+        self._cost = cost
         self._newest: dict[bool, MicrobatchPlan] = {}
 
     @property
@@ -84,6 +95,7 @@ class WorkerGroup(Generic[W]):
                 self.batching,
                 dp_size=self.num_ranks,
                 mini_batch_size=self.mini_batch_size if mini_batches else None,
+                cost=self._cost,
             )
             self._newest[mini_batches] = newest
         return newest

@@ -27,8 +27,9 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
     weights = sum(_used_weights(model, text))
     if isinstance(head, nn.Linear):
         weights += head.weight.numel()
-    width = text.num_attention_heads * _head_size(text)
-    windows = list(_windows(text))
+    heads = getattr(text, "num_attention_heads", 0)  # a model without attention has no quadratic part
+    width = heads * _head_size(text) if heads else 0
+    windows = list(_windows(text)) if heads else []
     full = sum(window is None for window in windows)
     windowed = sum(window for window in windows if window is not None)
     return Cost(linear=2.0 * weights + 2.0 * width * windowed, quadratic=2.0 * width * full)
@@ -46,15 +47,14 @@ def _used_weights(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[
 
 def _routed_share(config: Any) -> float:
     """Return which share of a layer's routed experts sees a token."""
-    experts = next(
-        count for key in ("num_experts", "num_local_experts", "n_routed_experts") if (count := getattr(config, key, 0))
-    )
-    return config.num_experts_per_tok / experts
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for key in keys if (count := getattr(config, key, 0))), 1)
+    return min(1.0, getattr(config, "num_experts_per_tok", 1) / experts)
 
 
 def _head_size(config: Any) -> int:
     """Return the size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
 
 
 def _windows(config: Any) -> Iterator[int | None]:

@@ -87,11 +87,12 @@ def build_causal_lm(
     return built.to(device)
 
 
-def check_model(model: Model, *, vocab_size: int | None = None) -> None:
-    """Raise what `build_causal_lm` would raise about the model's config; no weight is read or made.
+def outline(model: Model, *, vocab_size: int | None = None) -> PreTrainedModel:
+    """Return the model on the meta device, without weights: what `build_causal_lm` would raise about it is raised now.
 
     Raises:
-        ModelError: the path or hub name gives no config, or the config has an unknown key or is of no language model.
+        ModelError: the path or hub name gives no config, the config has an unknown key, is of no language model, or
+            can't be built.
     """
     if model.path is None:
         config = _new_config(model.config, {} if vocab_size is None else {"vocab_size": vocab_size})
@@ -99,6 +100,14 @@ def check_model(model: Model, *, vocab_size: int | None = None) -> None:
         config = _load(AutoConfig, model.path, "model.path", _hub_arguments(model.path, model))
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"the model is a {config.model_type}, which is no causal language model; choose another")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # a config of impossible numbers fails in whatever line meets them first
+        key = "model.config" if model.path is None else f"the config of model.path={model.path}"
+        raise ModelError(
+            f"{key} makes no {config.model_type}: {type(error).__name__}: {error}; check its numbers (heads, sizes)"
+        ) from error
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:

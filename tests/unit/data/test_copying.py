@@ -25,6 +25,7 @@ def test_runs_arrive_whole_and_in_place(
     rows = list(values.split(sizes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_copier", lambda: copier)
+        patch.setattr(copying, "_SMALL_BYTES", 0)
         patch.setattr(copying, "_THREAD_BYTES", data.draw(st.sampled_from([4, 2**30])))
         found = Ragged(values, lengths).select(order)
     assert torch.equal(found.values, torch.cat([rows[row] for row in order.tolist()]))

@@ -12,7 +12,7 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
 from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.packing import Batching, PackingError
+from rlpack.packing import Batching, Cost, PackingError
 from tests.builders import tiny_rollouts
 from workers.base import Worker
 
@@ -140,3 +140,10 @@ def test_calls_on_the_same_lengths_share_one_plan_and_other_lengths_get_their_ow
     assert doubler.plan(batch, mini_batches=True).num_steps == 4
     assert doubler.plan(batch) is plan
     assert doubler.plan(other).request.lengths.tolist() == other["input_ids"].lengths.tolist()
+
+
+def test_ranks_are_balanced_by_what_sequences_cost_the_model():
+    batch = tiny_rollouts([(5, 3), (2, 0), (2, 0), (2, 0), (2, 0)])
+    quadratic = WorkerGroup("doubler", LocalRanks(2), Batching(max_tokens=64), cost=Cost(0.0, 1.0))
+    assert sorted(group(Batching(max_tokens=64)).plan(batch).widths.ravel().tolist()) == [8, 8]
+    assert quadratic.plan(batch).counts.ravel().tolist() in ([1, 4], [4, 1])
