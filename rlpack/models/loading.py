@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 # Long enough for a slow link, short enough that a name typed while offline fails while one looks.
 HUB_TIMEOUT_S = 5.0
 
+_MODEL_FILES = ("config.json",)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 def build_causal_lm(
     model: Model,
@@ -176,8 +179,17 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = arguments.get("local_files_only") and not Path(name).exists()
-        hint = "the hub can't be reached and it is not in the local cache" if offline else reason
+        hint = "the hub can't be reached and it is not in the local cache" if offline else _missing(kind, name) or reason
         raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; give a folder or a hub name") from error
+
+
+def _missing(kind: Any, name: str) -> str | None:
+    """Return which file a folder lacks that a model or tokenizer needs, None where it lacks none or is no folder."""
+    folder = Path(name).expanduser()
+    needed = _TOKENIZER_FILES if kind is AutoTokenizer else _MODEL_FILES
+    if not folder.is_dir() or any((folder / file).exists() for file in needed):
+        return None
+    return f"there is no {' or '.join(needed)} in it"
 
 
 def _check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
