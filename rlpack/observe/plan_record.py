@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 
 from rlpack.packing.batching import Batching, Mode
+from rlpack.packing.cost import Cost
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.packing.planning import make_plan
 
@@ -31,6 +32,7 @@ class PlanRecord:
         batching: how they were batched.
         num_ranks: data-parallel ranks.
         mini_batch_size: sequences of one optimizer step; None for all.
+        cost: of a sequence, by which ranks were balanced; None for its slots.
     """
 
     step: int
@@ -38,13 +40,14 @@ class PlanRecord:
     batching: Batching
     num_ranks: int
     mini_batch_size: int | None = None
+    cost: Cost | None = None
 
     @classmethod
     def of(cls, plan: MicrobatchPlan, step: int = 0) -> Self:
         """Return what a plan was made from."""
         asked = plan.request
         lengths = tuple(int(length) for length in asked.lengths)
-        return cls(step, lengths, asked.batching, asked.dp_size, asked.mini_batch_size)
+        return cls(step, lengths, asked.batching, asked.dp_size, asked.mini_batch_size, asked.cost)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -55,7 +58,9 @@ class PlanRecord:
         """
         kept = json.loads(path.read_text(encoding="utf-8"))
         lengths = tuple(int(length) for length in kept["lengths"])
-        return cls(kept["step"], lengths, Batching(**kept["batching"]), kept["num_ranks"], kept["mini_batch_size"])
+        cost = Cost(**kept["cost"]) if kept.get("cost") else None
+        batching = Batching(**kept["batching"])
+        return cls(kept["step"], lengths, batching, kept["num_ranks"], kept["mini_batch_size"], cost)
 
     def write(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -68,7 +73,9 @@ class PlanRecord:
         """
         batching = replace(self.batching, mode=mode or self.batching.mode, overlong="own_microbatch")
         lengths = np.asarray(self.lengths, dtype=np.int64)
-        return make_plan(lengths, batching, dp_size=self.num_ranks, mini_batch_size=self.mini_batch_size)
+        return make_plan(
+            lengths, batching, dp_size=self.num_ranks, mini_batch_size=self.mini_batch_size, cost=self.cost
+        )
 
     def comparison(self) -> dict[str, MicrobatchPlan]:
         """Return plans of the same lengths by title: padded in arrival order, the mode of the run, and packed."""

@@ -10,6 +10,7 @@ from rlpack.observe.packing_picture import Boxes, layout_boxes, packing_picture
 from rlpack.observe.plan_record import PlanRecord, read_plan
 from rlpack.observe.style import sequence_colour
 from rlpack.packing.batching import Batching, Mode
+from rlpack.packing.cost import Cost
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.packing.planning import make_plan
 
@@ -97,8 +98,9 @@ def test_a_sequence_has_one_colour_and_its_neighbours_another() -> None:
     assert min(max(colour) - min(colour) for colour in colours) > 0.2
 
 
-def test_a_plan_record_survives_the_file_and_makes_the_same_plan(tmp_path: Path) -> None:
-    made = plan([10, 20, 30, 40, 50], mini=3)
+@pytest.mark.parametrize("cost", [None, Cost(0.0, 1.0)])
+def test_a_plan_record_survives_the_file_and_makes_the_same_plan(tmp_path: Path, cost: Cost | None) -> None:
+    made = make_plan([10, 20, 30, 40, 50], Batching(max_tokens=128), dp_size=2, mini_batch_size=3, cost=cost)
     record = PlanRecord.of(made, step=7)
     record.write(tmp_path / "packing.json")
     assert PlanRecord.read(tmp_path / "packing.json") == record
