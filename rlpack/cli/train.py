@@ -157,7 +157,7 @@ def _hydras_command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
-    """Return the jobs with run_dir set; the jobs of a sweep never share one.
+    """Return the jobs with run_dir set, `~` read as the home directory; the jobs of a sweep never share one.
 
     In a sweep a null run_dir becomes the directory that Hydra gave the job, and one that several jobs name gets the
     job's number below it.
@@ -170,6 +170,7 @@ def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
             run_dir = job.sweep_dir or _fresh_name(now, job.config.recipe)
         elif job.number is not None and named.count(run_dir) > 1:
             run_dir = str(Path(run_dir) / str(job.number))
+        run_dir = os.path.expanduser(run_dir)
         placed.append(replace(job, config=job.config.model_copy(update={"run_dir": run_dir})))
     return placed
 

@@ -30,6 +30,7 @@ CONFIG_NAME = "train"
 PRESETS = Path(__file__).resolve().parents[2] / "configs"
 VERSION_BASE = "1.3"
 _LONGEST_OVERRIDE = 65_536
+_LONGEST_HINT = 200
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -121,7 +122,8 @@ def _diagnose(overrides: Sequence[str], error: Exception) -> Iterator[str]:
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError) as reason:
-            yield f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
+            reading = f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
+            yield f"{reading}{_how_to_quote(text, parser)}"
             continue
         if override.key_or_group in (shipped := groups()):
             group, choice = override.key_or_group, override.value()
@@ -129,6 +131,24 @@ def _diagnose(overrides: Sequence[str], error: Exception) -> Iterator[str]:
                 yield _wrong_choice_problem(group, str(choice or "null"), shipped[group])
         elif not override.is_hydra_override() and find(override.key_or_group) is None:
             yield unknown_key_problem(override.key_or_group)
+
+
+def _how_to_quote(text: str, parser: OverridesParser) -> str:
+    """Return how to write, in a shell, an override whose value Hydra's grammar reads in quotes alone; else nothing."""
+    name, _, value = text.partition("=")
+    quoted = f'{name}="{value}"'
+    if (
+        value[:1] in ("", "[", "{")
+        or len(text) > _LONGEST_HINT
+        or not text.isprintable()
+        or {'"', "'", "\\"}.intersection(text)
+    ):
+        return ""
+    try:
+        parser.parse_override(quoted)
+    except HydraException:
+        return ""
+    return f"; quote its value, in a shell as '{quoted}'"
 
 
 def _wrong_choice_problem(group: str, choice: str, choices: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 5.0
 
 _MODEL_FILES = ("config.json",)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def build_causal_lm(
@@ -174,12 +174,17 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
 
 def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
     """Call `from_pretrained`, with its many kinds of failure turned into one that names the key."""
+    if missing := _missing(kind, name):  # from no file at all transformers makes a tokenizer without a vocabulary
+        raise ModelError(
+            f"{key} is {name!r}, which can't be loaded: {missing}; give a folder that has it, or a hub name"
+        )
     try:
-        return kind.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name, **arguments)
+        folder = Path(name).expanduser()
+        return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        offline = arguments.get("local_files_only") and not Path(name).exists()
-        hint = "the hub can't be reached and it is not in the local cache" if offline else _missing(kind, name) or reason
+        offline = arguments.get("local_files_only") and not Path(name).expanduser().exists()
+        hint = "the hub can't be reached and it is not in the local cache" if offline else reason
         raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; give a folder or a hub name") from error
 
 

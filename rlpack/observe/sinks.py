@@ -153,17 +153,27 @@ class WandbSink:
     def __init__(
         self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, config: Mapping[str, Any]
     ) -> None:
-        """Start the W&B run (needs the package wandb), or go on with the one that the run directory began."""
+        """Start the W&B run (needs the package wandb), or go on with the one that the run directory began.
+
+        Raises:
+            SinkError: there is no key, or the service refuses or can't be reached.
+        """
         wandb = importlib.import_module("wandb")
-        identity = run_dir / "wandb-id"
-        if not identity.exists():
-            identity.write_text(secrets.token_hex(4), encoding="utf-8")
+        file = run_dir / "wandb-id"
+        identity = file.read_text(encoding="utf-8") if file.exists() else secrets.token_hex(4)
         # The command line and what the terminal shows may hold secrets and model text: neither is taken along.
         private = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_meta=True)
-        self._run = wandb.init(
-            project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config), resume="allow",
-            id=identity.read_text(encoding="utf-8"), settings=private,
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=project, name=run_dir.name, dir=str(run_dir), mode=mode, config=dict(config), resume="allow",
+                id=identity, settings=private,
+            )  # fmt: skip
+        except wandb.Error as error:
+            raise SinkError(
+                f"logger.wandb={mode} can't start: {error}; set the environment variable WANDB_API_KEY or log in by "
+                "`wandb login`, or set logger.wandb=offline and send the run later by `wandb sync`"
+            ) from error
+        file.write_text(identity, encoding="utf-8")
         for phase in ("warm_up", "train", "evaluation"):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 

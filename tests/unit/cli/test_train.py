@@ -61,6 +61,12 @@ def test_a_recipe_gets_an_absolute_run_directory(ran, tmp_path):
     assert ran[0].run_dir == str(tmp_path / "here")
 
 
+def test_a_run_directory_may_lie_in_the_home_directory(ran, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    main(["train", 'run_dir="~/mine"'])
+    assert ran[0].run_dir == str(tmp_path / "home" / "mine")
+
+
 def test_cfg_job_shows_the_config_and_runs_nothing(ran, capsys):
     assert main(["train", "seed=5", "--cfg", "job", "trainer.steps=3"]) == 0
     assert capsys.readouterr().out.startswith("recipe: grpo\nseed: 5\nrun_dir: null\n")

@@ -1,3 +1,5 @@
+import shlex
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -99,3 +101,19 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
 )
 def test_an_override_that_cannot_be_composed_is_one_clear_error(override, message):
     assert message in problem_of(override)
+
+
+@pytest.mark.parametrize("value", ["~/x", "/tmp/ünï", "a(1).jsonl"])
+def test_a_value_that_hydra_reads_in_quotes_alone_is_shown_in_them(value):
+    with pytest.raises(ConfigError, match="is not an override") as caught:
+        compose([f"run_dir={value}"])
+    hint = str(caught.value).partition("; quote its value, in a shell as ")[2]
+    (override,) = shlex.split(hint)
+    assert compose([override]).run_dir == value
+
+
+@pytest.mark.parametrize("override", ["seed=\udcff", "seed=[1", "run_dir=~'x", "seed"])
+def test_nothing_is_said_of_quotes_that_would_not_help(override):
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    assert "in a shell" not in str(caught.value)

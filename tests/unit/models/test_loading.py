@@ -92,9 +92,10 @@ def test_a_path_that_is_not_a_folder_is_an_error_without_asking_the_hub(path: st
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded"):
+    with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded: there is no config\.json in it; give"):
         build_causal_lm(Model(path=str(tmp_path)))
-    with pytest.raises(ModelError, match=r"model\.tokenizer is .*can't be loaded"):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"model\.tokenizer is .*can't be loaded: there is no tokenizer\.json or"):
         load_tokenizer(Model(tokenizer=str(tmp_path)))
 
 

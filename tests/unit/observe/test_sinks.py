@@ -113,6 +113,20 @@ def test_a_missing_package_is_one_clear_error_that_names_the_extra(
         open_sinks(Logger(**values), tmp_path, {})
 
 
+def test_a_service_that_refuses_is_one_clear_error_with_the_ways_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**options: object) -> None:
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(SinkError, match=r"logger\.wandb=online can't start: No API key .*WANDB_API_KEY.*wandb=offline"):
+        open_sinks(Logger(wandb="online"), tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tensorboard_events_read_back(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
