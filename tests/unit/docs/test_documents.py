@@ -10,6 +10,8 @@ import pytest
 
 from rlpack.cli.main import main
 from rlpack.config.compose import compose
+from rlpack.observe.plan_record import PlanRecord
+from rlpack.packing import Batching
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/guide.md", "benchmarks/RESULTS.md")]
@@ -28,6 +30,7 @@ def commands() -> list[list[str]]:
 
 
 TRAIN = [words[2:] for words in commands() if words[:2] == ["rlpack", "train"]]
+PLAN = [words[1:] for words in commands() if words[:2] in (["rlpack", "plan"], ["rlpack", "simulate"])]
 MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 
 
@@ -47,6 +50,17 @@ def test_every_train_command_composes_to_a_valid_config(arguments, tmp_path, mon
         assert main(["train", *overrides, "--cfg", "job"]) == 0
         assert "trainer:" in capsys.readouterr().out
     assert compose(overrides).recipe in ("grpo", "sft")
+
+
+@pytest.mark.parametrize("arguments", PLAN, ids=" ".join)
+def test_every_planning_command_runs(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.jsonl").write_text("".join(f"{length}\n" for length in range(1, 2000)))
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    PlanRecord(1, tuple(range(1, 400)), Batching(max_tokens=8192), 2).write(run_dir / "packing.json")
+    assert main(arguments) == 0
+    assert "lock step" in (shown := capsys.readouterr().out) or "idle %" in shown
 
 
 @pytest.mark.parametrize("target", MAKE)
