@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test lint types unit bench install clean help
+.PHONY: train test test-long lint types unit bench install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
+	@echo "make test-long                           plans' guarantees on 10,000 random requests"
 	@echo "make bench                               measure plans, training steps and memory (benchmarks/RESULTS.md)"
 	@echo "make lint | types | unit | clean"
 
@@ -40,6 +41,9 @@ unit: $(INSTALLED)
 
 test: lint types
 	$(BIN)/python -m pytest -q
+
+test-long: $(INSTALLED)
+	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_planning.py -q
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/limits.py --plots docs/images

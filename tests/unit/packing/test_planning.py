@@ -1,3 +1,4 @@
+import os
 import pickle
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -12,8 +13,11 @@ from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, Over
 from rlpack.packing.binning import cut
 from rlpack.packing.items import Items, resolve_rows
 from rlpack.packing.plan import Request
+from rlpack.packing.traces import TRACES, trace
 
 MODES = get_args(Mode)
+# `make test-long` asks for more.
+EXAMPLES = int(os.environ.get("RLPACK_EXAMPLES", "300"))
 
 
 @st.composite
@@ -38,7 +42,8 @@ def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong
     if most_groups and policy in {"error", "truncate"}:
         longest = max(1, budget // multiple // most_groups * multiple)
     longest = draw(st.sampled_from([0, 1, longest]))
-    lengths = draw(st.lists(st.integers(0, longest), max_size=draw(st.sampled_from([3, 20, 200]))))
+    size = draw(st.sampled_from([3, 20, 200, 5000]))
+    lengths = draw(st.lists(st.integers(0, longest), max_size=size)) if size < 5000 else _many(draw, longest)
     mini_batch = draw(st.none() | st.integers(1, len(lengths) + 5))
     groups = _grouped(draw, len(lengths), mini_batch, min(most_groups, batching.rows)) if most_groups else None
     if groups is not None and most_groups * multiple > budget:
@@ -46,12 +51,18 @@ def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong
     return {
         "lengths": lengths,
         "batching": batching,
-        "dp_size": draw(st.sampled_from([1, 2, 3, 5, 8, 64])),
+        "dp_size": draw(st.sampled_from([1, 2, 3, 5, 8, 64, 512])),
         "mini_batch_size": mini_batch,
         "groups": groups,
         "cost": draw(st.none() | st.just(Cost(2.0, 0.01)) | st.just(Cost(0.0, 1.0))),
         "seed": draw(st.integers(0, 3)),
     }
+
+
+def _many(draw: st.DrawFn, longest: int) -> list[int]:
+    """Up to 5,000 lengths of a trace: more than Hypothesis draws one by one."""
+    rows, seed = draw(st.integers(1, 5000)), draw(st.integers(0, 99))
+    return trace(draw(st.sampled_from(list(TRACES))), rows, max(1, longest), seed=seed).clip(0, longest).tolist()
 
 
 def _grouped(draw: st.DrawFn, rows: int, mini_batch: int | None, most: int) -> list[int]:
@@ -65,7 +76,7 @@ def _grouped(draw: st.DrawFn, rows: int, mini_batch: int | None, most: int) -> l
 
 
 @given(request=requests())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_every_plan_keeps_all_seven_guarantees(request: dict[str, Any]) -> None:
     make_plan(**request).assert_invariants()
 
