@@ -14,6 +14,7 @@ from rlpack.cli.tables import table
 from rlpack.data.errors import DataError
 from rlpack.data.lengths import read_lengths
 from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, PackingError, lower_bound, make_plan, warm
+from rlpack.packing.fitting import fit
 from rlpack.packing.lengths import align
 from rlpack.packing.simulation import Device, forecast, suggest
 from rlpack.packing.traces import TRACES, trace
@@ -53,6 +54,7 @@ def add_arguments(plan: argparse.ArgumentParser, simulate: argparse.ArgumentPars
     plan.add_argument("--algorithm", choices=ALGORITHMS, default="best_fit_decreasing")
     plan.add_argument("--compare", action="store_true", help="show all algorithms and modes")
     plan.add_argument("--suggest", action="store_true", help="search mode, budget and alignment for the least time")
+    plan.add_argument("--fit", action="store_true", help="take times from the steps of the run that is named")
     plan.add_argument("--picture", type=Path, metavar="PNG", help="draw the first optimizer step")
     simulate.add_argument("--ranks", default="8,64,512", help="numbers of ranks, with commas (%(default)s)")
 
@@ -83,6 +85,8 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
 def _plan(arguments: argparse.Namespace) -> None:
     lengths, cost = _lengths(arguments), _cost(arguments)
     device = _device(arguments)
+    if arguments.fit:
+        cost, device = _fitted(Path(arguments.lengths), device)
     chosen = _batching(arguments, arguments.mode, arguments.algorithm)
     choices = [chosen]
     if arguments.compare:
@@ -134,6 +138,22 @@ def _print_suggestion(arguments: argparse.Namespace, lengths: np.ndarray, cost: 
         f"suggested: batching.mode={found.mode} batching.max_tokens={found.max_tokens} batching.{alignment}={multiple} "
         f"({best.forecast.step_s:.3f} s a step, {best.forecast.memory_bytes / 1e9:.1f} GB on a rank)"
     )
+
+
+def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
+    """Return cost and device by which the run's own steps took as long as they did."""
+    from rlpack.observe.directory import METRICS
+    from rlpack.observe.sinks import read_records
+
+    records = [record for record in read_records(run_dir / METRICS) if record["phase"] == "train"]
+    names = ("packing/critical_slots", "packing/critical_squares", "packing/microbatches_per_rank", "time/update_s")
+    steps = [[record[name] for name in names] for record in records if all(name in record for name in names)]
+    found = fit(np.array(steps, dtype=np.float64).reshape(-1, len(names)))
+    print(
+        f"fitted on {len(steps)} steps of {run_dir}: {found.slot_s:.3g} s a slot, {found.square_s:.3g} s a squared "
+        f"slot, {found.microbatch_s:.3g} s a microbatch; explains {found.explained:.0%} of the variance of time/update_s"
+    )
+    return found.cost, replace(device, flops_per_s=found.flops_per_s, overhead_s=found.microbatch_s)
 
 
 def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, MicrobatchPlan]) -> None:

@@ -78,6 +78,7 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
     "time/checkpoint_s": Metric("s", "Checkpoints."),
     "throughput/tokens_per_s": Metric("tokens/s", "Real tokens, prompt and response, trained per second of the step."),
+    "packing/microbatches_per_rank": Metric("1", "Microbatches of a rank, fillers included."),
     "packing/num_microbatches": Metric("microbatches", "Microbatches that hold rows, over ranks and optimizer steps."),
     "packing/bin_utilisation": Metric("fraction", "Real tokens over microbatches × token budget."),
     "packing/waste_ratio": Metric("fraction", "Token slots that hold no real token."),
@@ -87,6 +88,10 @@ METRICS: dict[str, Metric] = {
     "packing/lockstep_overhead": Metric("1", "Time lost because ranks meet at every microbatch, over the ideal time."),
     "packing/fillers": Metric("microbatches", "Empty microbatches that keep the ranks' counts equal."),
     "packing/overlong": Metric("rows", "Sequences over the token budget."),
+    "packing/critical_slots": Metric(
+        "tokens", "Slots of the dearest microbatch of each index, which all ranks wait for."
+    ),
+    "packing/critical_squares": Metric("tokens²", "Squared lengths of the sequences of these microbatches, summed."),
     "packing/dropped": Metric("rows", "Over-long sequences that were left out."),
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),

@@ -30,6 +30,7 @@ def measure_plan(
     capacity = request.batching.max_tokens or max(largest, 1)
     real, total = int(rows.lengths.sum()), int(slots.sum())
     costs = _costs(request, rows, cell, counts, widths)
+    dearest = (costs.argmax(axis=0) if costs.size else np.zeros(0, dtype=np.int64), np.arange(costs.shape[1]))
     firsts = step_bounds[:-1]
     loads = np.add.reduceat(slots * used, firsts, axis=1) if firsts.size else slots[:, :0]
     return PackingMetrics(
@@ -46,6 +47,9 @@ def measure_plan(
         truncated_tokens=int((request.lengths - rows.lengths)[~rows.dropped].sum()),
         real_tokens=real,
         slots=total,
+        microbatches_per_rank=counts.shape[1],
+        critical_slots=int(slots[dearest].sum()),
+        critical_squares=float(_squares(request, rows, cell, counts, widths)[dearest].sum()),
     )
 
 
@@ -68,6 +72,14 @@ def _costs(request: Request, rows: Rows, cell: np.ndarray, counts: np.ndarray, w
         weights = aligned if cost is None else cost.of(aligned)
         return np.bincount(cell, weights=weights, minlength=counts.size).reshape(counts.shape)
     return counts * (widths.astype(np.float64) if cost is None else cost.of(widths))
+
+
+def _squares(request: Request, rows: Rows, cell: np.ndarray, counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return Σ slots² of the sequences of each microbatch, float64 [ranks, M]."""
+    if request.batching.mode != "packed":
+        return counts * widths.astype(np.float64) ** 2
+    aligned = rows.aligned[~rows.dropped].astype(np.float64)
+    return np.bincount(cell, weights=aligned**2, minlength=counts.size).reshape(counts.shape)
 
 
 def _fewest(request: Request, rows: Rows, capacity: int) -> int:

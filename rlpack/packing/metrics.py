@@ -22,6 +22,9 @@ class PackingMetrics:
         truncated_tokens: tokens cut off.
         real_tokens: tokens that are computed on and are no padding.
         slots: all slots, padding and fillers included.
+        microbatches_per_rank: of a rank, over all optimizer steps, fillers included.
+        critical_slots: slots of the dearest microbatch of each index, added up: what a step waits for.
+        critical_squares: squared slots of the sequences of these microbatches, added up: their attention.
         searches_stopped: optimizer steps in which the search of `algorithm=optimal` ended at its budget, with more
             microbatches than are known to be needed.
     """
@@ -39,6 +42,9 @@ class PackingMetrics:
     truncated_tokens: int
     real_tokens: int
     slots: int
+    microbatches_per_rank: int
+    critical_slots: int
+    critical_squares: float
     searches_stopped: int = 0
 
     def as_dict(self) -> dict[str, float]:

@@ -121,11 +121,12 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
     plan = make_plan(**request)
     packed = plan.batching.mode == "packed"
     slots, costs, fillers, used, best = 0, 0.0, 0, 0, 0.0
+    critical = [0, 0.0]
     cost = plan.request.cost or Cost(1.0)
     for step in range(plan.num_steps):
         grid = [plan.microbatches(rank, step) for rank in range(plan.num_ranks)]
         for index in zip(*grid, strict=True):
-            here = []
+            here, squares = [], []
             for each in index:
                 rows = 1 if packed else max(1, each.rows.size)
                 slots += rows * each.length
@@ -134,6 +135,9 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
                 aligned = -(-plan.lengths[each.rows] // plan.batching.pad_to_multiple) * plan.batching.pad_to_multiple
                 widths = aligned if packed else np.full(each.rows.size, each.length)
                 here.append(float(cost.of(widths).sum()))
+                squares.append((float((widths**2).sum()), rows * each.length))
+            dearest = here.index(max(here))
+            critical = [critical[0] + squares[dearest][1], critical[1] + squares[dearest][0]]
             costs += max(here)
             best += sum(here) / plan.num_ranks
     metrics = plan.metrics
@@ -145,6 +149,8 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
         real,
     )
     assert metrics.lockstep_overhead == pytest.approx(costs / best - 1 if best else 0.0, abs=1e-9)
+    assert (metrics.critical_slots, metrics.critical_squares) == (critical[0], pytest.approx(critical[1]))
+    assert metrics.microbatches_per_rank == plan.counts.shape[1]
     assert metrics.waste_ratio == pytest.approx(1 - real / slots if slots else 0.0)
     assert all(np.isfinite(value) for value in metrics.as_dict().values())
     assert 0 <= metrics.packing_efficiency <= 1
