@@ -67,7 +67,7 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
-        """Ask the command and its whole group to end, as `timeout` does, and schedulers before they take the machine."""
+        """Ask the command and its whole group to end, as `timeout` and many schedulers do."""
         self.process.terminate()
         os.killpg(self.process.pid, signal.SIGTERM)
 

@@ -100,6 +100,15 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
         (("placement.roles.judge=main",), 2, "places a role that doesn't exist"),
         (("roles.judge.target=my_judge:Judge",), 2, "there is no module my_judge"),
         (("reward.function=my_reward:score",), 2, "there is no module my_reward"),
+        (("reward.function=math:sqrt",), 2, "math:sqrt can't take the texts"),
+        (("reward.arguments.colour=red",), 2, "reward.arguments.colour is not an argument"),
+        (("model.config.num_attention_heads=0",), 2, "model.config makes no qwen"),
+        (
+            ("placement.pools.main.gpus_per_rank=1", "placement.pools.main.ranks=60"),
+            2,
+            "ask for 60 GPUs, and this machine",
+        ),
+        (("placement.pools.main.ranks=100000",), 2, "up to 32 ranks may share one"),
         (("logger.wandb=maybe",), 2, "logger.wandb"),
     ],
 )
