@@ -1,7 +1,7 @@
 """What is looked at on the driver before any process starts: the same slip, found by a rank, costs minutes."""
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipes.machine import check_machine
 from rlpack.config.roles import is_builtin, role_batching, started_roles
@@ -11,15 +11,17 @@ from rlpack.data.prompts import Prompts
 from rlpack.distributed.dispatch import dispatch_of
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.host import load_class
-from rlpack.models.loading import check_model
+from rlpack.models.loading import outline
 from rlpack.packing import Batching
 from rlpack.rewards.scoring import check_signature, resolve
 
 _ROWS_AT_A_TIME = 1024
 
 
-def check_before_start(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: Prompts) -> None:
-    """Find what would stop a rank while it starts, or a supervised step hours later.
+def check_before_start(
+    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: Prompts
+) -> PreTrainedModel:
+    """Find what would stop a rank while it starts, or a supervised step hours later; return the model's outline.
 
     Raises:
         ModelError: `model` describes no language model that the tokenizer fits.
@@ -28,7 +30,7 @@ def check_before_start(config: Config, tokenizer: PreTrainedTokenizerBase, promp
         RewardError: there is no such reward function, or it can't be called with the dataset's columns.
         DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget.
     """
-    check_model(config.model, vocab_size=len(tokenizer))
+    model = outline(config.model, vocab_size=len(tokenizer))
     names = started_roles(config)
     for name in names:
         _check_role(name, config.roles[name].target)
@@ -40,6 +42,7 @@ def check_before_start(config: Config, tokenizer: PreTrainedTokenizerBase, promp
         _check_demonstrations(prompts, tokenizer, batching)
     if config.recipe == "sft":
         _check_demonstrations(held_out, tokenizer, batching)
+    return model
 
 
 def _check_role(name: str, target: str) -> None:
