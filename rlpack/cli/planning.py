@@ -151,7 +151,7 @@ def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
     found = fit(np.array(steps, dtype=np.float64).reshape(-1, len(names)))
     print(
         f"fitted on {len(steps)} steps of {run_dir}: {found.slot_s:.3g} s a slot, {found.square_s:.3g} s a squared "
-        f"slot, {found.microbatch_s:.3g} s a microbatch; explains {found.explained:.0%} of the variance of time/update_s"
+        f"slot, {found.microbatch_s:.3g} s a microbatch; explains {found.explained:.0%} of time/update_s's variance"
     )
     return found.cost, replace(device, flops_per_s=found.flops_per_s, overhead_s=found.microbatch_s)
 
