@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test test-long lint types unit bench install clean help
+.PHONY: train test test-long lint types unit bench peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
 	@echo "make test-long                           plans' guarantees on 10,000 random requests"
 	@echo "make bench                               measure plans, training steps and memory (benchmarks/RESULTS.md)"
+	@echo "make peers                               time TRL's and verl's packing beside ours"
 	@echo "make lint | types | unit | clean"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -51,5 +52,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/training_step.py
 	$(BIN)/python benchmarks/logprob_memory.py
 
+peers: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers \
+		trl accelerate verl tensordict orjson pyvers cloudpickle
+	$(BIN)/python benchmarks/peers.py --peers .peers
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache
