@@ -11,7 +11,6 @@ In fixed mode rows stay in arrival order: each rank gets a run of them and chunk
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from rlpack.packing.binning import candidates, cut, form, lockstep_bound, measur
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
 from rlpack.packing.items import Items, Rows, multiple_of, resolve_rows
-from rlpack.packing.lengths import Integers, align, check_count, check_integers, check_lengths
+from rlpack.packing.lengths import Integers, align, check_count, check_integers, check_lengths, check_seed
 from rlpack.packing.measures import measure_plan
 from rlpack.packing.plan import MicrobatchPlan, Request
 from rlpack.packing.refining import refine
@@ -119,13 +118,7 @@ def _checked(
     if ids is not None and ids.size != counts.size:
         raise PackingError(f"groups has {ids.size} entries for {counts.size} rows; give one a row")
     size = None if mini_batch_size is None else check_count(mini_batch_size, "mini_batch_size")
-    return Request(counts, batching, check_count(dp_size, "dp_size"), size, ids, cost, _check_seed(seed))
-
-
-def _check_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise PackingError(f"seed is {seed!r}; it has to be a whole number")
-    return int(seed)
+    return Request(counts, batching, check_count(dp_size, "dp_size"), size, ids, cost, check_seed(seed))
 
 
 def _target(batching: Batching, per_rank: int) -> int:
