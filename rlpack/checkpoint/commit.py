@@ -34,7 +34,7 @@ from rlpack.checkpoint.files import flush, flush_tree, regular_files, remove_tre
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2  # since 2 the state knows the prompts that the run began with
 STATE, MANIFEST, MARKER, HINT = "state.json", "manifest.json", "COMMITTED", "latest"
 DAMAGED = "DAMAGED"  # beside the marker of a checkpoint that was passed over, and why: it doesn't count as kept
 NEVER_PRUNED = 2

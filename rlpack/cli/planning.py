@@ -142,6 +142,8 @@ def _print_suggestion(arguments: argparse.Namespace, lengths: np.ndarray, cost: 
 
 def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
     """Return cost and device by which the run's own steps took as long as they did."""
+    if not run_dir.is_dir():
+        raise PackingError(f"--fit needs a run's directory, and {run_dir} is none")
     from rlpack.observe.directory import METRICS
     from rlpack.observe.sinks import read_records
 
@@ -153,7 +155,7 @@ def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
         f"fitted on {len(steps)} steps of {run_dir}: {found.slot_s:.3g} s a slot, {found.square_s:.3g} s a squared "
         f"slot, {found.microbatch_s:.3g} s a microbatch; explains {found.explained:.0%} of time/update_s's variance"
     )
-    return found.cost, replace(device, flops_per_s=found.flops_per_s, overhead_s=found.microbatch_s)
+    return found.cost, replace(device, flops_per_s=1.0, overhead_s=found.microbatch_s)
 
 
 def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, MicrobatchPlan]) -> None:
@@ -171,17 +173,16 @@ def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, M
 
 def _simulate(arguments: argparse.Namespace) -> None:
     lengths, cost, device = _lengths(arguments), _cost(arguments), _device(arguments)
+    batchings = [_batching(arguments, mode) for mode in MODES]
     print(_headline(lengths, arguments))
     rows = []
     for ranks in _ranks(arguments.ranks):
-        for mode in MODES:
-            plan = make_plan(
-                lengths, _batching(arguments, mode), dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost
-            )
+        for batching in batchings:
+            plan = make_plan(lengths, batching, dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost)
             found = forecast(plan, cost, device)
             rows.append(
                 [
-                    f"{ranks:,} × {mode}",
+                    f"{ranks:,} × {batching.mode}",
                     f"{found.step_s:.3f}",
                     f"{100 * found.idle_share:.1f}",
                     f"{100 * found.padding_share:.1f}",
@@ -252,7 +253,9 @@ def _cost(arguments: argparse.Namespace) -> Cost:
 
 def _device(arguments: argparse.Namespace) -> Device:
     """Return the device; a slot keeps 34 bytes × hidden size × layers (Korthikanti et al., 2022, arXiv:2205.05198)."""
-    kilobytes = arguments.kb_per_slot or 34.0 * arguments.hidden_size * arguments.layers / 1e3
+    kilobytes = arguments.kb_per_slot
+    if kilobytes is None:
+        kilobytes = 34.0 * arguments.hidden_size * arguments.layers / 1e3
     return Device(
         flops_per_s=arguments.tflops * 1e12,
         overhead_s=arguments.overhead_ms / 1e3,

@@ -53,7 +53,7 @@ def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, len
 
 def _bytes(values: Tensor) -> np.ndarray:
     """Return the memory of a tensor, uint8; what is not in one piece is copied first."""
-    return values.contiguous().view(-1).view(torch.uint8).numpy()
+    return values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _copy_plainly(

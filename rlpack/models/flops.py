@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpack.packing import Cost
 
@@ -22,7 +22,7 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
     - A layer with a window of w keys counts w / 2 keys for every token, which is right for L = w and too
       few for much longer sequences by a factor of two.
     """
-    shape: Mapping[str, Any] = model.config.get_text_config().to_dict()
+    shape = _shape(model.config.get_text_config())
     head = model.get_output_embeddings()
     weights = sum(_used_weights(model, shape))
     if isinstance(head, nn.Linear):
@@ -33,6 +33,12 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
     full = sum(window is None for window in windows)
     windowed = sum(window for window in windows if window is not None)
     return Cost(linear=2.0 * weights + 2.0 * width * windowed, quadratic=2.0 * width * full)
+
+
+def _shape(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a config's values by the names that most models use; some have others, and a table of them."""
+    values = config.to_dict()
+    return values | {name: values[own] for name, own in config.attribute_map.items() if own in values}
 
 
 def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[float]:

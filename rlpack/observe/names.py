@@ -91,7 +91,7 @@ METRICS: dict[str, Metric] = {
     "packing/critical_slots": Metric(
         "tokens", "Slots of the dearest microbatch of each index, which all ranks wait for."
     ),
-    "packing/critical_squares": Metric("tokens²", "Squared lengths of the sequences of these microbatches, summed."),
+    "packing/critical_squares": Metric("tokens²", "Squared slots of the sequences of these microbatches, summed."),
     "packing/dropped": Metric("rows", "Over-long sequences that were left out."),
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),

@@ -114,10 +114,10 @@ def lockstep_bound(batching: Batching, items: Items, ranks: int) -> int:
     """
     total = int(items.costs.sum())
     bound = -(-total // ranks)
-    if batching.mode != "packed" or items.size == 0:
+    if batching.mode != "packed" or items.size == 0 or (items.counts > 1).any():
         return bound
     order = decreasing(items.slots)
-    slots, costs = items.slots[order], items.costs[order]
+    slots, costs = np.minimum(items.slots[order], _budget(batching)), items.costs[order]
     firsts = np.arange(0, items.size, ranks)
     firsts = firsts[(firsts == 0) | (2 * slots[firsts] > _budget(batching))]
     heads = np.cumsum(costs[firsts])

@@ -14,10 +14,12 @@ These costs satisfy the quadrangle inequality, also with parts over the budget a
 
 import numpy as np
 
+from rlpack.packing import kernels
 from rlpack.packing.compile import compiled
+from rlpack.packing.items import UNLIMITED
 
-# Ties between numbers of parts are told by the low bits of a cost: up to 2**21 parts.
-_PART = 2**21
+# Beyond this, path costs would not fit into an int64 any more.
+_LARGEST = 2**62
 
 
 def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacity: int) -> np.ndarray:
@@ -32,23 +34,21 @@ def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacit
     if parts >= counts.size:
         return np.arange(counts.size)
     rows = np.concatenate(([0], np.cumsum(counts)))
+    most = int(rows[-1]) * int(widths[0])
+    if most * counts.size >= _LARGEST:  # more slots than any device will ever see: the fewest parts will do
+        return kernels.chunk(counts, widths, widths, (UNLIMITED, capacity, UNLIMITED))
     # Slots are convex in the number of parts: the fewest parts come with a price that no part could ever be worth.
-    low, high = -1, int(rows[-1] * widths[0])
+    low, high = -1, most
     while high - low > 1:
         price = (low + high) // 2
-        if _fewest(rows, widths, price, capacity) <= parts:
+        if _path(_starts(rows, widths, price, capacity, True)).size - 1 <= parts:
             high = price
         else:
             low = price
-    few = _path(_starts(rows, widths, high * _PART + 1, capacity))
+    few = _path(_starts(rows, widths, high, capacity, True))
     if few.size - 1 < parts:
-        few = _between(few, _path(_starts(rows, widths, high * _PART - 1, capacity)), parts)
+        few = _between(few, _path(_starts(rows, widths, high, capacity, False)), parts)
     return np.repeat(np.arange(few.size - 1), np.diff(few))
-
-
-def _fewest(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int) -> int:
-    """Return how few parts are among the best at a price."""
-    return _path(_starts(rows, widths, price * _PART + 1, capacity)).size - 1
 
 
 def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
@@ -77,31 +77,33 @@ def _path(starts: np.ndarray) -> np.ndarray:
 
 
 @compiled
-def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int) -> np.ndarray:
+def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, fewest: bool) -> np.ndarray:
     """Return for each end the start of the last part on the cheapest path to it, int64 [I + 1].
 
-    A part costs its slots, in units of `_PART`, and `price`. The queue holds starts, and the first end that each of
-    them is the best for.
+    A part costs its slots and `price`; of paths that cost the same, the one with the fewest or most parts is taken. The
+    queue holds starts, and the first end that each of them is the best for.
     """
     size = widths.size
-    costs = np.zeros(size + 1, dtype=np.int64)
+    costs, parts = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
     starts = np.zeros(size + 1, dtype=np.int64)
     queue, since = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
+    sign = 1 if fewest else -1
     since[0] = 1
     first, last = 0, 0
     for end in range(1, size + 1):
         while first < last and since[first + 1] <= end:
             first += 1
-        starts[end] = queue[first]
-        costs[end] = costs[queue[first]] + _slots(rows, widths, queue[first], end) * _PART + price
+        start = queue[first]
+        starts[end], parts[end] = start, parts[start] + sign
+        costs[end] = costs[start] + _slots(rows, widths, start, end) + price
         if end == size:
             break
-        while last > first and _better(rows, widths, costs, end, queue[last], since[last], capacity):
+        while last > first and _better(rows, widths, costs, parts, end, queue[last], since[last], capacity):
             last -= 1
         low, high = max(since[last], end), size + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if _better(rows, widths, costs, end, queue[last], middle, capacity):
+            if _better(rows, widths, costs, parts, end, queue[last], middle, capacity):
                 high = middle
             else:
                 low = middle
@@ -113,15 +115,23 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int) -> 
 
 @compiled
 def _better(
-    rows: np.ndarray, widths: np.ndarray, costs: np.ndarray, start: int, other: int, end: int, capacity: int
+    rows: np.ndarray,
+    widths: np.ndarray,
+    costs: np.ndarray,
+    parts: np.ndarray,
+    start: int,
+    other: int,
+    end: int,
+    capacity: int,
 ) -> bool:
     """Return whether the later of two starts is the better one for an end; over the budget, the later the better."""
     if end <= start:
         return False
-    theirs = _slots(rows, widths, other, end)
-    if theirs > capacity:
+    part = _slots(rows, widths, other, end)
+    if part > capacity:
         return True
-    return costs[start] + _slots(rows, widths, start, end) * _PART < costs[other] + theirs * _PART
+    ours, theirs = costs[start] + _slots(rows, widths, start, end), costs[other] + part
+    return bool(ours < theirs or (ours == theirs and parts[start] < parts[other]))
 
 
 @compiled

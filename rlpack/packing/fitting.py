@@ -7,6 +7,7 @@ import numpy as np
 
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
+from rlpack.packing.simulation import FORWARD_AND_BACKWARD
 
 _FEWEST_STEPS = 8
 
@@ -29,21 +30,17 @@ class Fit:
 
     @property
     def cost(self) -> Cost:
-        """Return the cost of a sequence in seconds."""
-        return Cost(self.slot_s, self.square_s)
-
-    @property
-    def flops_per_s(self) -> float:
-        """Return the speed at which `Device` takes a cost in seconds, which is of forward and backward, for itself."""
-        return 3.0
+        """Return the cost of a sequence's forward pass in seconds, for a `Device` of speed 1."""
+        return Cost(self.slot_s / FORWARD_AND_BACKWARD, self.square_s / FORWARD_AND_BACKWARD)
 
 
 def fit(steps: np.ndarray) -> Fit:
     """Return the coefficients, none negative, under which the steps took most nearly as long as they did.
 
     >>> steps = [[n, n * m, 1, 0.5 * n + 0.25 * n * m + 2] for n, m in zip(range(1, 10), [3, 1, 2] * 3)]
-    >>> fit(np.array(steps, dtype=float)).cost
-    Cost(linear=0.5, quadratic=0.25)
+    >>> found = fit(np.array(steps, dtype=float))
+    >>> found.slot_s, found.square_s, found.microbatch_s
+    (0.5, 0.25, 2.0)
 
     Args:
         steps: for each step its critical slots, critical squares, microbatches of a rank and seconds, f64 [S, 4].

@@ -6,8 +6,9 @@
    (at the largest sizes, at a half or a third of the room) decides which sizes are left at the end, so each is tried.
 2. As long as that gains bins: take the bins with room and some of the full ones apart, and fill them anew.
 
-Work is counted in rows tried, never in seconds, so that a plan is the same on every machine; the budget is about half
-a second of one 2024 core. The result never has more bins than best-fit's.
+Work is counted in rows tried, never in seconds, so that a plan is the same on every machine. For some ten thousand rows
+the budget is about half a second of one core; it is looked at between fillings, which take longer with more rows. The
+result never has more bins than best-fit's.
 """
 
 from typing import NamedTuple

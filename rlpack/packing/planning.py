@@ -26,8 +26,8 @@ from rlpack.packing.plan import MicrobatchPlan, Request
 from rlpack.packing.refining import refine
 from rlpack.packing.sorting import ascending, decreasing
 
-# A step this close to the bound of its lock step is not improved further.
-_ENOUGH = 1 + 2**-11
+# A step this close to the bound of its lock step, as a part of it, is not improved further.
+_CLOSE = 2**-11
 
 
 def make_plan(
@@ -134,10 +134,7 @@ def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> _Grid:
     formed, search_stopped = form(batching, sharing, request.seed)
     wanted = _target(batching, -(-(int(formed.max(initial=-1)) + 1 + single.size) // ranks))
     wanted_sharing = wanted * ranks - single.size
-    bound = lockstep_bound(batching, items, ranks)
-    # Costs that are all multiples of a grain (the alignment, say) can't be levelled further than to it.
-    grain = int(np.gcd.reduce(items.costs))
-    enough = bound * _ENOUGH + min(wanted * grain, 2 * bound * (_ENOUGH - 1))
+    enough = _good_enough(request, items, wanted)
     best = None
     for candidate in candidates(batching, sharing, formed, wanted_sharing, ranks):
         if candidate is None:
@@ -162,6 +159,14 @@ def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> _Grid:
     # these two are the lightest.
     at = np.roll(np.arange(wanted), -1) if wanted > 2 else np.arange(wanted)
     return _Grid(columns, at[index], wanted, search_stopped)
+
+
+def _good_enough(request: Request, items: Items, count: int) -> float:
+    """Return a lock-step cost of a step of `count` indices that is not improved further."""
+    bound = lockstep_bound(request.batching, items, request.dp_size)
+    # Costs that are all multiples of a grain (the alignment, say) can't be levelled further than to it at each index.
+    grain = int(np.gcd.reduce(items.costs))
+    return bound * (1 + _CLOSE) + min(count * grain, 2 * bound * _CLOSE)
 
 
 def _deal(request: Request, items: Items, column: np.ndarray, index: np.ndarray) -> np.ndarray:

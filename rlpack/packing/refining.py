@@ -62,7 +62,7 @@ def refine(
     Args:
         labels: bin of each item, int64 [I].
         slots: of each item, int64 [I].
-        costs: ticks of each item, int64 [I]; an item of more slots never costs less.
+        costs: ticks of each item, int64 [I].
         ranks: bins that meet at one index, when bins are dealt in order of cost.
         shape: how many bins there are, and the slots that none may pass.
         enough: a lock-step cost that is not improved further.
@@ -190,7 +190,9 @@ def _one_for_one(
             moved = costs[row] - (costs[back] if taken >= 0 else 0)
             grown = slots[row] - (slots[back] if taken >= 0 else 0)
             gain = 2.0 * moved * (pair.gap - moved)
-            if gain > best.gain and used[pair.receiver] + grown <= pair.capacity:
+            # A group may cost less than another and still have more slots: the giver can grow too.
+            fits = used[pair.receiver] + grown <= pair.capacity and used[pair.giver] - grown <= pair.capacity
+            if gain > best.gain and fits:
                 best = _Exchange(float(gain), pair.receiver, given, taken, -1)
     return best
 

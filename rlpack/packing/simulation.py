@@ -12,11 +12,11 @@ import numpy as np
 from rlpack.packing.batching import Batching
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import align
+from rlpack.packing.lengths import MAX_LENGTH, align
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.packing.planning import make_plan
 
-_FORWARD_AND_BACKWARD = 3.0
+FORWARD_AND_BACKWARD = 3.0
 # Budgets that are tried, in steps of this factor below the memory limit.
 _BUDGET_STEP = 2**0.5
 _ALIGNMENTS = (1, 8, 64)
@@ -56,7 +56,7 @@ class Device:
     @property
     def most_slots(self) -> int:
         """Return how many slots of one microbatch fit into memory."""
-        return int((self.memory_bytes - self.fixed_bytes) / self.bytes_per_slot)
+        return min(MAX_LENGTH, int((self.memory_bytes - self.fixed_bytes) / self.bytes_per_slot))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
     >>> round(found.step_s, 3), round(found.idle_share, 3)
     (0.3, 0.25)
     """
-    seconds = _FORWARD_AND_BACKWARD / device.flops_per_s * _grid(plan, cost) + device.overhead_s
+    seconds = FORWARD_AND_BACKWARD / device.flops_per_s * _grid(plan, cost) + device.overhead_s
     step_s = float(seconds.max(axis=0, initial=0.0).sum())
     busy = float(seconds.sum()) / plan.num_ranks
     slots = plan.widths if plan.batching.mode == "packed" else plan.widths * np.maximum(plan.counts, 1)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import check_count
+from rlpack.packing.lengths import check_count, check_seed
 
 
 def zipf(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
     """Return multiples of 64 by Zipf's law with exponent 1.5: mostly short, with a very long tail."""
-    return 64 * random.zipf(1.5, rows)
+    return 64 * np.minimum(random.zipf(1.5, rows), longest)
 
 
 def lognormal(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
@@ -81,11 +81,13 @@ def trace(name: str, rows: int, longest: int, *, seed: int = 0) -> np.ndarray:
     array([5, 5, 7, 9])
 
     Raises:
-        PackingError: there is no such trace, or a count is below 1.
+        PackingError: there is no such trace, a count is below 1, or the seed below 0.
     """
     if name not in TRACES:
         raise PackingError(f"trace is {name!r}; choose one of {', '.join(TRACES)}")
     check_count(rows, "rows")
     check_count(longest, "longest")
+    if check_seed(seed) < 0:
+        raise PackingError(f"seed is {seed}; it has to be at least 0")
     random = np.random.Generator(np.random.PCG64(seed))
     return np.clip(TRACES[name](random, rows, longest), 1, longest).astype(np.int64)

@@ -30,7 +30,7 @@ def test_a_committed_checkpoint_is_found_with_its_state_and_files(tmp_path: Path
     save(tmp_path, 20)
     found = newest(tmp_path)
     assert found == tmp_path / "step-20"
-    assert load_state(found) == {"seed": 7, "step": 20, "format": 1}
+    assert load_state(found) == {"seed": 7, "step": 20, "format": 2}
     assert (found / "actor" / "shard-0.bin").read_bytes() == b"weights20"
     assert (tmp_path / "latest").read_text() == "step-20\n"
 

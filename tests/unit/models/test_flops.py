@@ -40,3 +40,10 @@ def test_windowed_layers_are_linear_in_length() -> None:
     windowed, full = sequence_cost(tiny_model("gemma3")), sequence_cost(tiny_model("qwen3"))
     assert windowed.quadratic < full.quadratic
     assert sequence_cost(tiny_model("mistral")).quadratic == 0
+
+
+def test_a_config_with_names_of_its_own_is_understood() -> None:
+    config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=53)
+    with torch.device("meta"):
+        cost = sequence_cost(AutoModelForCausalLM.from_config(config))
+    assert cost.quadratic == 2 * 2 * 32

@@ -49,3 +49,13 @@ def test_a_dynamic_plan_has_at_most_half_a_percent_more_slots_than_the_fewest() 
         labels = partition_sorted(np.ones_like(falling), falling, plan.counts.size, 4096)
         fewest = sum(int(falling[labels == label].max() * (labels == label).sum()) for label in np.unique(labels))
         assert fewest <= plan.metrics.slots <= 1.005 * fewest
+
+
+def test_lengths_whose_costs_are_huge_are_still_cut_within_the_budget() -> None:
+    falling = np.sort(trace("uniform", 20_000, longest=65_536, seed=1))[::-1].copy()
+    labels = partition_sorted(np.ones_like(falling), falling, 14_000, 65_536)
+    assert labels[-1] < 14_000
+    sizes = np.bincount(labels)
+    assert (sizes * falling[np.concatenate(([0], np.cumsum(sizes)[:-1]))]).max() <= 65_536
+    enormous = make_plan([2**31 - 1] * 3000, Batching(mode="dynamic", max_tokens=2**31 - 1), dp_size=2)
+    assert enormous.counts.tolist() == [[1] * 1500] * 2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, Overlong, PackingError, make_plan
-from rlpack.packing.binning import cut
+from rlpack.packing.binning import cut, lockstep_bound
 from rlpack.packing.items import Items, resolve_rows
 from rlpack.packing.plan import Request
 from rlpack.packing.traces import TRACES, trace
@@ -155,6 +155,18 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
     assert all(np.isfinite(value) for value in metrics.as_dict().values())
     assert 0 <= metrics.packing_efficiency <= 1
     assert metrics.packing_efficiency > 0 or used == 0
+
+
+@given(request=requests(overlong=("error", "own_microbatch")))
+@settings(max_examples=100, deadline=None)
+def test_no_step_is_shorter_than_the_bound_of_its_lock_step(request: dict[str, Any]) -> None:
+    batching = replace(request["batching"], mode="packed", max_tokens=request["batching"].max_tokens or 500)
+    if request["groups"] is not None:
+        batching = replace(batching, overlong="own_microbatch")
+    plan = make_plan(**request | {"mini_batch_size": None, "cost": None, "batching": batching})
+    slots = -(-plan.lengths // batching.pad_to_multiple) * batching.pad_to_multiple
+    longest = (1 + plan.metrics.lockstep_overhead) * int(slots.sum()) / plan.num_ranks
+    assert lockstep_bound(batching, resolve_rows(plan.request).items, plan.num_ranks) <= longest * (1 + 1e-9)
 
 
 def microbatches(plan: MicrobatchPlan, step: int = 0) -> list[list[list[int]]]:
