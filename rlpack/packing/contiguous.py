@@ -98,12 +98,18 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, few
         costs[end] = costs[start] + _slots(rows, widths, start, end) + price
         if end == size:
             break
-        while last > first and _better(rows, widths, costs, parts, end, queue[last], since[last], capacity):
+        while last > first:
+            other = queue[last]
+            gap, tie = costs[end] - costs[other], parts[end] < parts[other]
+            if not _wins(rows, widths, end, other, since[last], gap, tie, capacity):
+                break
             last -= 1
+        other = queue[last]
+        gap, tie = costs[end] - costs[other], parts[end] < parts[other]
         low, high = max(since[last], end), size + 1
         while high - low > 1:
             middle = (low + high) // 2
-            if _better(rows, widths, costs, parts, end, queue[last], middle, capacity):
+            if _wins(rows, widths, end, other, middle, gap, tie, capacity):
                 high = middle
             else:
                 low = middle
@@ -114,24 +120,20 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, few
 
 
 @compiled
-def _better(
-    rows: np.ndarray,
-    widths: np.ndarray,
-    costs: np.ndarray,
-    parts: np.ndarray,
-    start: int,
-    other: int,
-    end: int,
-    capacity: int,
+def _wins(
+    rows: np.ndarray, widths: np.ndarray, start: int, other: int, end: int, gap: int, tie: bool, capacity: int
 ) -> bool:
-    """Return whether the later of two starts is the better one for an end; over the budget, the later the better."""
+    """Return whether the later of two starts is the better one for an end; over the budget, the later the better.
+
+    `gap` is what the path to it costs more, `tie` whether it wins where both cost the same.
+    """
     if end <= start:
         return False
-    part = _slots(rows, widths, other, end)
-    if part > capacity:
+    theirs = _slots(rows, widths, other, end)
+    if theirs > capacity:
         return True
-    ours, theirs = costs[start] + _slots(rows, widths, start, end), costs[other] + part
-    return bool(ours < theirs or (ours == theirs and parts[start] < parts[other]))
+    ours = gap + _slots(rows, widths, start, end)
+    return bool(ours < theirs or (ours == theirs and tie))
 
 
 @compiled
