@@ -161,7 +161,7 @@ def _tightest(batching: Batching, counts: np.ndarray, widths: np.ndarray, count:
 def _level(batching: Batching, items: Items, count: int) -> np.ndarray | None:
     """Return labels of at most `count` packed bins, items to the cheapest, dear ones first; None if one won't fit."""
     order = decreasing(items.costs)
-    placed = kernels.spread(items.slots[order], items.costs[order], np.arange(items.size), count, _budget(batching))
+    placed = kernels.spread(items.slots[order], items.costs[order], count, _budget(batching))
     if placed.size and placed.min() < 0:
         return None
     filled = np.bincount(placed, minlength=count) > 0

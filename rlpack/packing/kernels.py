@@ -50,8 +50,8 @@ def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray
 
 
 @compiled
-def spread(slots: np.ndarray, costs: np.ndarray, order: np.ndarray, count: int, capacity: int) -> np.ndarray:
-    """Return the bin of each row, rows of `order` going to the cheapest of `count` bins with room; −1 where none has.
+def spread(slots: np.ndarray, costs: np.ndarray, count: int, capacity: int) -> np.ndarray:
+    """Return the bin of each row; in order, rows go to the cheapest of `count` bins with room, to −1 where none has.
 
     A bin without room for a row waits aside, the roomiest first, until a row comes that it has room for.
     """
@@ -59,7 +59,7 @@ def spread(slots: np.ndarray, costs: np.ndarray, order: np.ndarray, count: int, 
     used, loads = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     heap = [(0, label) for label in range(count)]
     aside = [(0, 0) for _ in range(0)]
-    for row in order:
+    for row in range(slots.size):
         while len(aside) > 0 and aside[0][0] + slots[row] <= capacity:
             label = heapq.heappop(aside)[1]
             heapq.heappush(heap, (loads[label], label))

@@ -102,7 +102,7 @@ def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of:
     chosen = np.zeros(size_of.size, dtype=np.int64)
     placed, label, tried, smallest = 0, 0, 0, 0
     while placed < size_of.size:
-        top = _highest(stock, stock.sizes.size)
+        top = _highest(stock, stock.sizes.size, True)
         while stock.left[smallest] == 0:
             smallest += 1
         stock.left[top - 1] -= 1
@@ -125,15 +125,20 @@ def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of:
 
 
 @compiled
-def _highest(stock: _Stock, at: int) -> int:
-    """Return the highest size up to the `at`-th that has rows left, or 0."""
+def _highest(stock: _Stock, at: int, forget: bool) -> int:
+    """Return the highest size up to the `at`-th that has rows left, or 0.
+
+    Sizes without rows are passed over for good where asked to; a search, which gives its rows back, does not ask.
+    """
     while at > 0:
         while stock.below[at] != at:
             stock.below[at] = stock.below[stock.below[at]]
             at = stock.below[at]
         if at == 0 or stock.left[at - 1] > 0:
             return at
-        stock.below[at] = at - 1
+        if forget:
+            stock.below[at] = at - 1
+        at -= 1
     return 0
 
 
@@ -158,7 +163,7 @@ def _complete(stock: _Stock, room: int, spare: int, split: int, best: np.ndarray
     at, wrapped = first, split == 1
     while least > 0 and tried < _PER_BIN:
         tried += 1
-        size = _available(stock, min(at, np.searchsorted(stock.sizes, room, side="right")))
+        size = _highest(stock, min(at, np.searchsorted(stock.sizes, room, side="right")), False)
         if size > 0:
             stock.left[size - 1] -= 1
             path[depth] = size
@@ -184,16 +189,3 @@ def _complete(stock: _Stock, room: int, spare: int, split: int, best: np.ndarray
     for step in range(depth):
         stock.left[path[step] - 1] += 1
     return count, tried
-
-
-@compiled
-def _available(stock: _Stock, at: int) -> int:
-    """Return the highest size up to the `at`-th with rows left, or 0; sizes that only the search has used up stay."""
-    while at > 0:
-        while stock.below[at] != at:
-            stock.below[at] = stock.below[stock.below[at]]
-            at = stock.below[at]
-        if at == 0 or stock.left[at - 1] > 0:
-            return at
-        at -= 1
-    return 0

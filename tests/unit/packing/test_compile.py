@@ -54,7 +54,7 @@ def test_python_and_numba_agree(sizes: list[int], k: int) -> None:
     calls = [
         (kernels.next_fit, (lengths, 50)),
         (kernels.first_fit, (lengths, order, 50)),
-        (kernels.spread, (lengths, lengths, order, k, 10**9)),
+        (kernels.spread, (lengths[order], lengths[order], k, 10**9)),
         (kernels.chunk, (ones, lengths, lengths, (k, 100, 90))),
         (partitioning._differencing, (lengths, order, k, 1)),
         (binning._cut, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True)),
