@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from recipes.session import Session
-from recipes.stages import Draw, respond, scores
-from recipes.weighing import counted_tokens
+from recipes.stages import SCORED, Draw, respond, scores
 from rlpack.data.batch import BatchedDataDict
 from rlpack.observe.console import Sample
 from workers.actor import ActorWorker
@@ -31,9 +30,8 @@ def evaluate(session: Session) -> None:
 def evaluate_loss(session: Session) -> None:
     """Measure the mean negative log-prob of the held-out demonstrations' tokens, and the perplexity it means."""
     batch = session.held_out.demonstrations(np.arange(len(session.held_out)), session.tokenizer)
-    counted = counted_tokens(batch["response_mask"], session.actor.plan(batch)).values
-    logprobs = session.actor.run(ActorWorker.logprobs, batch, temperature=1.0)["logprobs"].values
-    loss = -logprobs[counted].double().mean().item() if counted.any() else 0.0
+    scored = session.actor.run(ActorWorker.logprobs, batch.keep(SCORED), temperature=1.0)
+    loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
     session.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
 
 

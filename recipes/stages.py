@@ -14,9 +14,10 @@ from torch import Tensor
 
 from recipes.resuming import reference_folder
 from recipes.session import Session
-from recipes.weighing import counted_tokens, step_weights
+from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import group_relative, zero_group_fraction
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.fields import describe
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.worker_group import WorkerGroup
@@ -28,8 +29,8 @@ from workers.rollout import RolloutWorker
 
 # What a role is sent of a batch.
 _GENERATE = ("input_ids", "seeds", "group_ids", "uid")
-_SCORE = ("input_ids", "response_mask")
-_UPDATE = (*_SCORE, "logprobs", "advantages", "loss_weight", "token_weight")
+SCORED = ("input_ids", "response_mask")
+_UPDATE = (*SCORED, "logprobs", "advantages", "loss_weight", "token_weight")
 
 
 class Draw(NamedTuple):
@@ -104,8 +105,6 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         "reward/max": kept.max().item() if kept.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
-    mask = rollouts["response_mask"]
-    rollouts["response_mask"] = mask.with_values(mask.values & valid[mask.segment_ids])
     return rollouts.union({"rewards": rewards, "valid": valid})
 
 
@@ -114,7 +113,7 @@ def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDic
 
     The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
     """
-    sent = rollouts.keep([*_SCORE, *(name for name in rollouts if isinstance(rollouts[name], list))])
+    sent = rollouts.keep([*SCORED, *(name for name in rollouts if describe(rollouts[name])[0] == "list")])
     results = [_judged(group, sent) for group in groups]
     valid = torch.stack([valid for _, valid in results]).all(0)
     return torch.stack([rewards for rewards, _ in results]).sum(0).where(valid, 0.0), valid
@@ -129,13 +128,15 @@ def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict) -> tuple[Tensor,
 
 
 def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `logprobs` f32 [T], the trained policy's own before its update; 0 outside responses."""
+    """Add `logprobs` f32 [T], the trained policy's own before its update, 0 outside responses, and `response_tokens`.
+
+    The latter, int64 [B], counts the tokens that train: those of a response that the update's plan keeps.
+    """
     with session.run.timer("logprobs"):
-        old = session.actor.run(ActorWorker.logprobs, rollouts.keep(_SCORE))
-    counted = counted_tokens(rollouts["response_mask"], session.actor.plan(rollouts, mini_batches=True)).values
-    gap = (old["logprobs"].values - rollouts["rollout_logprobs"].values).abs()[counted]
-    session.metrics["rollout/logprob_gap"] = gap.mean().item() if gap.numel() else 0.0
-    return rollouts.union(old)
+        old = session.actor.run(ActorWorker.logprobs, rollouts.keep([*SCORED, "rollout_logprobs"]))
+    tokens = old["response_tokens"].sum().clamp(min=1)
+    session.metrics["rollout/logprob_gap"] = (old["logprob_gap"].sum() / tokens).item()
+    return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
 def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
@@ -143,11 +144,11 @@ def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDa
     if session.reference is None:
         return rollouts
     with session.run.timer("reference"):
-        return rollouts.union(session.reference.run(ReferenceWorker.logprobs, rollouts.keep(_SCORE)))
+        return rollouts.union(session.reference.run(ReferenceWorker.logprobs, rollouts.keep(SCORED)))
 
 
 def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `advantages` f32 [T], and each token's weights in loss and metrics of its optimizer step, f32 [T].
+    """Add `advantages`, and `loss_weight` and `token_weight` in the row's optimizer step: for all its tokens, f32 [B].
 
     The figures are of the rows that train, quarantined ones left out.
     """
@@ -157,10 +158,8 @@ def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         per_row = group_relative(
             rewards, groups, baseline=settings.baseline, scale=settings.scale, valid=rollouts["valid"]
         )
-        mask = rollouts["response_mask"]
-        per_token = mask.with_values(per_row[mask.segment_ids] * mask.values)
         plan = session.actor.plan(rollouts, mini_batches=True)
-        weights = step_weights(mask, plan, settings)
+        weights = step_weights(rollouts["response_tokens"].where(rollouts["valid"], 0), plan, settings)
     kept = per_row[rollouts["valid"]]
     session.metrics |= {
         "advantage/mean": kept.mean().item() if kept.numel() else 0.0,
@@ -168,7 +167,7 @@ def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         "advantage/zero_group_fraction": zero_group_fraction(per_row, groups),
     }
     session.report_plan(plan, keep=True)
-    return rollouts.union({"advantages": per_token, **weights})
+    return rollouts.union({"advantages": per_row, **weights})
 
 
 def update(session: Session, rollouts: BatchedDataDict) -> None:
@@ -182,7 +181,7 @@ def update(session: Session, rollouts: BatchedDataDict) -> None:
 
 
 def demonstrations(session: Session, count: int) -> BatchedDataDict:
-    """Return the next `count` demonstrations, with every token's weight in the loss, f32 [T].
+    """Return the next `count` demonstrations, with their `loss_weight` and `token_weight`, f32 [B].
 
     Raises:
         DataError: an example has no demonstration.
@@ -194,13 +193,14 @@ def demonstrations(session: Session, count: int) -> BatchedDataDict:
     batch = session.prompts.demonstrations(rows, session.tokenizer)
     plan = session.actor.plan(batch)
     session.report_plan(plan)
-    return batch.union(step_weights(batch["response_mask"], plan, session.config.algorithm))
+    counts = (torch.from_numpy(plan.lengths) - batch["prompt_lengths"]).clamp(min=0)
+    return batch.union(step_weights(counts, plan, session.config.algorithm))
 
 
 def imitate(session: Session, batch: BatchedDataDict, learning_rate: float) -> None:
     """Take one supervised step."""
     with session.run.timer("update"):
-        session.took_steps(session.actor.run(ActorWorker.imitate, batch, learning_rate))
+        session.took_steps(session.actor.run(ActorWorker.imitate, batch.keep([*SCORED, "loss_weight"]), learning_rate))
 
 
 def forget_moments(session: Session) -> None:

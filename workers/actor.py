@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.metrics import MetricSums, merge_steps
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.roles import role_batching
@@ -43,19 +44,31 @@ class ActorWorker(Worker):
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `logprobs`; its microbatches are those of `update`, so that the first ratio is 1.
 
+        With it come sums over the response tokens of each row that the plan keeps: `response_tokens` counts them,
+        `logprob_sum` adds their log-probs up, `logprob_gap` their distances from `rollout_logprobs` (0 without them).
+
         Args:
-            shard: `input_ids`, `response_mask`.
+            shard: `input_ids`, `response_mask`, and if known `rollout_logprobs`.
             temperature: of the distribution that is asked; None for what responses are sampled at.
         """
-        return self._scorer.logprobs(shard, "logprobs", temperature=temperature)
+        scored = self._scorer.logprobs(shard, "logprobs", temperature=temperature)
+        mask, own = shard["response_mask"], scored["logprobs"].values
+        sampled = shard["rollout_logprobs"].values if "rollout_logprobs" in shard else own
+        return scored.union(
+            {
+                "response_tokens": row_sums(torch.ones_like(own), mask).long(),
+                "logprob_sum": row_sums(own, mask),
+                "logprob_gap": row_sums((own - sampled).abs(), mask),
+            }
+        )
 
     @sharded(mini_batches=True, merge=merge_steps)
     def update(self, shard: BatchedDataDict, learning_rate: float | None = None) -> list[dict[str, float]]:
         """Take one optimizer step for each mini-batch; return the metrics of each.
 
         Args:
-            shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and per
-                row `loss_weight` and `token_weight` of its optimizer step.
+            shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and
+                `loss_weight` and `token_weight` of the rows in their optimizer step.
             learning_rate: of these steps; None for the configuration's.
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
@@ -66,7 +79,7 @@ class ActorWorker(Worker):
         """Take one supervised step on the whole batch, at temperature 1: nothing was sampled.
 
         Args:
-            shard: `input_ids`, `response_mask`, and per token its `loss_weight`.
+            shard: `input_ids`, `response_mask`, `loss_weight`.
             learning_rate: of this step.
         """
         return [self._step(shard, step, Imitation(), learning_rate) for step in range(shard.num_steps)]

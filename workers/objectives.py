@@ -1,8 +1,9 @@
 """What an actor minimises: losses as sums over tokens, and the figures that are logged beside them.
 
 The column `loss_weight`, fixed by the driver from global denominators, makes the loss of an optimizer step the plain
-sum over all microbatches and ranks; `token_weight` = 1 / (tokens of the step) does the same for metrics. So
-nothing here depends on how rows were batched.
+sum over all microbatches and ranks; `token_weight` = 1 / (tokens of the step) does the same for metrics. Both are
+numbers of rows, for each of their response tokens; 0 leaves a row out. So nothing here depends on how rows were
+batched.
 """
 
 from dataclasses import dataclass
@@ -44,8 +45,13 @@ class Objective(Protocol):
 
 
 def _of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
-    """Return the column `name`, [T], 0 outside the response, on the device and of the type of `like`."""
-    return torch.where(rows["response_mask"].values, rows[name].values, 0).to(device=like.device, dtype=like.dtype)
+    """Return the column `name`, [T], 0 outside the response, on the device and of the type of `like`.
+
+    A column of rows, [B], holds for all response tokens of a row.
+    """
+    mask, column = rows["response_mask"], rows[name]
+    values = column[mask.segment_ids] if isinstance(column, Tensor) else column.values
+    return torch.where(mask.values, values, 0).to(device=like.device, dtype=like.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class ClippedPolicy:
         """Return Σ weight · (policy loss + kl_coef · KL) over the response tokens."""
         settings = self.algorithm
         weight, share = (_of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
-        mask = rows["response_mask"].values.to(weight.device)
+        mask = share > 0
         policy = clipped_policy_loss(
             scores.logprobs,
             _of_tokens(rows, "logprobs", weight),

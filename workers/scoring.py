@@ -40,6 +40,8 @@ class Scorer:
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `name`: log p(token | tokens before it) of response tokens, f32, zero elsewhere.
 
+        Rows are in the shard's order.
+
         Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
         """
         self.policy.eval()
@@ -53,5 +55,6 @@ class Scorer:
                 values.append(scores.logprobs.float().cpu())
                 order.append(view.index)
         reshard(self.policy)
-        scored = shard.select(np.concatenate(order)).keep(["input_ids"])
-        return scored.keep([]).union({name: scored["input_ids"].with_values(torch.cat(values))})
+        scored = shard.keep(["response_mask"]).select(np.concatenate(order))
+        column = scored["response_mask"].with_values(torch.cat(values))
+        return shard.keep([]).restore([scored.keep([]).union({name: column})])

@@ -1,11 +1,11 @@
-"""Turn token losses into one number: a weight for each token, with denominators of the whole optimizer step.
+"""Turn token losses into one number: a weight for each row's tokens, with denominators of the whole optimizer step.
 
-`loss = Σ_t weight_t · loss_t`, a sum over all microbatches and ranks. Nothing is averaged on the way, so value and
-gradient don't depend on how rows are batched. Invariants:
+`loss = Σ_t weight_row(t) · loss_t` over the tokens that count, a sum over all microbatches and ranks. Nothing is
+averaged on the way, so value and gradient don't depend on how rows are batched. Invariants:
 
-1. weights outside the mask are exactly 0, and a batch without any masked-in token has all weights 0;
-2. over all rows of an optimizer step, `token_mean` and `sequence_mean` weights sum to 1 (unless all are masked);
-3. a token's weight depends on its own row and the denominators only.
+1. a row without a token that counts has weight exactly 0, and so has every row of a step without any;
+2. over all counted tokens of an optimizer step, `token_mean` and `sequence_mean` weights sum to 1 (unless all are out);
+3. a row's weight depends on its own count and the denominators only.
 
 tests/unit/algorithms/test_aggregation.py asserts all three.
 """
@@ -37,64 +37,69 @@ class Denominators:
     constant: float | None = None
 
 
-def count_denominators(mask: Ragged, *, constant: float | None = None) -> Denominators:
-    """Return the denominators of the rows of `mask` (bool): those of one whole optimizer step.
+def count_denominators(counts: Tensor, *, constant: float | None = None) -> Denominators:
+    """Return the denominators of one whole optimizer step.
 
-    >>> mask = Ragged.from_rows([[False, True, True], [False], []], torch.bool)
-    >>> count_denominators(mask)
-    Denominators(tokens=2.0, sequences=1.0, constant=None)
+    >>> count_denominators(torch.tensor([2, 0, 1]))
+    Denominators(tokens=3.0, sequences=2.0, constant=None)
+
+    Args:
+        counts: tokens of each of its rows that count, int64 [B].
+        constant: what `sequence_sum` divides by.
     """
-    counts = _tokens_of_rows(mask.values, mask.lengths)
     return Denominators(float(counts.sum()), float((counts > 0).sum()), constant)
 
 
-def token_weights(mask: Tensor, lengths: Tensor, *, aggregation: Aggregation, denominators: Denominators) -> Tensor:
-    """Return each token's weight in the loss, f32 [T].
+def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denominators) -> Tensor:
+    """Return the weight in the loss of each token of a row, f32 [B].
 
     - `token_mean`: 1 / tokens. Long answers weigh more (DAPO, Yu et al. 2025, arXiv:2503.14476).
     - `sequence_mean`: 1 / (the row's own tokens · sequences). Every answer weighs the same (GRPO, arXiv:2402.03300).
     - `sequence_sum`: 1 / (constant · sequences). Without a bias by length (Dr. GRPO, arXiv:2503.20783).
 
-    >>> mask = torch.tensor([False, True, True, False, True])
-    >>> token_weights(mask, torch.tensor([3, 2]), aggregation="sequence_mean", denominators=Denominators(3, 2))
-    tensor([0.0000, 0.2500, 0.2500, 0.0000, 0.5000])
+    >>> row_weights(torch.tensor([2, 1, 0]), aggregation="sequence_mean", denominators=Denominators(3, 2))
+    tensor([0.2500, 0.5000, 0.0000])
 
     Args:
-        mask: tokens that count, bool [T]; whole rows, end to end.
-        lengths: tokens of each row, int64 [B], summing to T.
+        counts: tokens of each row that count, int64 [B].
         aggregation: one of the three.
         denominators: of the optimizer step that these rows belong to.
 
     Raises:
-        AlgorithmError: the aggregation is unknown, `sequence_sum` lacks its constant, or the mask is not bool.
+        AlgorithmError: the aggregation is unknown, or `sequence_sum` lacks its constant.
     """
-    if mask.dtype != torch.bool:
-        raise AlgorithmError(f"the mask is {mask.dtype}; it has to be bool")
     if aggregation == "token_mean":
-        return mask.float() * _inverse(denominators.tokens)
-    if aggregation == "sequence_mean":
-        counts = _tokens_of_rows(mask, lengths)
-        of_row = (_inverse(denominators.sequences) / counts.clamp(min=1).double()).float()
-        return mask.float() * torch.repeat_interleave(of_row, lengths, output_size=mask.shape[0])
-    if aggregation == "sequence_sum":
+        weights = torch.full(counts.shape, _inverse(denominators.tokens), dtype=torch.float64)
+    elif aggregation == "sequence_mean":
+        weights = _inverse(denominators.sequences) / counts.clamp(min=1).double()
+    elif aggregation == "sequence_sum":
         if denominators.constant is None or not denominators.constant > 0:
             raise AlgorithmError(
                 f"sequence_sum divides by {denominators.constant}; set algorithm.sequence_sum_constant above 0"
             )
-        return mask.float() * _inverse(denominators.constant * denominators.sequences)
-    raise AlgorithmError(
-        f"aggregation is {aggregation!r}; algorithm.aggregation is token_mean, sequence_mean or sequence_sum"
-    )
+        per_token = _inverse(denominators.constant * denominators.sequences)
+        weights = torch.full(counts.shape, per_token, dtype=torch.float64)
+    else:
+        raise AlgorithmError(
+            f"aggregation is {aggregation!r}; algorithm.aggregation is token_mean, sequence_mean or sequence_sum"
+        )
+    return torch.where(counts > 0, weights, 0.0).float()
+
+
+def row_sums(values: Tensor, mask: Ragged) -> Tensor:
+    """Return the sum of each row's values that are inside the mask, f64 [B].
+
+    >>> row_sums(torch.tensor([1.0, 2.0, 4.0]), Ragged.from_rows([[True, False], [True]], torch.bool))
+    tensor([1., 4.], dtype=torch.float64)
+
+    Args:
+        values: one a token, [T].
+        mask: tokens that count, bool, B rows.
+    """
+    inside = torch.where(mask.values, values, 0).double()
+    return inside.new_zeros(mask.num_rows).index_add(0, mask.segment_ids, inside)
 
 
 def _inverse(count: float) -> float:
     """Return 1 / count, and 0 for a step without anything to count."""
     return 1.0 / count if count > 0 else 0.0
-
-
-def _tokens_of_rows(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return how many tokens of each row are inside the mask, int64 [B]."""
-    # Differences of a running sum: exact in integers, the same on every device, and rows may be empty.
-    running = torch.cat([lengths.new_zeros(1), mask.long().cumsum(0)])
-    ends = lengths.cumsum(0)
-    return running[ends] - running[ends - lengths]

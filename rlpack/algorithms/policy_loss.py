@@ -15,7 +15,7 @@ class PolicyLoss:
     """What `clipped_policy_loss` found, flat over T tokens; everything is 0 or False outside the mask.
 
     Attributes:
-        token_losses: to be summed under the weights of `aggregation.token_weights`, [T].
+        token_losses: to be summed under the weights of `aggregation.row_weights`, [T].
         ratio: new over old probability, without gradient, [T]; above 0 inside the mask, so a maximum may ignore it.
         clipped_low: tokens whose gradient the lower bound removed (negative advantage), bool [T].
         clipped_high: tokens whose gradient the upper bound removed (positive advantage), bool [T].

@@ -5,10 +5,11 @@ What holds, and is tested in `tests/unit/data`:
 1. all columns have the same number of rows, and every row has an id that no other row of the batch has;
 2. `restore` of what ranks computed on `shard`'s containers gives the rows in the first order, whatever the plan,
    and whatever reorders, subsets or pickling lie between, as long as ids were carried along;
-3. a shard's plan goes by row id: a subset leaves microbatches smaller, never fewer.
+3. a shard's plan goes by row id: a subset leaves microbatches smaller, never fewer;
+4. columns that lie elsewhere (`Remote`) can be all of it: only what reads tokens needs `fetch`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlpack.data.errors import DataError, MissingColumnError
 from rlpack.data.fields import FIELDS, Column, describe
 from rlpack.data.planning import Spec, check_restored, layout_of, plan_by_batch_size, shortened
 from rlpack.data.ragged import Ragged, Rows, repeated, row_index
-from rlpack.data.wire import from_array, to_array
+from rlpack.data.remote import Fetch, Remote
 from rlpack.packing import MicrobatchPlan, RankPlan
 from rlpack.packing.layouts import Layout
 
@@ -46,8 +47,8 @@ class MicrobatchView:
 class BatchedDataDict(MutableMapping[str, Any]):
     """A mapping from name to column, all of the same number of rows; one row is one sequence.
 
-    A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects. Columns of
-    `rlpack.data.fields` have to be of the kind and type that stands there.
+    A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects; the latter two
+    may lie elsewhere (`Remote`). Columns of `rlpack.data.fields` have to be of the kind and type that stands there.
 
     >>> batch = BatchedDataDict({"rewards": torch.tensor([0.5, 1.0]), "uid": ["a", "b"]})
     >>> batch.select([1])["uid"], batch.num_rows
@@ -63,10 +64,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
     """
 
     plan: RankPlan | None
+    fetch: Fetch | None  # gets remote columns as they are asked for; None leaves them. It is not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
-        self.plan = None
+        self.plan = self.fetch = None
         self._planned_ids = np.zeros(0, dtype=np.int64)
         if row_ids is None:
             first = next(iter(columns.values()), [])
@@ -78,9 +80,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
             self[name] = column
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._columns:
-            raise MissingColumnError(f"there is no column {name!r}; the batch has {self._names()}")
-        return self._columns[name]
+        self._check_has([name])
+        column = self._columns[name]
+        if isinstance(column, Remote) and self.fetch is not None:
+            column = self._columns[name] = column.resolve(self.fetch)
+        return column
 
     def __setitem__(self, name: str, column: Column) -> None:
         try:
@@ -94,8 +98,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
         self._columns[name] = list(column) if isinstance(column, list) else column
 
     def __delitem__(self, name: str) -> None:
-        self[name]
+        self._check_has([name])
         del self._columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -108,15 +115,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return f"BatchedDataDict({self.num_rows} rows; {self._names()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent: dict[str, Any] = {}
-        for name, column in self._columns.items():
-            try:
-                sent[name] = to_array(column) if isinstance(column, Tensor) else column
-                if isinstance(column, Ragged) and column.values.requires_grad:
-                    to_array(column.values)
-            except DataError as error:
-                raise DataError(f"column {name!r}: {error}") from error
-        return _rebuild, (sent, self.row_ids, self.plan, self._planned_ids)
+        return _rebuild, (whole.as_sent(self._columns), self.row_ids, self.plan, self._planned_ids)
 
     def __copy__(self) -> "BatchedDataDict":
         return self.copy()
@@ -128,7 +127,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def ragged(self, name: str) -> Ragged:
         """Return a column that has to be ragged."""
-        column = self[name]
+        column = self._here(name)
         if not isinstance(column, Ragged):
             raise DataError(f"column {name!r} is {describe(column)[0]}; a per-token (Ragged) column is needed")
         return column
@@ -142,7 +141,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def token_counts(self, lengths_from: str = "input_ids") -> Tensor:
         """Return the tokens of each row, int64 [B], on the CPU: what plans are made from."""
-        return self.ragged(lengths_from).lengths.cpu()
+        lengths = whole.lengths_of(self._columns.get(lengths_from, []))
+        return self.ragged(lengths_from).lengths if lengths is None else lengths.cpu()
 
     def padded(self, name: str, length: int | None = None) -> Tensor:
         """Return a ragged column as [B, L, ...], filled up with its field's padding (0 without one)."""
@@ -154,13 +154,14 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def keep(self, names: Iterable[str]) -> "BatchedDataDict":
         """Return the batch with these columns only."""
-        return self._like({name: self[name] for name in names})
+        names = list(names)
+        self._check_has(names)
+        return self._like({name: self._columns[name] for name in names})
 
     def drop(self, names: Iterable[str]) -> "BatchedDataDict":
         """Return the batch without these columns."""
         gone = set(names)
-        for name in gone:
-            self[name]
+        self._check_has(gone)
         return self._like({name: column for name, column in self._columns.items() if name not in gone})
 
     def rename(self, names: Mapping[str, str]) -> "BatchedDataDict":
@@ -169,8 +170,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: an old name is missing, or two columns would have one name.
         """
-        for old in names:
-            self[old]
+        self._check_has(names)
         renamed = [names.get(name, name) for name in self._columns]
         twice = {name for name in renamed if renamed.count(name) > 1}
         if twice:
@@ -201,7 +201,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         index = row_index(rows, self.num_rows)
         picked = whole.select(self._columns, index)
         if np.unique(index).size != index.size:
-            return BatchedDataDict(picked, row_ids=np.arange(index.size))
+            return self._renewed(picked, index.size)
         return self._like(picked, self.row_ids[index])
 
     def split(self, sizes: Sequence[int]) -> list["BatchedDataDict"]:
@@ -221,8 +221,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: `n` is no whole number of at least 0.
         """
-        rows = repeated(self.num_rows, n)
-        return BatchedDataDict(whole.select(self._columns, rows), row_ids=np.arange(rows.size))
+        return self._renewed(whole.select(self._columns, repeated(self.num_rows, n)), self.num_rows * n)
 
     @classmethod
     def concat(cls, batches: Sequence["BatchedDataDict"]) -> "BatchedDataDict":
@@ -245,21 +244,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "BatchedDataDict":
         """Return the batch with its tensors on `device`."""
-        return self._like(
-            {
-                name: column if isinstance(column, list) else column.to(device, non_blocking=non_blocking)
-                for name, column in self._columns.items()
-            }
-        )
+        return self._map_tensors(lambda column: column.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "BatchedDataDict":
         """Return the batch with its tensors in page-locked memory."""
-        return self._like(
-            {
-                name: column if isinstance(column, list) else column.pin_memory()
-                for name, column in self._columns.items()
-            }
-        )
+        return self._map_tensors(lambda column: column.pin_memory())
 
     def shard_by_batch_size(
         self,
@@ -364,10 +353,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         restored = whole.place(parts, np.split(positions, bounds), self.num_rows)
         if plan is not None and (len(plan.dropped) or len(plan.truncated)):
             counts, planned = self.token_counts(lengths_from), plan.lengths[positions]
-            restored = {
-                name: whole.fill(column, positions, planned, counts) if isinstance(column, Ragged) else column
-                for name, column in restored.items()
-            }
+            restored = {name: whole.fill(column, positions, planned, counts) for name, column in restored.items()}
         return self._like(restored)
 
     def _attached(self) -> RankPlan:
@@ -378,8 +364,30 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def _like(self, columns: Mapping[str, Column], row_ids: np.ndarray | None = None) -> "BatchedDataDict":
         """Return a batch of other columns with these rows' ids and plan."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
-        batch.plan, batch._planned_ids = self.plan, self._planned_ids
+        batch.plan, batch._planned_ids, batch.fetch = self.plan, self._planned_ids, self.fetch
         return batch
+
+    def _renewed(self, columns: Mapping[str, Column], num_rows: int) -> "BatchedDataDict":
+        """Return a batch of these rows' copies, with ids of its own and no plan."""
+        batch = BatchedDataDict(columns, row_ids=np.arange(num_rows))
+        batch.fetch = self.fetch
+        return batch
+
+    def _map_tensors(self, change: Callable[[Tensor | Ragged], Tensor | Ragged]) -> "BatchedDataDict":
+        """Return the batch with other tensors; columns that lie elsewhere are fetched, or an error."""
+        kept = {name: column for name, column in self.items() if isinstance(column, list)}
+        return self._like({name: kept[name] if name in kept else change(self._here(name)) for name in self})
+
+    def _here(self, name: str) -> Any:
+        """Return a column that may not lie elsewhere."""
+        if isinstance(column := self[name], Remote):
+            raise DataError(f"column {name!r} lies elsewhere: {column}; fetch it first")
+        return column
+
+    def _check_has(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._columns:
+                raise MissingColumnError(f"there is no column {name!r}; the batch has {self._names()}")
 
     def _names(self) -> str:
         return ", ".join(self._columns) or "no columns"
@@ -387,7 +395,6 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
 def _rebuild(sent: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned: np.ndarray) -> BatchedDataDict:
     """Put a pickled batch together again."""
-    columns = {name: from_array(*column) if isinstance(column, tuple) else column for name, column in sent.items()}
-    batch = BatchedDataDict(columns, row_ids=row_ids)
+    batch = BatchedDataDict(whole.as_received(sent), row_ids=row_ids)
     batch.plan, batch._planned_ids = plan, planned
     return batch

@@ -1,6 +1,7 @@
-"""Whole-column operations on the three kinds of column; nothing here walks rows of tensors."""
+"""Whole-column operations on all kinds of column; nothing here walks rows of tensors."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from rlpack.data.copying import can_copy, copy_runs
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
 from rlpack.data.ragged import Ragged, Rows, as_array, spans
+from rlpack.data.remote import Remote
+from rlpack.data.wire import from_array, to_array
 
 
 def find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -39,9 +42,14 @@ def distinct_ids(row_ids: Rows) -> np.ndarray:
     return np.array(ids, dtype=np.int64)
 
 
-def same_lengths(left: Ragged, right: Ragged) -> bool:
-    """Return whether the rows of both columns have the same numbers of tokens."""
-    return left.lengths is right.lengths or torch.equal(left.lengths.cpu(), right.lengths.cpu())
+def lengths_of(column: Column) -> Tensor | None:
+    """Return the tokens of each row, int64 [B], of a ragged column, here or elsewhere; None for another."""
+    return column.lengths if isinstance(column, Ragged | Remote) else None
+
+
+def same_lengths(left: Tensor, right: Tensor) -> bool:
+    """Return whether rows have the same numbers of tokens, int64 [B] each."""
+    return left is right or torch.equal(left.cpu(), right.cpu())
 
 
 def select(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
@@ -49,10 +57,14 @@ def select(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]
     if rows.size and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all():
         first, last = int(rows[0]), int(rows[-1]) + 1
         return {
-            name: column.select(rows) if isinstance(column, Ragged) else column[first:last]
+            name: column[first:last] if isinstance(column, Tensor | list) else _pick(column, rows)
             for name, column in columns.items()
         }
     return gather(columns, rows, {})
+
+
+def _pick(column: Ragged | Remote, rows: np.ndarray) -> Ragged | Remote:
+    return column.select(rows) if isinstance(column, Ragged) else column.gather(rows)
 
 
 def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Tensor]) -> dict[str, Column]:
@@ -65,6 +77,9 @@ def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Te
     for name, column in columns.items():
         if isinstance(column, list):
             picked[name] = [column[row] for row in rows.tolist()]
+            continue
+        if isinstance(column, Remote):
+            picked[name] = column.gather(rows, cut.get(name))
             continue
         device = column.values.device if isinstance(column, Ragged) else column.device
         index = torch.from_numpy(rows).to(device)
@@ -97,14 +112,15 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
     ragged = [part for part in parts if isinstance(part, Ragged)]
     dense = [part for part in parts if isinstance(part, Tensor)]
     lists = [part for part in parts if isinstance(part, list)]
-    if len(parts) not in {len(ragged), len(dense), len(lists)}:
+    remote = [part for part in parts if isinstance(part, Remote)]
+    if len(parts) not in {len(ragged), len(dense), len(lists), len(remote)}:
         kinds = sorted({type(part).__name__ for part in parts})
         raise DataError(f"column {name!r} is {' in one batch and '.join(kinds)} in another")
     if lists:
         return [item for part in lists for item in part]
-    if ragged:
+    if ragged or remote:
         try:
-            return Ragged.concat(ragged)
+            return Ragged.concat(ragged) if ragged else Remote.concat(remote)
         except DataError as error:
             raise DataError(f"column {name!r}: {error}") from error
     kinds = {f"{part.dtype} [B, {', '.join(map(str, part.shape[1:]))}] on {part.device}" for part in dense}
@@ -126,12 +142,15 @@ def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray]
     check_same_names(parts)
     for name in parts[0]:
         columns = [part[name] for part in parts]
+        remote = [column for column in columns if isinstance(column, Remote)]
         ragged = [column for column in columns if isinstance(column, Ragged) and can_copy(column.values)]
         if (
             len(ragged) == len(columns)
             and len({(column.values.dtype, column.values.shape[1:]) for column in ragged}) == 1
         ):
             placed[name] = _place_ragged(ragged, positions, num_rows)
+        elif len(remote) == len(columns):
+            placed[name] = Remote.place(remote, positions, num_rows)
         else:
             rest.append(name)
     joined = {name: concat(name, [part[name] for part in parts]) for name in rest}
@@ -170,6 +189,7 @@ def _spread(column: Column, positions: np.ndarray, num_rows: int) -> Column:
     index = torch.from_numpy(positions)
     if isinstance(column, Tensor):
         return column.new_zeros((num_rows, *column.shape[1:])).index_copy(0, index.to(column.device), column)
+    assert isinstance(column, Ragged), "columns that lie elsewhere are placed, not moved"
     lengths = column.lengths.new_zeros(num_rows).index_copy(0, index.to(column.lengths.device), column.lengths)
     return Ragged(column.values, lengths)
 
@@ -192,11 +212,35 @@ def check_same_names(batches: Sequence[Mapping[str, Column]]) -> None:
             raise DataError(f"column {differing[0]!r} is not in all batches; number 0 and {place} differ in it")
 
 
-def fill(column: Ragged, positions: np.ndarray, planned: np.ndarray, counts: Tensor) -> Ragged:
+def fill(column: Column, positions: np.ndarray, planned: np.ndarray, counts: Tensor) -> Column:
     """Return `column` filled up with zeros to `counts` tokens (int64 [B]) if it is a column of the plan's tokens.
 
     It is one if the rows at `positions` are exactly as long as `planned` says.
     """
-    if not np.array_equal(column.lengths.cpu().numpy()[positions], planned):
+    lengths = lengths_of(column)
+    if lengths is None or not np.array_equal(lengths.cpu().numpy()[positions], planned):
         return column
-    return column.with_lengths(counts.to(column.values.device))
+    assert isinstance(column, Ragged | Remote)
+    return column.with_lengths(counts.to(lengths.device))
+
+
+def as_sent(columns: Mapping[str, Column]) -> dict[str, Any]:
+    """Return columns as they are pickled: tensors as arrays, which travel beside the pickle (rlpack.data.wire).
+
+    Raises:
+        DataError: a column is on the autograd graph.
+    """
+    sent: dict[str, Any] = {}
+    for name, column in columns.items():
+        try:
+            sent[name] = to_array(column) if isinstance(column, Tensor) else column
+            if isinstance(column, Ragged) and column.values.requires_grad:
+                to_array(column.values)
+        except DataError as error:
+            raise DataError(f"column {name!r}: {error}") from error
+    return sent
+
+
+def as_received(sent: Mapping[str, Any]) -> dict[str, Column]:
+    """Return the columns that `as_sent` was given."""
+    return {name: from_array(*column) if isinstance(column, tuple) else column for name, column in sent.items()}

@@ -2,7 +2,7 @@
 
 Entry t of a per-token column describes token t: `logprobs[t] = log p(token_t | tokens before t)`, which is 0 and
 masked at t = 0. Masks come from what was sampled, never from token values. A column that is not in the table may be
-anything.
+anything. A column that lies elsewhere (`rlpack.data.remote.Remote`) is of the kind and type that it has there.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ import torch
 
 from rlpack.data.errors import DataError
 from rlpack.data.ragged import Ragged
+from rlpack.data.remote import Remote
 
 Kind = Literal["per-token", "per-row", "list"]
-Column = torch.Tensor | Ragged | list
+Column = torch.Tensor | Ragged | list | Remote
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,22 @@ class Field:
         kind: `per-token` is a `Ragged`, `per-row` a tensor [B], `list` a list of Python objects.
         dtype: type of the values; None for a list.
         padding: what a padded slot holds; token ids take the model's own instead.
+        or_per_row: a tensor [B] will do for a per-token column: one value for all tokens of a row.
+        is_name: entries of the list are short names, which travel with the rows; other lists stay where they are made.
     """
 
     name: str
     kind: Kind
     dtype: torch.dtype | None
     padding: float = 0
+    or_per_row: bool = False
+    is_name: bool = False
 
     def check(self, column: Column) -> None:
         """Raise a `DataError` unless `column` is of this field's kind and type."""
         kind, dtype = describe(column)
-        if kind != self.kind or dtype != self.dtype:
+        is_kind = kind == self.kind or (self.or_per_row and kind == "per-row")
+        if not is_kind or dtype != self.dtype:
             wanted = f"{self.kind} {self.dtype}" if self.dtype else self.kind
             raise DataError(f"column {self.name!r} is {kind} {dtype or ''}; it has to be {wanted} (rlpack.data.fields)")
         if isinstance(column, torch.Tensor) and column.ndim != 1:
@@ -54,6 +60,8 @@ def describe(column: Column) -> tuple[Kind, torch.dtype | None]:
     Raises:
         DataError: it is none of the three kinds.
     """
+    if isinstance(column, Remote):
+        return describe(column.empty)
     if isinstance(column, Ragged):
         return "per-token", column.values.dtype
     if isinstance(column, torch.Tensor) and column.ndim >= 1:
@@ -69,9 +77,12 @@ _TABLE = (
     Field("rollout_logprobs", "per-token", torch.float32),
     Field("logprobs", "per-token", torch.float32),
     Field("reference_logprobs", "per-token", torch.float32),
-    Field("advantages", "per-token", torch.float32),
-    Field("loss_weight", "per-token", torch.float32),
-    Field("token_weight", "per-token", torch.float32),
+    Field("advantages", "per-token", torch.float32, or_per_row=True),
+    Field("loss_weight", "per-row", torch.float32),
+    Field("token_weight", "per-row", torch.float32),
+    Field("response_tokens", "per-row", torch.int64),
+    Field("logprob_sum", "per-row", torch.float64),
+    Field("logprob_gap", "per-row", torch.float64),
     Field("prompt_lengths", "per-row", torch.int64),
     Field("group_ids", "per-row", torch.int64),
     Field("policy_version", "per-row", torch.int64),
@@ -80,7 +91,7 @@ _TABLE = (
     Field("quarantined", "per-row", torch.bool),
     Field("valid", "per-row", torch.bool),
     Field("completion", "list", None),
-    Field("finish_reason", "list", None),
-    Field("uid", "list", None),
+    Field("finish_reason", "list", None, is_name=True),
+    Field("uid", "list", None, is_name=True),
 )
 FIELDS = {field.name: field for field in _TABLE}

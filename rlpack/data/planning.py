@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.data.columns import same_lengths
+from rlpack.data.columns import lengths_of, same_lengths
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
-from rlpack.data.ragged import Ragged
 from rlpack.packing import Batching, MicrobatchPlan, RankPlan, make_plan
 from rlpack.packing.layouts import Layout, packed_layout, padded_layout
 
@@ -99,11 +98,11 @@ def shortened(
     if longer.any():
         row = int(plan.rows[longer][0])
         raise DataError(f"the plan has {int(plan.lengths[longer][0])} tokens for row {row}, which has {counts[row]}")
-    source = columns[lengths_from]
-    if not isinstance(source, Ragged) or (plan.lengths == counts[plan.rows]).all():
+    source = lengths_of(columns[lengths_from])
+    if source is None or (plan.lengths == counts[plan.rows]).all():
         return {}
-    ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
-    return {name: torch.from_numpy(plan.lengths) for name, column in ragged.items() if same_lengths(column, source)}
+    lengths = {name: found for name, column in columns.items() if (found := lengths_of(column)) is not None}
+    return {name: torch.from_numpy(plan.lengths) for name, found in lengths.items() if same_lengths(found, source)}
 
 
 def check_restored(ids: np.ndarray, positions: np.ndarray, num_rows: int, plan: MicrobatchPlan | None) -> None:

@@ -53,18 +53,20 @@ class Prompts:
         return BatchedDataDict({"input_ids": self.input_ids.select(rows), **lists})
 
     def demonstrations(self, rows: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> BatchedDataDict:
-        """Return `input_ids` (prompt and demonstration) and `response_mask` (true on the demonstration) of these rows.
+        """Return `input_ids` (prompt and demonstration), `response_mask` (true on the demonstration), `prompt_lengths`.
 
         Raises:
             DataError: an example has no demonstration.
         """
         targets = [encode_demonstration(tokenizer, self.examples[row]) for row in rows]
-        prompts = [prompt.tolist() for prompt in self.input_ids.select(rows).rows()]
+        picked = self.input_ids.select(rows)
+        prompts = [prompt.tolist() for prompt in picked.rows()]
         pairs = list(zip(prompts, targets, strict=True))
         return BatchedDataDict(
             {
                 "input_ids": Ragged.from_rows([prompt + target for prompt, target in pairs], torch.int64),
                 "response_mask": Ragged.from_rows([[False] * len(p) + [True] * len(t) for p, t in pairs], torch.bool),
+                "prompt_lengths": picked.lengths,
             }
         )
 

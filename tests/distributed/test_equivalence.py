@@ -94,18 +94,17 @@ def scored(sizes: list[tuple[int, int]], quarantined: int | None) -> BatchedData
     batch = tiny_rollouts(sizes)
     generator = torch.Generator().manual_seed(1)
     mask = batch["response_mask"]
-    kept = mask.with_values(mask.values & (mask.segment_ids != (-1 if quarantined is None else quarantined)))
     model = plain_model()
     with torch.no_grad():
         own = torch.cat([row_scores(model, row)[0] for row in batch["input_ids"].rows()]).float()
     per_row = torch.randn(batch.num_rows, generator=generator) + 0.4
     old, reference = own + 0.3 * torch.randn(2, own.shape[0], generator=generator)
-    return batch.keep(["input_ids"]).union(
+    return batch.keep(["input_ids", "response_mask"]).union(
         {
-            "response_mask": kept,
+            "valid": torch.arange(batch.num_rows) != (-1 if quarantined is None else quarantined),
             "logprobs": mask.with_values(old * mask.values),
             "reference_logprobs": mask.with_values(reference * mask.values),
-            "advantages": mask.with_values(per_row[mask.segment_ids] * kept.values),
+            "advantages": per_row,
         }
     )
 
@@ -114,7 +113,11 @@ BATCHES = {"seven": scored(SEVEN, quarantined=5), "one": scored(ONE, quarantined
 
 
 def weigh(batch: BatchedDataDict, plan: MicrobatchPlan, settings: Algorithm) -> BatchedDataDict:
-    return batch.union(step_weights(batch["response_mask"], plan, settings))
+    return batch.union(step_weights(counts_of(batch), plan, settings))
+
+
+def counts_of(batch: BatchedDataDict) -> Tensor:
+    return torch.tensor([int(row.sum()) for row in batch["response_mask"].rows()]).where(batch["valid"], 0)
 
 
 def shards_of(case: Case, batching: Batching, size: int) -> list[BatchedDataDict]:
@@ -138,13 +141,14 @@ def step_by_definition(
     model: torch.nn.Module, batch: BatchedDataDict, rows: range, settings: Algorithm
 ) -> dict[str, float]:
     """Leave the gradient of the step on `rows` in `model`, move it by plain descent, and return the step's metrics."""
-    names = ("input_ids", "response_mask", "logprobs", "reference_logprobs", "advantages")
+    names = ("input_ids", "response_mask", "logprobs", "reference_logprobs")
     columns = {name: batch[name].rows() for name in names}
     policy, kl, pooled = [], [], {"entropy": [], "ratio": [], "low": [], "high": []}
     for row in rows:
-        mask = columns["response_mask"][row]
+        mask = columns["response_mask"][row] & batch["valid"][row]
         logprobs, entropy = (column[mask] for column in row_scores(model, columns["input_ids"][row]))
-        old, reference, advantages = (columns[name][row][mask].double() for name in names[2:])
+        old, reference = (columns[name][row][mask].double() for name in names[2:])
+        advantages = batch["advantages"][row].double()
         ratio = (logprobs - old).exp()
         low, high = 1 - settings.clip_low, 1 + settings.clip_high
         policy.append(-torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages))
@@ -249,10 +253,9 @@ def test_a_loss_averaged_per_microbatch_would_be_caught(tmp_path: Path):
     plan = make_plan(batch["input_ids"].lengths.numpy(), BATCHINGS["packed"], dp_size=size)
     weights = weigh(batch, plan, case.algorithm)
     parts = [microbatch.rows for rank in range(size) for microbatch in plan.microbatches(rank, 0)]
-    mask = batch["response_mask"]
-    for rows in parts:
-        here = mask.values & torch.isin(mask.segment_ids, torch.from_numpy(rows))
-        weights["loss_weight"].values[here] = 1 / (here.sum() * len(parts))
+    counts = counts_of(batch)
+    for rows in map(torch.from_numpy, parts):
+        weights["loss_weight"][rows] = 1 / (counts[rows].sum().clamp(min=1) * len(parts))
     found = on_ranks(tmp_path, size, actors.updates, [(config_of(case), weights.shard(plan))], RATE)
     metrics, truth = by_definition(case)
     (step,) = merge_steps([rank[0].results[0] for rank in found])
@@ -282,7 +285,7 @@ def test_ratios_on_the_first_use_of_a_batch_are_exactly_one(tmp_path: Path, batc
     config, batch = config_of(case), BATCHES["seven"]
     plan = make_plan(batch["input_ids"].lengths.numpy(), BATCHINGS[batching], dp_size=size)
     scored_on = on_ranks(tmp_path, size, actors.logprobs, config, batch.shard(plan))
-    current = batch.drop(["logprobs"]).union(batch.restore(scored_on, plan=plan))
+    current = batch.drop(["logprobs"]).union(batch.restore(scored_on, plan=plan).keep(["logprobs"]))
     shards = weigh(current, plan, case.algorithm).shard(plan)
     found = on_ranks(tmp_path, size, actors.updates, [(config, shards)], None)
     (step,) = merge_steps([rank[0].results[0] for rank in found])

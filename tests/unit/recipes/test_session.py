@@ -168,25 +168,25 @@ def test_a_reference_of_a_run_that_came_to_nothing_is_not_taken_over(tmp_path: P
     assert freeze(Progress(phase="train", step=1)) == "own"
 
 
-def test_the_gap_to_the_sampler_leaves_out_tokens_that_were_cut(tmp_path: Path):
+def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)])
 
-    def cut(batch: BatchedDataDict) -> BatchedDataDict:
-        tokens = batch["input_ids"]
-        old = rollouts["rollout_logprobs"].values.clone() + 0.5
-        old[6 + 8 :] = 0
-        return batch.keep([]).union({"logprobs": tokens.with_values(old)})
+    def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
+        sums = {"logprob_sum": torch.zeros(2).double(), "logprob_gap": torch.tensor([2.0, 2.5]).double()}
+        figures = {"response_tokens": torch.tensor([4, 5]), **sums}
+        return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], **figures})
 
-    set_group(session, "actor", Batching(max_tokens=8, overlong="truncate"), logprobs=cut)
-    stages.old_logprobs(session, rollouts)
+    set_group(session, "actor", logprobs=logprobs)
+    assert "response_tokens" in stages.old_logprobs(session, rollouts)
     assert session.metrics["rollout/logprob_gap"] == pytest.approx(0.5)
 
 
 def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4)] * 4, group=4)
     set_group(session, "actor")
-    valid = torch.tensor([True, True, False, False])
-    stages.advantages(session, rollouts.union({"rewards": torch.tensor([0.0, 1.0, 0.0, 0.0]), "valid": valid}))
+    valid, rewards = torch.tensor([True, True, False, False]), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    given = {"rewards": rewards, "valid": valid, "response_tokens": torch.full((4,), 4)}
+    stages.advantages(session, rollouts.union(given))
     assert session.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
 
 
@@ -209,8 +209,8 @@ def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Pa
 
     def logprobs(batch: BatchedDataDict, *, temperature: float) -> BatchedDataDict:
         assert temperature == 1.0
-        mask = batch["response_mask"]
-        return batch.keep([]).union({"logprobs": mask.with_values(mask.values * -0.25)})
+        counts = torch.tensor([int(row.sum()) for row in batch["response_mask"].rows()])
+        return batch.keep([]).union({"response_tokens": counts, "logprob_sum": counts.double() * -0.25})
 
     actor = set_group(session, "actor", logprobs=logprobs)
     evaluate_loss(session)

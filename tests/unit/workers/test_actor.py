@@ -12,7 +12,7 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
 from rlpack.models import attention
 from rlpack.models.errors import IsolationError
-from rlpack.packing import Batching
+from rlpack.packing import Batching, make_plan
 from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
 from workers.actor import ActorWorker
 from workers.reference import ReferenceWorker
@@ -38,16 +38,15 @@ def shard_of(batch: BatchedDataDict) -> BatchedDataDict:
 
 def lesson() -> BatchedDataDict:
     batch = tiny_rollouts(SIZES).keep(["input_ids", "response_mask"])
-    mask = batch["response_mask"]
-    return batch.union({"loss_weight": mask.with_values(mask.values / mask.values.sum())})
+    return batch.union({"loss_weight": torch.full((batch.num_rows,), 1 / batch["response_mask"].values.sum())})
 
 
 def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Take one policy step and return its metrics and the weights after it."""
     batch = lesson()
-    old = batch.restore([actor.logprobs(shard_of(batch))])
-    ones = batch["loss_weight"].with_values(torch.ones_like(batch["loss_weight"].values))
-    batch = batch.union(dict(old) | {"advantages": ones, "token_weight": batch["loss_weight"]})
+    old = batch.restore([actor.logprobs(shard_of(batch))]).keep(["logprobs"])
+    advantages = torch.ones(batch.num_rows)
+    batch = batch.union(dict(old) | {"advantages": advantages, "token_weight": batch["loss_weight"]})
     (metrics,) = actor.update(shard_of(batch))
     weights = actor.export_weights()
     return metrics, {name: torch.from_numpy(weight) for name, weight in weights.items()}
@@ -113,3 +112,20 @@ def test_dropout_never_acts_so_the_first_ratio_is_one(checkpointing: bool):
     )
     metrics, _ = policy_update(actor)
     assert metrics["actor/ratio_max"] == 1.0
+
+
+def test_sums_of_log_probs_leave_out_tokens_that_were_cut():
+    rollouts = tiny_rollouts([(2, 4), (3, 9), (5, 0)])
+    batch = rollouts.keep(["input_ids", "response_mask", "rollout_logprobs"])
+    actor = actor_of(tiny_config())
+    (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 8, "overlong": "truncate"})
+    plan = make_plan(batch["input_ids"].lengths.numpy(), Batching(max_tokens=8, overlong="truncate"), dp_size=1)
+    found = batch.restore([actor.logprobs(shard)], plan=plan)
+    own, sampled = (column.rows() for column in (found["logprobs"], batch["rollout_logprobs"]))
+    assert found["response_tokens"].tolist() == [4, 5, 0]
+    inside = [slice(2, 6), slice(3, 8), slice(5, 5)]
+    sums = [own[row][cut].double().sum().item() for row, cut in enumerate(inside)]
+    gaps = [(own[row][cut] - sampled[row][cut]).double().abs().sum().item() for row, cut in enumerate(inside)]
+    assert found["logprob_sum"].tolist() == pytest.approx(sums)
+    assert found["logprob_gap"].tolist() == pytest.approx(gaps)
+    assert own[1][8:].eq(0).all()

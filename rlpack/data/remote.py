@@ -1,0 +1,184 @@
+"""`Remote`: a column whose rows lie elsewhere, of which one holds only where they are and how long.
+
+The driver moves these: a batch of them grows with its rows and never with their tokens. A part is what rows lie in,
+together with those of other columns: a mapping from name to column, as one rank made it. What a part's handle is, and
+how parts are had, is the business of whoever holds them (`rlpack.distributed.store` holds them in Ray's object store).
+
+tests/unit/data/test_remote.py asserts that whatever is done to a `Remote` gives, once resolved, what the same does to
+the column itself.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpack.data.copying import copy_runs
+from rlpack.data.errors import DataError
+from rlpack.data.ragged import Ragged
+
+Part = Hashable
+# Returns the columns of each part.
+Fetch = Callable[[Sequence[Part]], Sequence[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Remote:
+    """Where each row of a ragged column, or of a list, lies.
+
+    Attributes:
+        parts: handles of what the rows lie in.
+        name: the column's name in the parts.
+        part: the row's part, int32 [B]; -1 for a row of zeros (None in a list).
+        row: its row there, int64 [B].
+        taken: how many of its tokens are taken, from the first on, int64 [B]; zeros follow. Zeros for a list.
+        lengths: tokens of each row, int64 [B]; None for a list.
+        empty: the column without a row: its kind, type and shape.
+    """
+
+    parts: tuple[Part, ...]
+    name: str
+    part: np.ndarray
+    row: np.ndarray
+    taken: np.ndarray
+    lengths: Tensor | None
+    empty: Ragged | list
+
+    @classmethod
+    def whole(cls, part: Part, name: str, column: Ragged | list) -> "Remote":
+        """Return a column that lies in `part` row by row."""
+        count, lengths = len(column), column.lengths.cpu() if isinstance(column, Ragged) else None
+        taken = np.zeros(count, dtype=np.int64) if lengths is None else lengths.numpy()
+        empty = column.select([]).to("cpu") if isinstance(column, Ragged) else []
+        return cls((part,), name, np.zeros(count, dtype=np.int32), np.arange(count), taken, lengths, empty)
+
+    def __len__(self) -> int:
+        return self.row.size
+
+    def __repr__(self) -> str:
+        kind = "a list" if self.lengths is None else str(self.ragged_empty.values.dtype).removeprefix("torch.")
+        return f"Remote({kind}, {len(self)} rows in {len(self.parts)} parts)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        lengths = None if self.lengths is None else self.lengths.numpy()
+        return _rebuild, (self.parts, self.name, self.part, self.row, self.taken, lengths, self.empty)
+
+    @property
+    def ragged_empty(self) -> Ragged:
+        """Return the ragged column without a row.
+
+        Raises:
+            DataError: the column is a list.
+        """
+        if not isinstance(self.empty, Ragged):
+            raise DataError(f"column {self.name!r} is a list; a per-token (Ragged) column is needed")
+        return self.empty
+
+    def gather(self, rows: np.ndarray, lengths: Tensor | None = None) -> "Remote":
+        """Return the given rows (int64 [n], may repeat) in this order, cut to `lengths` (int64 [n]) if given.
+
+        Parts that none of them lies in are left out.
+        """
+        taken, own = self.taken[rows], None if self.lengths is None else self.lengths[torch.from_numpy(rows)]
+        if lengths is not None and own is not None:
+            taken, own = np.minimum(taken, lengths.numpy()), lengths
+        parts, part = _used(self.parts, self.part[rows])
+        return replace(self, parts=parts, part=part, row=self.row[rows], taken=taken, lengths=own)
+
+    def with_lengths(self, lengths: Tensor) -> "Remote":
+        """Return the column with rows cut, or filled up with zeros, to `lengths` (int64 [B])."""
+        return replace(self, taken=np.minimum(self.taken, lengths.numpy()), lengths=lengths)
+
+    def relocated(self, handles: Mapping[Part, Part]) -> "Remote":
+        """Return the column with other handles of its parts."""
+        return replace(self, parts=tuple(handles[part] for part in self.parts))
+
+    @classmethod
+    def concat(cls, columns: Sequence["Remote"]) -> "Remote":
+        """Return the rows of all columns, one after the other.
+
+        Raises:
+            DataError: they differ in kind, type, shape, or in their name where they lie.
+        """
+        first = columns[0]
+        kinds = {(column.name, _kind(column.empty)) for column in columns}
+        if len(kinds) > 1:
+            raise DataError(f"remote columns differ in name, type or shape: {sorted(map(str, kinds))}")
+        place = {part: number for number, part in enumerate(dict.fromkeys(p for c in columns for p in c.parts))}
+        part = [_renumbered(c.part, np.array([place[p] for p in c.parts], dtype=np.int32)) for c in columns]
+        lengths = None if first.lengths is None else torch.cat([c.lengths for c in columns if c.lengths is not None])
+        row, taken = (np.concatenate([vars(c)[name] for c in columns]) for name in ("row", "taken"))
+        return cls(tuple(place), first.name, np.concatenate(part), row, taken, lengths, first.empty)
+
+    @classmethod
+    def place(cls, columns: Sequence["Remote"], positions: Sequence[np.ndarray], num_rows: int) -> "Remote":
+        """Return a column of `num_rows` rows in which row i of column c is row `positions[c][i]`; others are zeros."""
+        joined, where = cls.concat(columns), np.concatenate(positions)
+        part, row, taken = np.full(num_rows, -1, dtype=np.int32), *np.zeros((2, num_rows), dtype=np.int64)
+        part[where], row[where], taken[where] = joined.part, joined.row, joined.taken
+        lengths = None
+        if joined.lengths is not None:
+            lengths = torch.zeros(num_rows, dtype=torch.int64)
+            lengths[torch.from_numpy(where)] = joined.lengths
+        return replace(joined, part=part, row=row, taken=taken, lengths=lengths)
+
+    def resolve(self, fetch: Fetch) -> Ragged | list:
+        """Return the column itself, of the tokens that `fetch` finds; each is copied once."""
+        parts, part = _used(self.parts, self.part)
+        sources = [found[self.name] for found in fetch(parts)] if parts else []
+        if self.lengths is None:
+            places = zip(part.tolist(), self.row.tolist(), strict=True)
+            return [sources[p][r] if p >= 0 else None for p, r in places]
+        starts = self.lengths.cumsum(0) - self.lengths
+        shape = (int(self.lengths.sum()), *self.ragged_empty.values.shape[1:])
+        is_full = np.array_equal(self.taken, self.lengths.numpy())
+        values = self.ragged_empty.values.new_empty(shape) if is_full else self.ragged_empty.values.new_zeros(shape)
+        for source, rows in zip(sources, _rows_of_parts(part, len(parts)), strict=True):
+            where, there = torch.from_numpy(rows), torch.from_numpy(self.row[rows])
+            runs = source.offsets[:-1][there], starts[where], torch.from_numpy(self.taken[rows])
+            copy_runs(source.values, values, *runs)
+        return Ragged(values, self.lengths)
+
+
+def _used(parts: tuple[Part, ...], part: np.ndarray) -> tuple[tuple[Part, ...], np.ndarray]:
+    """Return the parts that rows lie in, and the rows' places among those."""
+    found = np.bincount(part[part >= 0], minlength=len(parts)) > 0
+    if found.all():
+        return parts, part
+    kept = np.flatnonzero(found)
+    places = np.cumsum(found, dtype=np.int32) - 1
+    return tuple(parts[number] for number in kept), _renumbered(part, places)
+
+
+def _renumbered(part: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return `places[part]`, and -1 where `part` is -1."""
+    return np.where(part >= 0, places[part], -1).astype(np.int32) if places.size else part
+
+
+def _rows_of_parts(part: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """Yield the rows that lie in each of the parts, ascending."""
+    order = np.argsort(part, kind="stable")
+    bounds = np.searchsorted(part[order], np.arange(count + 1))
+    for first, last in pairwise(bounds):
+        yield order[first:last]
+
+
+def _kind(empty: Ragged | list) -> str:
+    return "list" if isinstance(empty, list) else f"{empty.values.dtype} {list(empty.values.shape[1:])}"
+
+
+def _rebuild(
+    parts: tuple[Part, ...],
+    name: str,
+    part: np.ndarray,
+    row: np.ndarray,
+    taken: np.ndarray,
+    lengths: np.ndarray | None,
+    empty: Ragged | list,
+) -> Remote:
+    """Put a pickled column together again; what came by Ray may be read-only memory, so lengths are copied."""
+    return Remote(parts, name, part, row, taken, None if lengths is None else torch.from_numpy(lengths.copy()), empty)
