@@ -29,7 +29,7 @@ def evaluate(session: Session) -> None:
 
 def evaluate_loss(session: Session) -> None:
     """Measure the mean negative log-prob of the held-out demonstrations' tokens, and the perplexity it means."""
-    batch = session.held_out.demonstrations(np.arange(len(session.held_out)), session.tokenizer)
+    batch = session.held_out.demonstrations(np.arange(len(session.held_out)))
     scored = session.actor.run(ActorWorker.logprobs, batch.keep(SCORED), temperature=1.0)
     loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
     session.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
@@ -50,14 +50,16 @@ def _show(session: Session, rollouts: BatchedDataDict, rewards: Tensor, valid: T
     """Show a few samples, spread over the split."""
     count = min(session.config.logger.samples, rollouts.num_rows)
     rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
+    texts = session.store.take(rollouts.keep(["prompt", "completion", "answer"]).select(rows))
+    shown = zip(rows, texts["prompt"], texts["completion"], texts["answer"], strict=True)
     session.run.samples(
         [
             Sample(
-                prompt=str(rollouts["prompt"][row]),
-                completion=rollouts["completion"][row],
-                answer=None if rollouts["answer"][row] is None else str(rollouts["answer"][row]),
+                prompt=str(prompt),
+                completion=completion,
+                answer=None if answer is None else str(answer),
                 reward=rewards[row].item() if valid[row] else None,
             )
-            for row in rows
+            for row, prompt, completion, answer in shown
         ]
     )

@@ -3,12 +3,16 @@
 import logging
 from dataclasses import replace
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.config.schema import Config
+from rlpack.data.batch import BatchedDataDict
 from rlpack.data.datasets import PromptDataset, load_prompts
 from rlpack.data.fields import FIELDS
+from rlpack.data.holding import Store
 from rlpack.data.prompts import Prompts, encode_prompts
+from rlpack.data.shelf import Shelf
 from rlpack.data.tokenisation import character_tokenizer, characters
 from rlpack.models.loading import load_tokenizer
 
@@ -16,6 +20,31 @@ logger = logging.getLogger(__name__)
 
 # Columns that a rollout batch gets on its way; a dataset's own of the same name would stand in their place.
 _TAKEN = frozenset({*FIELDS, "seeds", "completion", "valid", "loss_weight", "token_weight"})
+
+
+class Split:
+    """The prompts of a split, whose tokens and texts lie in a store; batches of them are references."""
+
+    def __init__(self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store) -> None:
+        self.fingerprint = prompts.fingerprint
+        self._num_rows = len(prompts)
+        self._prompts = Shelf(store, len(prompts), prompts.batch)
+        self._demonstrations = Shelf(store, len(prompts), lambda rows: prompts.demonstrations(rows, tokenizer))
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def batch(self, rows: np.ndarray) -> BatchedDataDict:
+        """Return the columns of `Prompts.batch`."""
+        return self._prompts.rows(rows)
+
+    def demonstrations(self, rows: np.ndarray) -> BatchedDataDict:
+        """Return the columns of `Prompts.demonstrations`.
+
+        Raises:
+            DataError: an example has no demonstration.
+        """
+        return self._demonstrations.rows(rows)
 
 
 def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Prompts]:

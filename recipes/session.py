@@ -13,14 +13,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recipes.checks import check_before_start
-from recipes.prompts import load_splits
+from recipes.prompts import Split, load_splits
 from recipes.resuming import check_same_prompts, check_same_run, newest_checkpoint, reference_folder
 from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
-from rlpack.data.prompts import Prompts
+from rlpack.data.holding import HereStore, Store
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.roles import start_roles
@@ -75,6 +75,7 @@ class Session:
         prompts: to train on.
         held_out: to evaluate on.
         groups: the started roles by name.
+        store: where tokens and texts of the batches lie.
         progress: steps that are done.
         metrics: figures of the step so far.
         step: the step under way; None before the first.
@@ -83,9 +84,10 @@ class Session:
     config: Config
     run: Run
     tokenizer: PreTrainedTokenizerBase
-    prompts: Prompts
-    held_out: Prompts
+    prompts: Split
+    held_out: Split
     groups: dict[str, WorkerGroup[Any]]
+    store: Store = field(default_factory=HereStore)
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict)
     step: int | None = None
@@ -138,7 +140,7 @@ class Session:
             for step in range(progress.step + 1, total + 1):
                 self.step = step
                 began = time.perf_counter()
-                with self.run.timer("step"):
+                with self.run.timer("step"), self.store.step():
                     yield step
                 if "packing/real_tokens" in self.metrics:  # the recipe reported a plan
                     tokens = self.metrics["packing/real_tokens"]
@@ -209,7 +211,7 @@ class Session:
         self.metrics.clear()
 
     def _evaluate(self, evaluate: Callable[["Session"], None]) -> None:
-        with self.run.timer("evaluate"):
+        with self.run.timer("evaluate"), self.store.step():
             evaluate(self)
         self._log("evaluation")
 
@@ -238,7 +240,8 @@ def open_session(config: Config) -> Iterator[Session]:
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement) as cluster:
         groups = start_roles(cluster, config, started_roles(config), (config, tokenizer), cost=cost)
-        session = Session(config, run, tokenizer, prompts, held_out, groups, progress)
+        train, test = (Split(split, tokenizer, cluster.store) for split in (prompts, held_out))
+        session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()
         if resumed is not None:
             session.actor.run(ActorWorker.load, str(resumed.path / "actor"))

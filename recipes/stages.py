@@ -190,7 +190,7 @@ def demonstrations(session: Session, count: int) -> BatchedDataDict:
     start = session.progress.demonstrations_seen
     _, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
     session.progress.demonstrations_seen = start + count
-    batch = session.prompts.demonstrations(rows, session.tokenizer)
+    batch = session.prompts.demonstrations(rows)
     plan = session.actor.plan(batch)
     session.report_plan(plan)
     counts = (torch.from_numpy(plan.lengths) - batch["prompt_lengths"]).clamp(min=0)

@@ -219,6 +219,14 @@ class Placement(Section):
         default=300.0, description="Deadline for processes and roles to start, in seconds."
     )
     call_timeout_s: Positive = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
+    object_store_gb: Positive | None = Field(
+        default=None,
+        description="Object store of a local cluster, in GB; null leaves it to Ray: 30 % of memory.",
+    )
+    in_flight_gb: Positive | None = Field(
+        default=None,
+        description="Most tokens and texts of batches in the object store at once, in GB; null takes 60 % of it.",
+    )
 
 
 class Role(Section):

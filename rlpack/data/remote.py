@@ -97,6 +97,18 @@ class Remote:
         """Return the column with other handles of its parts."""
         return replace(self, parts=tuple(handles[part] for part in self.parts))
 
+    def rows_of_parts(self) -> list[np.ndarray]:
+        """Return the rows that are wanted of each part, ascending, int64."""
+        return [np.unique(self.row[rows]) for rows in _rows_of_parts(self.part, len(self.parts))]
+
+    def renumbered(self, kept: Mapping[Part, np.ndarray]) -> "Remote":
+        """Return the column for parts that hold only the rows `kept` (int64, ascending) of what they held."""
+        row = self.row.copy()
+        for part, rows in zip(self.parts, _rows_of_parts(self.part, len(self.parts)), strict=True):
+            if part in kept:
+                row[rows] = np.searchsorted(kept[part], row[rows])
+        return replace(self, row=row)
+
     @classmethod
     def concat(cls, columns: Sequence["Remote"]) -> "Remote":
         """Return the rows of all columns, one after the other.

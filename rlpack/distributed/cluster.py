@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from rlpack.config.schema import Placement, Pool
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.ranks import RayRanks
+from rlpack.distributed.store import RayStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Cluster:
         self._pools: dict[str, RayRanks] = {}
         with _own_sigterm():
             _connect(placement)
+        budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
+        self.store = RayStore(budget, wait_s=placement.call_timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +82,7 @@ class Cluster:
                 f"are {_listing(ray.available_resources())}; wait for others to finish, or lower "
                 f"placement.pools.{name}.ranks"
             )
-        self._pools[name] = RayRanks(name, pool, group, self._placement)
+        self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
         return self._pools[name]
 
 
@@ -109,7 +112,13 @@ def _connect(placement: Placement) -> None:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     os.environ["PYTHONPATH"] = import_path  # inherited by Ray's processes
     with _own_process_group():
-        ray.init(address="local", num_cpus=max(claimed, cores), include_dashboard=False, logging_level=logging.WARNING)
+        ray.init(
+            address="local",
+            num_cpus=max(claimed, cores),
+            object_store_memory=None if placement.object_store_gb is None else int(1e9 * placement.object_store_gb),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+        )
 
 
 @contextmanager

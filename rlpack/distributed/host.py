@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers.utils.logging import disable_progress_bar
 
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.holding import Outline, outline
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError
 
@@ -30,6 +32,7 @@ class RankHost:
         self._context = context
         self._store: TCPStore | None = None
         self._roles: dict[str, Any] = {}
+        self._parts: list[dict[str, Any]] = []
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
         """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""
@@ -57,6 +60,18 @@ class RankHost:
         `args` stay single arguments, because Ray puts values in the place of references only there.
         """
         return getattr(self._roles[role], method)(*args, **kwargs)
+
+    def outline(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
+        """Run a method that returns rows; keep their tokens and texts here until `parts` is called for them."""
+        result = self.call(role, method, kwargs, *args)
+        assert isinstance(result, BatchedDataDict), f"{method} is sharded: it returns rows, or has a merge"
+        found, self._parts = outline(result)
+        return found
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Hand over the tokens and texts of the last outline."""
+        parts, self._parts = self._parts, []
+        return parts
 
     def close(self) -> None:
         """Drop the roles and leave the process group."""

@@ -10,15 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpack.config.schema import Placement, Pool
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.holding import Outline, cut
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.host import RankHost
+from rlpack.distributed.store import RayStore, Reader, StoredPart, near
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +33,27 @@ _CLOSE_S = 5.0
 
 
 class _RayHost(RankHost):
-    """`RankHost` that knows its node's address."""
+    """`RankHost` that knows its place, reads what lies in the object store, and puts away what is to lie there."""
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, BatchedDataDict):
+                arg.fetch = Reader()
+        return super().call(role, method, kwargs, *args)
+
+    def put(self) -> list[ray.ObjectRef]:
+        """Put the parts of the last outline away."""
+        return [ray.put(part) for part in self.parts()]
+
+    def cut(self, ref: ray.ObjectRef, rows: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return just these rows (int64 [n]) of a part, for a rank on another node."""
+        return cut(ray.get(ref), rows)
 
     def has(self, value: Any) -> None:
         """Do nothing; Ray calls this only once `value`, which a method of this rank returns, is there."""
@@ -55,9 +76,11 @@ def _calls(refs: Sequence[ray.ObjectRef], role: str, method: str) -> list[_Call]
 class RayRanks:
     """The processes of one pool."""
 
-    def __init__(self, name: str, pool: Pool, group: PlacementGroup, placement: Placement) -> None:
+    def __init__(self, name: str, pool: Pool, group: PlacementGroup, placement: Placement, store: RayStore) -> None:
         self._name = name
         self._group = group
+        self._store = store
+        self._nodes: list[str] = []
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
         device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
@@ -84,6 +107,7 @@ class RayRanks:
             return self._wait(_calls(refs, role, method), self._start_s)
 
         node_ips = finish([host.node_ip.remote() for host in self._hosts])
+        self._nodes = finish([host.node.remote() for host in self._hosts])
         (address,) = finish([self._hosts[0].rendezvous.remote(node_ips[0], self._start_s)])
         joins = zip(self._hosts, node_ips, strict=True)
         finish([host.join.remote(address, node_ip, self._call_s) for host, node_ip in joins])
@@ -99,6 +123,21 @@ class RayRanks:
     ) -> list[Any]:
         """Run `method` on as many ranks as there are argument tuples; results in rank order."""
         return self._wait(self._submit(role, method, args_of_rank, kwargs), self._call_s)
+
+    def call_rows(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> list[BatchedDataDict]:
+        """Run `method`, which returns rows, as `call` does; tokens and texts of its results stay in the object store.
+
+        Raises:
+            StoreFullError: they have no room there.
+        """
+        found: list[Outline] = self._wait(self._submit(role, method, args_of_rank, kwargs, rows=True), self._call_s)
+        self._store.reserve(sum(sum(outline.sizes) for outline in found), role, method)
+        with_parts = [rank for rank, outline in enumerate(found) if outline.sizes]
+        puts = [_Call(self._hosts[rank].put.remote(), role, rank, method) for rank in with_parts]
+        refs = dict(zip(with_parts, self._wait(puts, self._call_s), strict=True))
+        return [outline.at([self._held(ref, rank) for ref in refs.get(rank, [])]) for rank, outline in enumerate(found)]
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Give rank 0's result of `source` (role, method), a collective, to `load` on every rank of `target`.
@@ -125,11 +164,26 @@ class RayRanks:
         remove_placement_group(self._group)
 
     def _submit(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+        self,
+        role: str,
+        method: str,
+        args_of_rank: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        *,
+        rows: bool = False,
     ) -> list[_Call]:
-        hosts = self._hosts[: len(args_of_rank)]
-        refs = [host.call.remote(role, method, kwargs, *args) for host, args in zip(hosts, args_of_rank, strict=True)]
+        # All rows are cut out before any rank starts its call, in which it could not cut for others.
+        sent = [[self._near(arg, rank) for arg in args] for rank, args in enumerate(args_of_rank)]
+        entries = [host.outline if rows else host.call for host in self._hosts[: len(sent)]]
+        refs = [entry.remote(role, method, kwargs, *args) for entry, args in zip(entries, sent, strict=True)]
         return _calls(refs, role, method)
+
+    def _near(self, arg: Any, rank: int) -> Any:
+        """Return an argument of a rank; of a batch whose parts lie on other nodes, only its own rows travel."""
+        return near(arg, self._nodes[rank]) if isinstance(arg, BatchedDataDict) else arg
+
+    def _held(self, ref: ray.ObjectRef, rank: int) -> StoredPart:
+        return self._store.keep(StoredPart(ref, self._nodes[rank], self._hosts[rank]))
 
     def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:
         """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise."""

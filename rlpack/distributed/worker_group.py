@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
+from rlpack.data.columns import lengths_of
 from rlpack.distributed.dispatch import Dispatch, dispatch_of
 from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 
@@ -38,6 +38,12 @@ class Ranks(Protocol):
         self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
     ) -> list[Any]:
         """Run `method` on as many ranks as there are argument tuples; results in rank order."""
+        ...
+
+    def call_rows(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> list[BatchedDataDict]:
+        """Run `method`, which returns rows, as `call` does; their tokens may stay where they were made."""
         ...
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
@@ -119,8 +125,10 @@ class WorkerGroup(Generic[W]):
         self, name: str, dispatch: Dispatch, batch: BatchedDataDict, rest: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         plan = self.plan(batch, mini_batches=dispatch.mini_batches)
-        results = self.ranks.call(self.role, name, [(shard, *rest) for shard in batch.shard(plan)], kwargs)
-        return batch.restore(results, plan=plan) if dispatch.merge is None else dispatch.merge(results)
+        args = [(shard, *rest) for shard in batch.shard(plan)]
+        if dispatch.merge is None:
+            return batch.restore(self.ranks.call_rows(self.role, name, args, kwargs), plan=plan)
+        return dispatch.merge(self.ranks.call(self.role, name, args, kwargs))
 
     def transfer(
         self,
@@ -135,5 +143,5 @@ class WorkerGroup(Generic[W]):
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:
     """Return the tokens of each row; rows without tokens (texts to score, say) weigh the same."""
-    tokens = batch.get("input_ids")
-    return tokens.lengths.numpy() if isinstance(tokens, Ragged) else np.ones(batch.num_rows, dtype=np.int64)
+    lengths = lengths_of(batch.get("input_ids", []))
+    return np.ones(batch.num_rows, dtype=np.int64) if lengths is None else lengths.numpy()

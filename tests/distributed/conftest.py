@@ -11,6 +11,7 @@ from rlpack.config.roles import builtin_roles
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.roles import start_roles
+from rlpack.distributed.store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_config, tiny_tokenizer
 
@@ -78,9 +79,21 @@ def role_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def groups(role_path: Path) -> Iterator[dict[str, WorkerGroup[Any]]]:
+def cluster(role_path: Path) -> Iterator[Cluster]:
+    """Return the cluster on which the roles of `groups` run."""
+    with Cluster(ray_config().placement) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def store(cluster: Cluster) -> RayStore:
+    """Return where results of the roles of `groups` lie."""
+    return cluster.store
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: Cluster) -> dict[str, WorkerGroup[Any]]:
     """Return the running roles of `ray_config`."""
     config = ray_config()
     names = [name for name in config.roles if name != "reference"]
-    with Cluster(config.placement) as cluster:
-        yield start_roles(cluster, config, names, (config, tiny_tokenizer()))
+    return start_roles(cluster, config, names, (config, tiny_tokenizer()))

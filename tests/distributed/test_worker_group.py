@@ -10,6 +10,7 @@ import torch
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.rollout.engine import SamplingParams
 from tests.builders import tiny_rollouts, tiny_tokenizer
@@ -53,21 +54,21 @@ def test_a_rank_zero_call_runs_on_rank_zero_alone(groups: Groups):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rows", [7, 1, 0])
-def test_rows_come_back_in_the_order_they_were_given(groups: Groups, mode: str, rows: int):
+def test_rows_come_back_in_the_order_they_were_given(groups: Groups, store: RayStore, mode: str, rows: int):
     batch = tiny_rollouts(UNEVEN[:rows])
-    found = groups[mode].run(Echo.times, batch.keep(["input_ids", "uid"]), 3)
+    found = store.take(groups[mode].run(Echo.times, batch.keep(["input_ids", "uid"]), 3))
     assert torch.equal(found["times"].values, batch["input_ids"].values * 3)
     assert torch.equal(found["times"].lengths, batch["input_ids"].lengths)
     assert found["uid"] == batch["uid"]
     assert set(found["rank"].tolist()) == set(range(min(rows, 2)))
 
 
-def test_results_of_roles_that_batch_differently_belong_to_the_same_rows(groups: Groups):
+def test_results_of_roles_that_batch_differently_belong_to_the_same_rows(groups: Groups, store: RayStore):
     batch = tiny_rollouts(UNEVEN).select([4, 6, 0, 2, 5, 1, 3])
     given = batch.keep(["input_ids", "uid"])
     collected = given
     for factor, mode in enumerate(MODES, start=2):
-        found = groups[mode].run(Echo.times, given, factor)
+        found = store.take(groups[mode].run(Echo.times, given, factor))
         collected = collected.union({mode: found["times"]})
     for factor, mode in enumerate(MODES, start=2):
         assert torch.equal(collected[mode].values, given["input_ids"].values * factor)
@@ -96,7 +97,7 @@ def test_weights_travel_from_one_role_to_every_rank_of_another(groups: Groups):
     assert groups["fixed"].run(Echo.fingerprint) == [2 * 10.0, 2 * 7.0]
 
 
-def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Groups):
+def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Groups, store: RayStore):
     tokenizer = tiny_tokenizer()
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0)]).keep(["input_ids", "group_ids", "uid"])
     prompts = prompts.union({"seeds": torch.tensor([11, 12, 13])})
@@ -107,8 +108,11 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
 
     def gap() -> float:
         made = groups["rollout"].run(RolloutWorker.generate, prompts, params)
-        own = groups["actor"].run(ActorWorker.logprobs, made.keep(["input_ids", "response_mask"]))
-        return (own["logprobs"].values - made["rollout_logprobs"].values).abs().max().item()
+        own = groups["actor"].run(ActorWorker.logprobs, made.keep(["input_ids", "response_mask", "rollout_logprobs"]))
+        sampled, trained = (store.take(batch) for batch in (made.keep(["rollout_logprobs"]), own))
+        gap = (trained["logprobs"].values - sampled["rollout_logprobs"].values).abs()
+        assert own["logprob_gap"].sum().item() == pytest.approx(gap.sum().item())
+        return gap.max().item()
 
     assert gap() > 0.1
     groups["actor"].transfer(ActorWorker.export_weights, groups["rollout"], RolloutWorker.load_weights, 1)

@@ -60,6 +60,8 @@ class LocalRanks:
             for worker, args in zip(self.workers, args_of_rank, strict=False)
         ]
 
+    call_rows = call
+
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         raise NotImplementedError
 

@@ -11,11 +11,12 @@ import torch
 
 from recipes import sft, stages
 from recipes.evaluation import evaluate_loss
-from recipes.prompts import load_splits
+from recipes.prompts import Split, load_splits
 from recipes.resuming import reference_folder
 from recipes.session import Progress, Session
 from rlpack.config.schema import Checkpoint, Config, Data, Trainer, WarmUp
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.holding import HereStore
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from tests.builders import tiny_config, tiny_rollouts
@@ -79,7 +80,8 @@ class SavingSession(Session):
 def session_of(folder: Path, interrupt_at: int | None = None, **sections: Any) -> SavingSession:
     config: Config = tiny_config(**({"data": DATA, "checkpoint": Checkpoint(every=100)} | sections))
     tokenizer, prompts, held_out = load_splits(config)
-    return SavingSession(config, cast(Any, FakeRun(folder, interrupt_at)), tokenizer, prompts, held_out, {})
+    splits = (Split(split, tokenizer, HereStore()) for split in (prompts, held_out))
+    return SavingSession(config, cast(Any, FakeRun(folder, interrupt_at)), tokenizer, *splits, {})
 
 
 def set_group(session: Session, name: str, batching: Batching | None = None, **answers: Any) -> FakeGroup:

@@ -1,0 +1,137 @@
+"""Take what grows with tokens out of a batch: what is left says where it is, and is all that the driver gets.
+
+A ragged column grows with tokens, and so may a list; tensors have one entry a row, and the lists of names in
+`rlpack.data.fields` have short ones. These stay.
+"""
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.columns import select
+from rlpack.data.errors import DataError
+from rlpack.data.fields import FIELDS, Column
+from rlpack.data.ragged import Ragged
+from rlpack.data.remote import Part, Remote
+
+Columns = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A batch whose parts are still with whoever made them.
+
+    Attributes:
+        rows: the batch, its remote columns in parts 0, 1, …
+        sizes: bytes of each part.
+    """
+
+    rows: BatchedDataDict
+    sizes: list[int]
+
+    def at(self, handles: Sequence[Part]) -> BatchedDataDict:
+        """Return the batch once its parts are held under these handles."""
+        known: dict[Part, Part] = dict(enumerate(handles))
+        columns = {
+            name: column.relocated(known) if isinstance(column, Remote) else column
+            for name, column in self.rows.items()
+        }
+        return BatchedDataDict(columns, row_ids=self.rows.row_ids)
+
+
+class Store(Protocol):
+    """Where the parts of a run's batches are held."""
+
+    @property
+    def budget(self) -> float:
+        """Return the most bytes that may be held at once."""
+        ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context at whose end all goes that was put away in it."""
+        ...
+
+    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
+        """Return the batch with what grows with tokens put away, for the step under way or for good."""
+        ...
+
+    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch with all of its columns here."""
+        ...
+
+
+class HereStore:
+    """A store in which nothing goes anywhere: batches stay whole, in this process."""
+
+    budget = math.inf
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
+        """Return the batch itself."""
+        return batch
+
+    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch itself."""
+        return batch
+
+
+def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:
+    """Return what is left of a batch, and the parts that were taken out: its ragged columns, and its lists.
+
+    Texts are a part of their own, since unlike tensors they are not read in place.
+
+    >>> import torch
+    >>> rows = BatchedDataDict({"input_ids": Ragged.from_rows([[1, 2]], torch.int64), "uid": ["a"], "note": ["so"]})
+    >>> found, parts = outline(rows)
+    >>> found.rows["input_ids"], found.rows["uid"], [list(part) for part in parts]
+    (Remote(int64, 1 rows in 1 parts), ['a'], [['input_ids'], ['note']])
+
+    Raises:
+        DataError: a list holds something that can't be pickled.
+    """
+    parts = _parts(batch)
+    remote: dict[str, Column] = {
+        name: Remote.whole(number, name, column) for number, part in enumerate(parts) for name, column in part.items()
+    }
+    rows = BatchedDataDict({**dict(batch), **remote}, row_ids=batch.row_ids)
+    return Outline(rows, [_size(part) for part in parts]), parts
+
+
+def size_of(batch: BatchedDataDict) -> int:
+    """Return the bytes of what `outline` takes out of a batch."""
+    return sum(_size(part) for part in _parts(batch))
+
+
+def _parts(batch: BatchedDataDict) -> list[Columns]:
+    tokens = {name: column for name, column in batch.items() if isinstance(column, Ragged)}
+    names = {name for name, field in FIELDS.items() if field.is_name}
+    lists = {name: column for name, column in batch.items() if isinstance(column, list) and name not in names}
+    return [part for part in (tokens, lists) if part]
+
+
+def _size(part: Columns) -> int:
+    """Return the bytes of a part in a store."""
+    size = 0
+    for name, column in part.items():
+        if isinstance(column, Ragged):
+            size += column.values.numel() * column.values.element_size() + 8 * column.num_rows
+            continue
+        try:
+            size += len(pickle.dumps(column, protocol=pickle.HIGHEST_PROTOCOL))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise DataError(f"column {name!r} can't be sent: {error}; give texts and numbers") from error
+    return size
+
+
+def cut(part: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> Columns:
+    """Return the columns named in `rows`, with just these of their rows (int64 [n])."""
+    return {name: select({name: part[name]}, index)[name] for name, index in rows.items()}

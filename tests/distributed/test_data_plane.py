@@ -1,0 +1,106 @@
+"""What the driver holds of a batch, and what lies in the object store."""
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.errors import DataError
+from rlpack.data.ragged import Ragged
+from rlpack.data.remote import Remote
+from rlpack.data.shelf import Shelf
+from rlpack.distributed.errors import StoreFullError
+from rlpack.distributed.store import RayStore
+from rlpack.distributed.worker_group import WorkerGroup
+from tests.builders import tiny_rollouts
+from tests.distributed.roles import Echo
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+Groups = dict[str, WorkerGroup[Any]]
+
+SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4)]
+
+
+@pytest.fixture
+def spared(store: RayStore) -> Iterator[RayStore]:
+    """Return the store, with its budget as it was once the test is over."""
+    before = store.budget
+    yield store
+    store.budget = before
+
+
+def rollouts() -> BatchedDataDict:
+    return tiny_rollouts(SIZES).keep(["input_ids", "uid"])
+
+
+def test_results_stay_in_the_store_and_go_from_role_to_role(groups: Groups, store: RayStore):
+    batch = rollouts()
+    with store.step():
+        twice = groups["packed"].run(Echo.times, batch, 2)
+        assert isinstance(twice["times"], Remote)
+        assert twice["uid"] == batch["uid"]
+        again = twice.rename({"times": "input_ids"})
+        for mode, factor in (("dynamic", 3), ("fixed", 5)):
+            found = store.take(groups[mode].run(Echo.times, again.keep(["input_ids", "uid"]), factor))
+            assert torch.equal(found["times"].values, batch["input_ids"].values * 2 * factor)
+
+
+def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups: Groups, store: RayStore):
+    before = store.in_flight
+    store.take_peak()
+    with store.step():
+        twice = groups["packed"].run(Echo.times, rollouts(), 2)
+        tokens = sum(prompt + response for prompt, response in SIZES)
+        assert store.in_flight == before + 8 * tokens + 8 * len(SIZES)
+    assert store.in_flight == before
+    assert store.take_peak() == before + 8 * tokens + 8 * len(SIZES)
+    for read in (store.take, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
+        with pytest.raises(DataError, match="freed when its step ended; read them in the step that made them"):
+            read(twice.rename({"times": "input_ids"}))
+
+
+def test_a_result_without_room_is_refused_before_it_is_put_away(groups: Groups, spared: RayStore):
+    spared.budget = spared.in_flight + 100
+    with pytest.raises(StoreFullError, match=r"role packed, some rank, in times: 0\.0 MB of tokens and texts") as full:
+        groups["packed"].run(Echo.times, rollouts(), 2)
+    assert full.value.short > 0
+    assert "lower trainer.prompts_per_step" in str(full.value)
+    spared.budget += 10_000
+    assert groups["packed"].run(Echo.times, rollouts(), 2).num_rows == len(SIZES)
+
+
+def test_rows_that_are_dropped_come_back_as_zeros(groups: Groups, store: RayStore):
+    batching = groups["packed"].batching.__class__(max_tokens=16, overlong="drop")
+    group = WorkerGroup("packed", groups["packed"].ranks, batching)
+    with store.step():
+        found = store.take(group.run(Echo.times, rollouts().keep(["input_ids", "uid"]), 2))
+    kept = rollouts()["input_ids"].lengths <= 16
+    assert [bool(row.any()) for row in found["times"].rows()] == kept.tolist()
+    assert found["times"].lengths.tolist() == rollouts()["input_ids"].lengths.tolist()
+
+
+def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore):
+    tokens = Ragged(torch.arange(3 * 700), torch.full((700,), 3))
+    whole = BatchedDataDict({"input_ids": tokens, "uid": [str(row) for row in range(700)]})
+    loads: list[int] = []
+
+    def load(rows: Any) -> BatchedDataDict:
+        loads.append(len(rows))
+        return BatchedDataDict(dict(whole.select(rows)))
+
+    shelf = Shelf(store, 700, load)
+    with store.step():
+        first = shelf.rows(torch.tensor([699, 3, 3, 300]).numpy())
+    held = store.in_flight
+    with store.step():
+        assert shelf.rows(torch.tensor([5]).numpy())["uid"] == ["5"]
+        found = store.take(groups["packed"].run(Echo.times, first, 2))
+    assert found["times"].values.tolist() == [
+        2 * token for row in (699, 3, 3, 300) for token in range(3 * row, 3 * row + 3)
+    ]
+    assert loads == [256, 256, 256, 188]  # the first tells the size
+    assert store.in_flight == held
