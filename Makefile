@@ -13,7 +13,7 @@ help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
 	@echo "make test-long                           plans' guarantees on 10,000 random requests"
-	@echo "make bench                               measure plans, training steps and memory (benchmarks/RESULTS.md)"
+	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
 	@echo "make peers                               time TRL's and verl's packing beside ours"
 	@echo "make lint | types | unit | clean"
 
@@ -47,15 +47,12 @@ test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_planning.py -q
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/limits.py --plots docs/images
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/training_step.py
-	$(BIN)/python benchmarks/logprob_memory.py
+	$(BIN)/python -m benchmarks.report --skip peers
 
 peers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers \
 		trl accelerate verl tensordict orjson pyvers cloudpickle
-	$(BIN)/python benchmarks/peers.py --peers .peers
+	$(BIN)/python -m benchmarks.report --only peers
 
 clean:
 	rm -rf $(VENV) .peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache

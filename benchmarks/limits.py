@@ -1,6 +1,6 @@
 """Measure packing, balance, plans and the data path against their bars, on traces drawn from a seed.
 
-    python benchmarks/limits.py [--seed 0] [--plots FOLDER]
+    python -m benchmarks.limits [--seed 0] [--plots FOLDER]
 
 Prints one table; a line that misses its bar ends with MISSED, and the exit code is 1. Times are the best of several
 calls, and ratios are of times within this run. With a folder, plots are written there as PNG.
@@ -22,6 +22,7 @@ import numpy as np
 import ray
 import torch
 
+from benchmarks.driver import growth
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.ragged import Ragged
 from rlpack.packing import Batching, Cost, MicrobatchPlan, lower_bound, make_plan, pack, warm
@@ -61,7 +62,7 @@ def main() -> int:
     arguments = parser.parse_args()
     warm()
     lines = [*bins(arguments.seed), *packing_time(arguments.seed), *plan_time(arguments.seed)]
-    lines += [*lockstep(arguments.seed), *dynamic(arguments.seed), *data_path(arguments.seed)]
+    lines += [*lockstep(arguments.seed), *dynamic(arguments.seed), *data_path(arguments.seed), *data_plane()]
     for line in lines:
         print(line)
     if arguments.plots:
@@ -201,8 +202,8 @@ def data_path(seed: int) -> list[Line]:
     kinds = {
         "input_ids": torch.int64,
         "logprobs": torch.float32,
-        "advantages": torch.float32,
-        "loss_weight": torch.float32,
+        "reference_logprobs": torch.float32,
+        "values": torch.float32,
     }
     counts = torch.from_numpy(lengths)
     batch = BatchedDataDict({name: Ragged(torch.arange(total).to(kind), counts) for name, kind in kinds.items()})
@@ -247,6 +248,15 @@ def _there_and_back(values: Sequence[Any], repeat: int) -> tuple[float, float]:
         gets.append(time.perf_counter() - start)
         del stored, taken
     return min(puts[1:]), min(gets[1:])
+
+
+def data_plane() -> list[Line]:
+    """What a step costs the driver when rows have 16 times as many tokens."""
+    wire, memory = growth()
+    return [
+        Line("driver's bytes a step, 16 times the tokens / one", wire, 1.05),
+        Line("driver's memory, 16 times the tokens / one", memory, 1.05),
+    ]
 
 
 def plot(folder: Path, seed: int) -> None:

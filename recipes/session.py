@@ -145,6 +145,7 @@ class Session:
                 if "packing/real_tokens" in self.metrics:  # the recipe reported a plan
                     tokens = self.metrics["packing/real_tokens"]
                     self.metrics["throughput/tokens_per_s"] = tokens / (time.perf_counter() - began)
+                self.metrics["store/peak_bytes"] = self.store.take_peak()
                 progress.step = step
                 self._log(phase)
                 bar.advance()
@@ -213,6 +214,7 @@ class Session:
     def _evaluate(self, evaluate: Callable[["Session"], None]) -> None:
         with self.run.timer("evaluate"), self.store.step():
             evaluate(self)
+        self.metrics["store/peak_bytes"] = self.store.take_peak()
         self._log("evaluation")
 
 

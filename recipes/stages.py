@@ -17,7 +17,6 @@ from recipes.session import Session
 from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import group_relative, zero_group_fraction
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.fields import describe
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.worker_group import WorkerGroup
@@ -113,7 +112,7 @@ def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDic
 
     The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
     """
-    sent = rollouts.keep([*SCORED, *(name for name in rollouts if describe(rollouts[name])[0] == "list")])
+    sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
     results = [_judged(group, sent) for group in groups]
     valid = torch.stack([valid for _, valid in results]).all(0)
     return torch.stack([rewards for rewards, _ in results]).sum(0).where(valid, 0.0), valid

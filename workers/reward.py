@@ -31,7 +31,6 @@ class RewardWorker(Worker):
             shard: text columns: `prompt`, `completion`, and whatever the dataset brought (`answer`, say). A session
                 sends `input_ids` and `response_mask` too, for a judge that reads tokens.
         """
-        lists = {name: column for name, column in shard.items() if isinstance(column, list)}
-        columns = {name: column for name, column in lists.items() if name not in {"prompt", "completion"}}
+        columns = shard.keep([name for name in shard.names_of("list") if name not in {"prompt", "completion"}])
         scores = call_reward(self._function, shard["prompt"], shard["completion"], columns, self._arguments)
         return shard.keep([]).union({"rewards": scores.values, "quarantined": scores.quarantined})

@@ -10,7 +10,6 @@ What holds, and is tested in `tests/unit/data`:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,29 +18,12 @@ from torch import Tensor
 
 from rlpack.data import columns as whole
 from rlpack.data.errors import DataError, MissingColumnError
-from rlpack.data.fields import FIELDS, Column, describe
+from rlpack.data.fields import FIELDS, Column, Kind, describe
 from rlpack.data.planning import Spec, check_restored, layout_of, plan_by_batch_size, shortened
 from rlpack.data.ragged import Ragged, Rows, repeated, row_index
 from rlpack.data.remote import Fetch, Remote
+from rlpack.data.views import MicrobatchView
 from rlpack.packing import MicrobatchPlan, RankPlan
-from rlpack.packing.layouts import Layout
-
-
-@dataclass(frozen=True)
-class MicrobatchView:
-    """The rows of one forward and backward, and where their tokens go.
-
-    Attributes:
-        rows: the microbatch's rows; none in a filler.
-        layout: slots, positions and segment bounds of the rows' tokens, in row order.
-        is_filler: takes part in forward and backward with zero weight, to keep ranks in step.
-        index: positions of `rows` in the shard, int64 [n].
-    """
-
-    rows: "BatchedDataDict"
-    layout: Layout
-    is_filler: bool
-    index: np.ndarray
 
 
 class BatchedDataDict(MutableMapping[str, Any]):
@@ -124,6 +106,10 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def num_rows(self) -> int:
         """How many rows there are (B)."""
         return self.row_ids.size
+
+    def names_of(self, kind: Kind) -> list[str]:
+        """Return the names of all columns of a kind, wherever they lie: `per-token`, `per-row` or `list`."""
+        return [name for name, column in self._columns.items() if describe(column)[0] == kind]
 
     def ragged(self, name: str) -> Ragged:
         """Return a column that has to be ragged."""

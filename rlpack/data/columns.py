@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.data.copying import can_copy, copy_runs
+from rlpack.data.copying import can_copy, copy_from, new_values
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
 from rlpack.data.ragged import Ragged, Rows, as_array, spans
@@ -160,14 +160,15 @@ def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray]
 
 def _place_ragged(parts: Sequence[Ragged], positions: Sequence[np.ndarray], num_rows: int) -> Ragged:
     """Return the ragged column of `place`; rows that no part has are empty."""
-    lengths = torch.zeros(num_rows, dtype=torch.int64)
-    goals = [torch.from_numpy(rows) for rows in positions]
-    for part, rows in zip(parts, goals, strict=True):
-        lengths[rows] = part.lengths
-    offsets = lengths.cumsum(0) - lengths
-    values = parts[0].values.new_empty((int(lengths.sum()), *parts[0].values.shape[1:]))
-    for part, rows in zip(parts, goals, strict=True):
-        copy_runs(part.values, values, part.offsets[:-1], offsets[rows], part.lengths)
+    rows = torch.from_numpy(np.concatenate(positions))
+    sizes = torch.cat([part.lengths for part in parts])
+    starts = torch.cat([part.offsets[:-1] for part in parts])
+    part_of_run = torch.repeat_interleave(torch.tensor([part.num_rows for part in parts]))
+    lengths = torch.zeros(num_rows, dtype=torch.int64).index_copy(0, rows, sizes)
+    values = new_values(parts[0].values, int(lengths.sum()))
+    goals = (lengths.cumsum(0) - lengths)[rows]
+    order = torch.argsort(rows)
+    copy_from([part.values for part in parts], values, *(run[order] for run in (part_of_run, starts, goals, sizes)))
     return Ragged(values, lengths)
 
 

@@ -1,7 +1,7 @@
 """Copy runs of tokens from one column into another: each byte once, whole rows at a time, as fast as memory goes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import prod
@@ -22,11 +22,32 @@ def can_copy(values: Tensor) -> bool:
     return values.device.type == "cpu" and not values.requires_grad
 
 
+def new_values(like: Tensor, count: int) -> Tensor:
+    """Return room for `count` entries on the CPU, of the type and shape of those of `like`; it holds anything.
+
+    NumPy asks for huge pages where torch does not: memory that is written once comes several times faster.
+    """
+    if size := count * prod(like.shape[1:]) * like.element_size():
+        return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(like.dtype).view(count, *like.shape[1:])
+    return like.new_empty((count, *like.shape[1:]))
+
+
 def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor) -> None:
     """Copy run i, `lengths[i]` entries from `starts[i]` of `source` on, to `goals[i]` of `target` (int64 [n] each).
 
-    Both are CPU tensors of one type and shape but for their first dimension, `target` in one piece. Runs lie inside of
-    both, and no two overlap in `target`.
+    See `copy_from`.
+    """
+    copy_from([source], target, torch.zeros_like(starts), starts, goals, lengths)
+
+
+def copy_from(
+    sources: Sequence[Tensor], target: Tensor, source_of_run: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor
+) -> None:
+    """Copy run i from `starts[i]` of source `source_of_run[i]` on to `goals[i]` of `target` (int64 [n] each).
+
+    All are CPU tensors of one type and shape but for their first dimension, `target` in one piece. Runs lie inside of
+    both, and no two overlap in `target`. They are taken in the order in which they are given: rising goals are
+    fastest, since memory that is written for the first time comes page by page.
 
     Raises:
         IndexError: a run lies outside of its column.
@@ -34,21 +55,29 @@ def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, len
     if not target.numel() or not lengths.numel():
         return
     width = target.element_size() * prod(target.shape[1:])
-    runs = np.stack([(run * width).numpy() for run in (starts, goals, lengths)])
-    total = int(runs[2].sum())
-    sizes = (source.numel() * source.element_size(), target.numel() * target.element_size())
-    if runs.min() < 0 or (runs[0] + runs[2]).max() > sizes[0] or (runs[1] + runs[2]).max() > sizes[1]:
-        raise IndexError("a run of tokens lies outside of its column")
+    runs = np.stack([source_of_run.numpy(), *((run * width).numpy() for run in (starts, goals, lengths))])
+    total = int(runs[3].sum())
+    _check_inside(runs, [source.numel() * source.element_size() for source in sources], len(target) * width)
     threads = min(torch.get_num_threads(), 1 + total // _THREAD_BYTES)
-    bounds = np.searchsorted(np.cumsum(runs[2]), np.linspace(0, total, threads + 1)[1:-1])
+    bounds = np.searchsorted(np.cumsum(runs[3]), np.linspace(0, total, threads + 1)[1:-1])
     parts = np.split(runs, bounds, axis=1)
     copy = _copy_plainly if total < _SMALL_BYTES and runs.shape[1] < _FEW_RUNS else _copier()
-    taken, given = _bytes(source), _bytes(target)
+    taken, given = [_bytes(source) for source in sources], _bytes(target)
     if threads == 1:
         copy(taken, given, *parts[0])
         return
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda part: copy(taken, given, *part), parts))
+
+
+def _check_inside(runs: np.ndarray, sources: Sequence[int], target: int) -> None:
+    """Raise an `IndexError` unless all runs lie inside of sources and target of these bytes."""
+    of_run, starts, goals, sizes = runs
+    if of_run.min() >= 0 and of_run.max() < len(sources) and runs.min() >= 0:
+        ends = np.asarray(sources, dtype=np.int64)[of_run]
+        if (starts + sizes <= ends).all() and (goals + sizes).max() <= target:
+            return
+    raise IndexError("a run of tokens lies outside of its column")
 
 
 def _bytes(values: Tensor) -> np.ndarray:
@@ -57,11 +86,17 @@ def _bytes(values: Tensor) -> np.ndarray:
 
 
 def _copy_plainly(
-    source: np.ndarray, target: np.ndarray, starts: np.ndarray, goals: np.ndarray, sizes: np.ndarray
+    sources: Sequence[np.ndarray],
+    target: np.ndarray,
+    source_of_run: np.ndarray,
+    starts: np.ndarray,
+    goals: np.ndarray,
+    sizes: np.ndarray,
 ) -> None:
     """Copy runs of bytes by NumPy, for want of Numba."""
-    for start, goal, size in zip(starts.tolist(), goals.tolist(), sizes.tolist(), strict=True):
-        target[goal : goal + size] = source[start : start + size]
+    runs = zip(source_of_run.tolist(), starts.tolist(), goals.tolist(), sizes.tolist(), strict=True)
+    for source, start, goal, size in runs:
+        target[goal : goal + size] = sources[source][start : start + size]
 
 
 @cache
@@ -91,10 +126,21 @@ def _copier() -> Callable[..., None]:
         return types.void(types.intp, types.intp, types.intp), generate
 
     @numba.njit(nogil=True)
-    def copy(source: np.ndarray, target: np.ndarray, starts: np.ndarray, goals: np.ndarray, sizes: np.ndarray) -> None:
-        start, goal = source.ctypes.data, target.ctypes.data
+    def loop(
+        addresses: np.ndarray,
+        target: np.ndarray,
+        source_of_run: np.ndarray,
+        starts: np.ndarray,
+        goals: np.ndarray,
+        sizes: np.ndarray,
+    ) -> None:
+        goal = target.ctypes.data
         for run in range(sizes.size):
+            start = addresses[source_of_run[run]] + starts[run]
             # Numba gives the first argument, its typing context.
-            memcpy(goal + goals[run], start + starts[run], sizes[run])  # pyright: ignore[reportCallIssue]
+            memcpy(goal + goals[run], start, sizes[run])  # pyright: ignore[reportCallIssue]
+
+    def copy(sources: Sequence[np.ndarray], target: np.ndarray, *runs: np.ndarray) -> None:
+        loop(np.array([source.ctypes.data for source in sources]), target, *runs)
 
     return copy

@@ -65,6 +65,10 @@ class Store(Protocol):
         """Return the batch with all of its columns here."""
         ...
 
+    def take_peak(self) -> int:
+        """Return the most bytes that were held at once since it was last asked."""
+        ...
+
 
 class HereStore:
     """A store in which nothing goes anywhere: batches stay whole, in this process."""
@@ -82,6 +86,10 @@ class HereStore:
     def take(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return the batch itself."""
         return batch
+
+    def take_peak(self) -> int:
+        """Return 0."""
+        return 0
 
 
 def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:

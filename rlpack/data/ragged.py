@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.data.copying import can_copy, copy_runs
+from rlpack.data.copying import can_copy, copy_runs, new_values
 from rlpack.data.errors import DataError
 from rlpack.data.wire import from_array, to_array
 
@@ -229,7 +229,7 @@ class Ragged:
     def gather(self, rows: Tensor, lengths: Tensor) -> "Ragged":
         """Return the first `lengths[i]` tokens of row `rows[i]` (int64 [n]); no length passes its row's."""
         if can_copy(self.values):
-            values = self.values.new_empty((int(lengths.sum()), *self.values.shape[1:]))
+            values = new_values(self.values, int(lengths.sum()))
             copy_runs(self.values, values, self.offsets[:-1][rows], lengths.cumsum(0) - lengths, lengths)
             return Ragged(values, lengths)
         return Ragged(self.values.index_select(0, spans(self.offsets[:-1][rows], lengths)), lengths)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.data.copying import copy_runs
+from rlpack.data.copying import copy_from, new_values
 from rlpack.data.errors import DataError
 from rlpack.data.ragged import Ragged
 
@@ -130,7 +130,7 @@ class Remote:
     def place(cls, columns: Sequence["Remote"], positions: Sequence[np.ndarray], num_rows: int) -> "Remote":
         """Return a column of `num_rows` rows in which row i of column c is row `positions[c][i]`; others are zeros."""
         joined, where = cls.concat(columns), np.concatenate(positions)
-        part, row, taken = np.full(num_rows, -1, dtype=np.int32), *np.zeros((2, num_rows), dtype=np.int64)
+        part, (row, taken) = np.full(num_rows, -1, dtype=np.int32), np.zeros((2, num_rows), dtype=np.int64)
         part[where], row[where], taken[where] = joined.part, joined.row, joined.taken
         lengths = None
         if joined.lengths is not None:
@@ -146,13 +146,16 @@ class Remote:
             places = zip(part.tolist(), self.row.tolist(), strict=True)
             return [sources[p][r] if p >= 0 else None for p, r in places]
         starts = self.lengths.cumsum(0) - self.lengths
-        shape = (int(self.lengths.sum()), *self.ragged_empty.values.shape[1:])
-        is_full = np.array_equal(self.taken, self.lengths.numpy())
-        values = self.ragged_empty.values.new_empty(shape) if is_full else self.ragged_empty.values.new_zeros(shape)
-        for source, rows in zip(sources, _rows_of_parts(part, len(parts)), strict=True):
-            where, there = torch.from_numpy(rows), torch.from_numpy(self.row[rows])
-            runs = source.offsets[:-1][there], starts[where], torch.from_numpy(self.taken[rows])
-            copy_runs(source.values, values, *runs)
+        values = new_values(self.ragged_empty.values, int(self.lengths.sum()))
+        if not np.array_equal(self.taken, self.lengths.numpy()):
+            values.zero_()
+        rows = np.flatnonzero(part >= 0)
+        # Where a row starts: offsets of all parts end to end, of which each part has its own stretch.
+        offsets = torch.cat([source.offsets[:-1] for source in sources]) if sources else starts
+        firsts = np.cumsum([0, *(source.num_rows for source in sources)])[part[rows]]
+        there = offsets[torch.from_numpy(firsts + self.row[rows])]
+        runs = torch.from_numpy(part[rows].astype(np.int64)), there, starts[torch.from_numpy(rows)]
+        copy_from([source.values for source in sources], values, *runs, torch.from_numpy(self.taken[rows]))
         return Ragged(values, self.lengths)
 
 

@@ -33,7 +33,7 @@ class Shelf:
         if self._fits is None and positions.size:
             first = self._load(_rows_of_block(0, self._num_rows))
             self._fits = size_of(first) * self._num_rows / first.num_rows <= _SHARE * self._store.budget
-        if not self._fits:
+        if not self._fits or not positions.size:
             return self._store.put(self._load(positions))
         numbers, block_of_row = np.unique(positions // _BLOCK_ROWS, return_inverse=True)
         joined = BatchedDataDict.concat([self._block(number) for number in numbers.tolist()])

@@ -51,9 +51,9 @@ class _RayHost(RankHost):
         """Put the parts of the last outline away."""
         return [ray.put(part) for part in self.parts()]
 
-    def cut(self, ref: ray.ObjectRef, rows: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return just these rows (int64 [n]) of a part, for a rank on another node."""
-        return cut(ray.get(ref), rows)
+    def cut(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return just these rows (int64 [n]) of a part that lies here, for a rank on another node."""
+        return cut(part, rows)
 
     def has(self, value: Any) -> None:
         """Do nothing; Ray calls this only once `value`, which a method of this rank returns, is there."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlpack.data.batch import MicrobatchView
+from rlpack.data.views import MicrobatchView
 from rlpack.models.attention import Segments
 
 

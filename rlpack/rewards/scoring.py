@@ -92,7 +92,7 @@ def call_reward(
         function: see `rlpack.rewards.functions`.
         prompts: texts, B.
         completions: texts, B.
-        columns: the dataset's columns by name, B entries each.
+        columns: the dataset's columns by name, B entries each; only those that the function is given are read.
         arguments: `reward.arguments`.
 
     Raises:
@@ -155,8 +155,8 @@ def _keywords(
     unknown = sorted(set(arguments) - set(parameters))
     if unknown and not takes_all:
         raise RewardError(f"reward.arguments.{unknown[0]} is not an argument of {describe(function)}; remove it")
-    given = {name: list(column) for name, column in columns.items() if takes_all or name in parameters}
-    given = {name: column for name, column in given.items() if name not in ("prompts", "completions")} | dict(arguments)
+    asked = [name for name in columns if takes_all or name in parameters]
+    given = {name: list(columns[name]) for name in asked if name not in ("prompts", "completions")} | dict(arguments)
     free = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     missing = [
         name

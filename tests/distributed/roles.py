@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,16 @@ class Echo(Worker):
         tokens = back["input_ids"]
         ranks = torch.full((back.num_rows,), self.context.rank)
         return back.keep(["uid"]).union({"times": tokens.with_values(tokens.values * factor), "rank": ranks})
+
+    @sharded(merge=list)
+    def rows_read(self, shard: BatchedDataDict) -> tuple[int, int]:
+        """Return how many rows the rank was given, and how many lie in the parts that it reads."""
+        asked: list[Any] = []
+        fetch = shard.fetch
+        assert fetch is not None
+        shard.fetch = lambda parts: asked.append(parts) or fetch(parts)
+        assert shard["times"].num_rows == shard.num_rows
+        return shard.num_rows, sum(part["times"].num_rows for parts in asked for part in fetch(parts))
 
     @sharded(merge=_sum)
     def count_rows(self, shard: BatchedDataDict) -> int:

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.data.batch import BatchedDataDict, MicrobatchView
+from rlpack.data.batch import BatchedDataDict
 from rlpack.data.ragged import Ragged
+from rlpack.data.views import MicrobatchView
 from rlpack.models.inputs import ModelInputs, pack_rows, to_model_inputs
 from rlpack.models.policy import Policy
 from rlpack.packing.layouts import Layout, packed_layout, padded_layout

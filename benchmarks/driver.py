@@ -1,0 +1,137 @@
+"""Measure what a rollout step costs the driver, as tokens a row grow and rows don't.
+
+    python -m benchmarks.driver [--rows 2048]
+
+Two ranks sample, score, compute log-probs and train, all of it made up; the driver plans, shards, restores and hands
+results on as a recipe does. Its bytes are those of all arguments and results as they are pickled, its memory what the
+process has for itself alone while the step's batch is alive.
+"""
+
+import argparse
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.ragged import Ragged
+from rlpack.data.tokenisation import character_tokenizer
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.roles import start_roles
+from rlpack.distributed.store import RayStore
+from rlpack.distributed.worker_group import Ranks, WorkerGroup
+from workers.base import Worker, sharded
+
+TOKENS, GROWTH = 128, 16
+
+
+class MadeUp(Worker):
+    """Does what the four roles do to a batch's columns, without a model."""
+
+    @sharded()
+    def generate(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return rows of `tokens` tokens, with texts."""
+        lengths = shard["tokens"]
+        total = int(lengths.sum())
+        tokens = Ragged(torch.arange(total), lengths)
+        columns = {
+            "input_ids": tokens,
+            "response_mask": tokens.with_values(torch.ones(total, dtype=torch.bool)),
+            "rollout_logprobs": tokens.with_values(torch.zeros(total)),
+            "completion": ["x" * 4 * count for count in lengths.tolist()],
+        }
+        return shard.keep(["uid"]).union(columns)
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return `rewards`, from texts."""
+        return shard.keep([]).union({"rewards": torch.tensor([float(len(text)) for text in shard["completion"]])})
+
+    @sharded()
+    def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return `logprobs`."""
+        tokens = shard["input_ids"]
+        return shard.keep([]).union({"logprobs": tokens.with_values(tokens.values.float())})
+
+    @sharded(merge=sum)
+    def update(self, shard: BatchedDataDict) -> int:
+        """Return how many tokens were read."""
+        views = (view for step in range(shard.num_steps) for view in shard.microbatches(step))
+        return sum(view.rows["logprobs"].values.numel() for view in views)
+
+
+@dataclass
+class MeteredRanks:
+    """Ranks, and the bytes that went to them and came back."""
+
+    ranks: Ranks
+    sent: list[int] = field(default_factory=list)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the count of processes."""
+        return self.ranks.num_ranks
+
+    def call(self, role: str, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
+        """Run a method and count."""
+        return self._metered(args, self.ranks.call(role, method, args, kwargs))
+
+    def call_rows(self, role: str, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
+        """Run a method that returns rows, and count."""
+        return self._metered(args, self.ranks.call_rows(role, method, args, kwargs))
+
+    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
+        """Pass a transfer on; the driver holds nothing of it."""
+        self.ranks.transfer(source, target, load, extra)
+
+    def _metered(self, args: Sequence[tuple[Any, ...]], results: list[Any]) -> list[Any]:
+        self.sent.append(len(pickle.dumps((list(args), results))))
+        return results
+
+
+def step(group: WorkerGroup[MadeUp], store: RayStore, rows: int, tokens: int) -> tuple[int, int]:
+    """Take one step; return the driver's bytes on the wire and in memory."""
+    ranks = group.ranks
+    assert isinstance(ranks, MeteredRanks)
+    ranks.sent.clear()
+    spread = torch.randint(tokens // 2, tokens * 3 // 2, (rows,), generator=torch.Generator().manual_seed(0))
+    prompts = BatchedDataDict({"tokens": spread, "uid": [f"row {row}" for row in range(rows)]})
+    with store.step():
+        rollouts = group.run(MadeUp.generate, prompts)
+        rollouts = rollouts.union(group.run(MadeUp.score, rollouts.keep(["input_ids", "completion"])))
+        rollouts = rollouts.union(group.run(MadeUp.logprobs, rollouts.keep(["input_ids", "response_mask"])))
+        advantages = rollouts["rewards"] - rollouts["rewards"].mean()
+        columns = ["input_ids", "response_mask", "logprobs"]
+        read = group.run(MadeUp.update, rollouts.keep(columns).union({"advantages": advantages}))
+        assert read == int(spread.sum())
+        memory = psutil.Process().memory_full_info().uss
+    return sum(ranks.sent), memory
+
+
+def growth(rows: int = 2048) -> tuple[float, float]:
+    """Return bytes on the wire and in memory with 16 times the tokens a row, over those with few; prints both."""
+    target = "benchmarks.driver:MadeUp"
+    roles = {"made_up": Role(target=target, batching=RoleBatching(mode="packed", max_tokens=4 * TOKENS * GROWTH))}
+    config = Config(roles=roles, placement=Placement(pools={"main": Pool(ranks=2, cpus_per_rank=0.5)}))
+    with Cluster(config.placement) as cluster:
+        groups = start_roles(cluster, config, ["made_up"], (config, character_tokenizer("x")))
+        group = WorkerGroup("made_up", MeteredRanks(groups["made_up"].ranks), groups["made_up"].batching)
+        found = []
+        for tokens in (TOKENS, TOKENS * GROWTH):
+            step(group, cluster.store, rows, tokens)
+            sent, memory = min(step(group, cluster.store, rows, tokens) for _ in range(3))
+            peak = cluster.store.take_peak()
+            print(f"{rows} rows of {tokens} tokens: the store holds {peak / 1e6:.1f} MB, the driver moves ", end="")
+            print(f"{sent / 1e6:.3f} MB and has {memory / 1e6:.0f} MB to itself")
+            found.append((sent, memory))
+    return found[1][0] / found[0][0], found[1][1] / found[0][1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=2048)
+    print("bytes, memory: times {:.4f}, times {:.4f}".format(*growth(parser.parse_args().rows)))

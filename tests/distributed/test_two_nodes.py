@@ -1,0 +1,58 @@
+"""Ranks on two nodes, each with an object store of its own, joined by their cluster's address."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.cluster_utils import Cluster as Machines
+
+from rlpack.config.schema import Placement, Pool, Role, RoleBatching
+from rlpack.data.batch import BatchedDataDict
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.roles import start_roles
+from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.distributed.roles import Echo
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4), (6, 6), (2, 2)]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        machines = Machines(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 2**27})
+        machines.add_node(num_cpus=1, object_store_memory=2**27)
+        yield machines
+        machines.shutdown()
+
+
+def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Machines):
+    echo = "tests.distributed.roles:Echo"
+    roles: dict[str, Any] = {
+        "packed": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
+        "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", rows=2)),
+    }
+    placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, start_timeout_s=240.0)
+    config = tiny_config(roles=roles, placement=placement)
+    batch = tiny_rollouts(SIZES).keep(["input_ids", "uid"])
+    with Cluster(placement) as cluster, cluster.store.step():
+        groups = start_roles(cluster, config, list(roles), (config, tiny_tokenizer()))
+        twice = groups["packed"].run(Echo.times, batch, 2)
+        assert len({part.node for part in twice["times"].parts}) == 2
+        given = BatchedDataDict({**twice, "input_ids": twice["times"]})
+        part_of_row, order = twice["times"].part, groups["fixed"].plan(given).rank_plan
+        for rank, (num_rows, num_read) in enumerate(groups["fixed"].run(Echo.rows_read, given)):
+            rows = order(rank).rows
+            far = int((part_of_row[rows] != rank).sum())
+            assert num_rows == rows.size
+            assert 0 < far < (part_of_row != rank).sum()
+            # A part on the rank's own node is read in place; of the other's it is sent what it needs.
+            assert num_read == (part_of_row == rank).sum() + far
+        again = cluster.store.take(groups["fixed"].run(Echo.times, given, 3))
+        assert torch.equal(again["times"].values, batch["input_ids"].values * 6)

@@ -1,0 +1,88 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.errors import DataError
+from rlpack.data.holding import HereStore, cut, outline, size_of
+from rlpack.data.ragged import Ragged
+from rlpack.data.remote import Remote
+from rlpack.data.shelf import Shelf
+
+
+def rows(count: int = 3, *, scale: int = 1) -> BatchedDataDict:
+    tokens = Ragged(torch.arange(4 * scale * count), torch.full((count,), 4 * scale))
+    columns = {
+        "input_ids": tokens,
+        "logprobs": tokens.with_values(tokens.values.float()),
+        "rewards": torch.zeros(count),
+        "uid": [f"row {row}" for row in range(count)],
+        "completion": [str(row) * scale for row in range(count)],
+    }
+    return BatchedDataDict(columns, row_ids=np.arange(count)[::-1])
+
+
+def test_what_is_left_of_a_batch_grows_with_its_rows_and_not_with_its_tokens():
+    sizes = [len(pickle.dumps(outline(rows(64, scale=scale))[0])) for scale in (1, 16)]
+    assert sizes[1] <= 1.01 * sizes[0]
+    assert size_of(rows(64, scale=16)) > 10 * size_of(rows(64))
+
+
+def test_names_and_numbers_of_rows_stay_tokens_and_texts_go():
+    batch = rows()
+    found, parts = outline(batch)
+    assert [name for name in found.rows if isinstance(found.rows[name], Remote)] == [
+        "input_ids",
+        "logprobs",
+        "completion",
+    ]
+    assert [list(part) for part in parts] == [["input_ids", "logprobs"], ["completion"]]
+    assert found.sizes[0] == 12 * 8 + 12 * 4 + 2 * 3 * 8
+    assert found.rows.row_ids.tolist() == [2, 1, 0]
+    back = found.at(["tokens", "texts"])
+    back.fetch = lambda handles: [{"tokens": parts[0], "texts": parts[1]}[str(handle)] for handle in handles]
+    assert torch.equal(back["logprobs"].values, batch["logprobs"].values)
+    assert back["completion"] == batch["completion"]
+
+
+def test_a_batch_of_numbers_has_no_parts():
+    found, parts = outline(rows().keep(["rewards", "uid"]))
+    assert (parts, found.sizes, size_of(found.rows)) == ([], [], 0)
+
+
+def test_what_cannot_be_sent_is_named():
+    with pytest.raises(DataError, match=r"column .judge. can't be sent: .*; give texts and numbers"):
+        outline(BatchedDataDict({"judge": [lambda: None]}))
+
+
+def test_rows_are_cut_out_of_a_part():
+    _, parts = outline(rows())
+    found = cut(parts[0], {"input_ids": np.array([2, 0])})
+    assert list(found) == ["input_ids"]
+    assert found["input_ids"].values.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+
+
+class SmallStore(HereStore):
+    """Holds little; it notes how many rows are put away, for good or for a step."""
+
+    def __init__(self, budget: float) -> None:
+        self.budget = budget
+        self.noted: list[tuple[int, bool]] = []
+
+    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
+        self.noted.append((batch.num_rows, for_good))
+        return batch
+
+
+@pytest.mark.parametrize(("budget", "noted"), [(1e6, [(256, True), (44, True)]), (1e3, [(3, False), (1, False)])])
+def test_a_dataset_is_put_away_once_if_it_fits_and_else_row_by_row(budget: float, noted: list[tuple[int, bool]]):
+    whole, store = rows(300), SmallStore(budget)
+    shelf = Shelf(store, 300, lambda index: BatchedDataDict(dict(whole.select(index))))
+    found = [shelf.rows(np.array(index)) for index in ([299, 0, 299], [7])]
+    assert [batch["uid"] for batch in found] == [["row 299", "row 0", "row 299"], ["row 7"]]
+    assert [batch.row_ids.tolist() for batch in found] == [[0, 1, 2], [0]]
+    assert found[0]["input_ids"].values[:4].tolist() == whole["input_ids"][299].tolist()
+    assert store.noted == noted
+    assert shelf.rows(np.zeros(0, dtype=np.int64)).num_rows == 0
