@@ -96,6 +96,7 @@ METRICS: dict[str, Metric] = {
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),
     "packing/searches_stopped": Metric("steps", "Searches of batching.algorithm=optimal that ended at their budget."),
+    "packing/groups_split": Metric("groups", "Groups over the token budget that were split, where that is allowed."),
     "packing/slots": Metric("tokens", "Token slots, padding and fillers included."),
     "store/peak_bytes": Metric("bytes", "Most tokens and texts of batches in the object store at once."),
     "policy_version": Metric("steps", "Optimizer steps taken so far, those of the warm-up included."),

@@ -106,7 +106,7 @@ def resolve_rows(request: Request) -> Rows:
     items = _items(item, aligned, request.cost)
     too_big = _needs(batching, items) > budget
     if batching.mode == "fixed":
-        _check_group_rows(items, item, request)
+        _check_group_rows(np.where(too_big & (batching.overlong == "drop"), 0, items.counts), item, request)
     dropped = np.zeros(lengths.size, dtype=bool)
     if too_big.any() and batching.overlong in {"error", "truncate"}:
         raise _group_over_budget(too_big, item, items, request)
@@ -125,6 +125,19 @@ def _item_of_row(request: Request) -> np.ndarray:
     """Return the item of each row: itself, or its group; groups count in order of their first rows."""
     if request.groups is None:
         return np.arange(request.lengths.size)
+    first, inverse = check_steps(request)
+    rank = np.empty_like(first)
+    rank[np.argsort(first)] = np.arange(first.size)
+    return rank[inverse]
+
+
+def check_steps(request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first row of each group, ids ascending, and the group of each row.
+
+    Raises:
+        PackingError: a group has rows in two optimizer steps.
+    """
+    assert request.groups is not None
     _, first, inverse = np.unique(request.groups, return_index=True, return_inverse=True)
     steps = np.arange(request.lengths.size) // request.rows_per_step
     parted = steps != steps[first][inverse]
@@ -134,9 +147,7 @@ def _item_of_row(request: Request) -> np.ndarray:
             f"group {request.groups[row]} has rows in optimizer steps {steps[first][inverse][row]} and {steps[row]}; "
             f"make the mini-batch size ({request.rows_per_step}) hold whole groups"
         )
-    rank = np.empty_like(first)
-    rank[np.argsort(first)] = np.arange(first.size)
-    return rank[inverse]
+    return first, inverse
 
 
 def _items(item: np.ndarray, aligned: np.ndarray, cost: Cost | None) -> Items:
@@ -154,12 +165,14 @@ def _items(item: np.ndarray, aligned: np.ndarray, cost: Cost | None) -> Items:
     return Items(counts, widths, slots, summed, units)
 
 
-def _check_group_rows(items: Items, item: np.ndarray, request: Request) -> None:
-    if items.size and items.counts.max() > request.batching.rows and request.groups is not None:
-        at = int(np.argmax(items.counts))
+def _check_group_rows(counts: np.ndarray, item: np.ndarray, request: Request) -> None:
+    """Raise a `PackingError` if one of these counts of items, int64 [I], is over the rows of a microbatch."""
+    if counts.size and counts.max() > request.batching.rows and request.groups is not None:
+        at = int(np.argmax(counts))
         group = request.groups[np.flatnonzero(item == at)[0]]
         raise PackingError(
-            f"group {group} has {items.counts[at]} rows, over batching.rows of {request.batching.rows}; raise it"
+            f"group {group} has {counts[at]} rows, over batching.rows of {request.batching.rows}; raise it "
+            "or allow make_plan to split_groups"
         )
 
 
@@ -169,5 +182,6 @@ def _group_over_budget(too_big: np.ndarray, item: np.ndarray, items: Items, requ
     group = row if request.groups is None else request.groups[row]
     return PackingError(
         f"group {group} takes {_needs(request.batching, items)[at]} slots for {items.counts[at]} rows, over the budget "
-        f"of {request.batching.max_tokens}; raise batching.max_tokens or set batching.overlong=drop"
+        f"of {request.batching.max_tokens}; raise batching.max_tokens, set batching.overlong=drop, or allow make_plan "
+        "to split_groups"
     )

@@ -27,6 +27,7 @@ class PackingMetrics:
         critical_squares: squared slots of the sequences of these microbatches, added up: their attention.
         searches_stopped: optimizer steps in which the search of `algorithm=optimal` ended at its budget, with more
             microbatches than are known to be needed.
+        groups_split: groups that no microbatch could hold, and that were split where that was allowed.
     """
 
     num_microbatches: int
@@ -46,6 +47,7 @@ class PackingMetrics:
     critical_slots: int
     critical_squares: float
     searches_stopped: int = 0
+    groups_split: int = 0
 
     def as_dict(self) -> dict[str, float]:
         """Return name and value of every figure, for logging."""

@@ -19,6 +19,7 @@ from rlpack.packing.batching import Batching
 from rlpack.packing.binning import candidates, cut, form, lockstep_bound, measure
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
+from rlpack.packing.grouping import split_groups as split
 from rlpack.packing.items import Items, Rows, multiple_of, resolve_rows
 from rlpack.packing.lengths import Integers, align, check_count, check_integers, check_lengths, check_seed
 from rlpack.packing.measures import measure_plan
@@ -37,6 +38,7 @@ def make_plan(
     dp_size: int,
     mini_batch_size: int | None = None,
     groups: Integers | None = None,
+    split_groups: bool = False,
     cost: Cost | None = None,
     seed: int = 0,
 ) -> MicrobatchPlan:
@@ -53,6 +55,8 @@ def make_plan(
         mini_batch_size: rows of an optimizer step, taken in arrival order; the last step may hold fewer. None makes
             one step of all rows.
         groups: an id for each row; rows of one id stay in one microbatch.
+        split_groups: whether a group that no microbatch can hold may be split into as few as hold it; without, it is
+            an error. How many were split is counted in the metrics.
         cost: model of a row's cost, for balance; None counts slots.
         seed: of the `first_fit_shuffle` packer.
 
@@ -61,6 +65,9 @@ def make_plan(
             a group spans two optimizer steps, or a count is below 1.
     """
     request = _checked(lengths, batching, dp_size, mini_batch_size, groups, cost, seed)
+    num_split = 0
+    if split_groups and request.groups is not None:
+        request, num_split = split(request)
     rows = resolve_rows(request)
     steps = np.arange(request.lengths.size) // request.rows_per_step
     step_of_item = np.zeros(rows.items.size, dtype=np.int64)
@@ -82,7 +89,7 @@ def make_plan(
     if batching.mode != "fixed":
         column_of_item = _deal(request, rows.items, column_of_item, index_of_item)
     plan = _assemble(request, rows, column_of_item[rows.item], index_of_item[rows.item], step_bounds)
-    return replace(plan, metrics=replace(plan.metrics, searches_stopped=searches_stopped))
+    return replace(plan, metrics=replace(plan.metrics, searches_stopped=searches_stopped, groups_split=num_split))
 
 
 @dataclass(frozen=True, eq=False)

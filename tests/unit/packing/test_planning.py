@@ -1,3 +1,4 @@
+import math
 import os
 import pickle
 from dataclasses import replace
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, Overlong, PackingError, make_plan
 from rlpack.packing.binning import cut, lockstep_bound
-from rlpack.packing.items import Items, resolve_rows
+from rlpack.packing.items import Items, resolve_rows, slots_of
 from rlpack.packing.plan import Request
 from rlpack.packing.traces import TRACES, trace
 
@@ -259,6 +260,35 @@ def test_groups_stay_together_or_are_refused() -> None:
         make_plan([1, 1], Batching(mode="fixed", rows=1), dp_size=1, groups=[7, 7])
     with pytest.raises(PackingError, match="groups has 3 entries for 4 rows"):
         make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[1, 2, 3])
+
+
+@given(request=requests(), most=st.integers(2, 9))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_groups_are_split_where_that_is_allowed_and_only_where_they_have_to(request: dict[str, Any], most: int) -> None:
+    size = request["mini_batch_size"] or max(1, len(request["lengths"]))
+    steps = np.arange(len(request["lengths"])) // size
+    groups = 1000 * steps + np.arange(len(request["lengths"])) % size // most
+    plan = make_plan(**request | {"groups": groups}, split_groups=True)
+    plan.assert_invariants()
+    cell_of_row = np.full(groups.size, -1)
+    cell_of_row[plan.order] = np.repeat(np.arange(plan.counts.size), plan.counts.ravel())
+    batching, slots, split = plan.batching, slots_of(plan.batching, plan.lengths), 0
+    for rows in np.split(np.arange(groups.size), np.flatnonzero(np.diff(groups)) + 1) if groups.size else []:
+        needs = slots[rows].sum() if batching.mode == "packed" else rows.size * slots[rows].max()
+        fits = needs <= (batching.max_tokens or math.inf) and (batching.mode != "fixed" or rows.size <= batching.rows)
+        found = set(cell_of_row[rows].tolist())
+        assert len(found) == 1 if fits or rows.size == 1 or -1 in found else len(found) > 1
+        split += not fits and rows.size > 1 and -1 not in found
+    assert plan.metrics.groups_split == split
+
+
+def test_a_group_is_split_into_as_few_as_hold_it() -> None:
+    given: dict[str, Any] = {"batching": Batching(max_tokens=12), "dp_size": 2, "split_groups": True}
+    plan = make_plan([6, 5, 7, 6, 4], groups=[7, 7, 7, 7, 3], **given)
+    assert plan.metrics.groups_split == 1
+    assert sorted(map(sorted, filter(None, chain(*microbatches(plan))))) == [[0, 3], [1, 2], [4]]
+    with pytest.raises(PackingError, match="group 7 has rows in optimizer steps 0 and 1"):
+        make_plan([6, 5, 7, 6, 4], groups=[7, 7, 7, 7, 3], mini_batch_size=2, **given)
 
 
 def test_a_group_is_dropped_as_a_whole() -> None:
