@@ -1,31 +1,36 @@
 """The actor: the policy that is trained."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.metrics import MetricSums, merge_steps
+from rlpack.algorithms.policy_loss import PolicyTokens
+from rlpack.algorithms.statistics import join
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Actor, Config, Optimizer
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.views import MicrobatchView
 from rlpack.models.inputs import to_model_inputs
-from rlpack.models.parallel import accumulate, clip_grad_norm, full_state_dict
+from rlpack.models.parallel import accumulate, clip_grad_norm, full_state_dict, reshard
 from rlpack.models.policy import Policy
 from workers.base import RankContext, Worker, broadcast, sharded
 from workers.loading import build_policy
-from workers.objectives import ClippedPolicy, Imitation, Objective
+from workers.objectives import Imitation, Objective, PolicyGradient
 from workers.scoring import Scorer
 
 
 class ActorWorker(Worker):
     """One data-parallel rank of the trained policy (FSDP2) with its AdamW."""
 
-    def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, objective: ClippedPolicy) -> None:
+    def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, objective: PolicyGradient) -> None:
         super().__init__(context)
         self._scorer = scorer
         self._settings = settings
@@ -38,7 +43,7 @@ class ActorWorker(Worker):
         batching = role_batching(config, "actor")
         policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
-        return cls(context, scorer, config.actor, ClippedPolicy(config.algorithm, config.rollout.temperature))
+        return cls(context, scorer, config.actor, PolicyGradient(config.algorithm, config.rollout.temperature))
 
     @sharded(mini_batches=True)
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
@@ -120,9 +125,10 @@ class ActorWorker(Worker):
 
     def _step(self, shard: BatchedDataDict, step: int, objective: Objective, learning_rate: float) -> dict[str, float]:
         """Run forward and backward over the step's microbatches, then the optimizer once."""
+        views = list(shard.microbatches(step))
+        statistics = self._statistics(views) if objective.needs_statistics else None
         policy = self._scorer.policy.train()
         self._optimizer.zero_grad(set_to_none=True)
-        views = list(shard.microbatches(step))
         sums = MetricSums()
         for number, view in enumerate(views, start=1):
             accumulate(policy, last=number == len(views))
@@ -133,11 +139,21 @@ class ActorWorker(Worker):
                 temperature=objective.temperature,
                 entropy=objective.needs_entropy,
             )
-            loss = objective(scores, view.rows)
+            loss = objective(scores, view.rows, statistics)
             loss.value.backward()
             sums.add(loss.metrics)
         grad_norm = clip_grad_norm(policy, self._settings.optimizer.max_grad_norm)
         return sums.result() | self._apply(grad_norm, learning_rate)
+
+    @torch.no_grad()
+    def _statistics(self, views: Sequence[MicrobatchView]) -> dict[str, float]:
+        """Return the figures of the whole optimizer step that the policy loss asks for; a collective."""
+        scores = [self._scorer.score(view, temperature=self._objective.temperature) for view in views]
+        reshard(self._scorer.policy)
+        own = join([self._objective.tokens(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)])
+        every: list[PolicyTokens | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        return self._objective.statistics(join([tokens for tokens in every if tokens is not None]))
 
     def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
         """Take the optimizer step, unless no token had a gradient or the gradient is not a number: both are counted.

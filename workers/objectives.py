@@ -6,14 +6,18 @@ numbers of rows, for each of their response tokens; 0 leaves a row out. So nothi
 batched.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rlpack.algorithms.kl import kl_estimate
-from rlpack.algorithms.policy_loss import clipped_policy_loss
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
+from rlpack.algorithms.registry import call_with, find_loss
+from rlpack.algorithms.statistics import statistics_of
 from rlpack.config.schema import Algorithm
 from rlpack.data.batch import BatchedDataDict
 from rlpack.models.policy import TokenScores
@@ -39,7 +43,12 @@ class Objective(Protocol):
         """Whether the scores have to hold entropies."""
         ...
 
-    def __call__(self, scores: TokenScores, rows: BatchedDataDict) -> Loss:
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether it has to be given figures of the whole optimizer step, `statistics(tokens of the step)`."""
+        ...
+
+    def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
         """Return the loss of these rows; `scores` are aligned with the tokens of `rows`."""
         ...
 
@@ -55,11 +64,11 @@ def _of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ClippedPolicy:
-    """The clipped policy loss (Schulman et al., 2017; separate bounds: Yu et al., 2025) and its KL term.
+class PolicyGradient:
+    """The policy loss of `algorithm.loss`, its KL term and its entropy bonus.
 
     Attributes:
-        algorithm: bounds and weights.
+        algorithm: the loss, its bounds and weights.
         temperature: what responses were sampled at; old and new log-probs are both of that distribution.
         needs_entropy: entropies are logged.
     """
@@ -68,36 +77,58 @@ class ClippedPolicy:
     temperature: float
     needs_entropy: bool = True
 
-    def __call__(self, scores: TokenScores, rows: BatchedDataDict) -> Loss:
-        """Return Σ weight · (policy loss + kl_coef · KL) over the response tokens."""
+    @cached_property
+    def function(self) -> Callable[..., PolicyLoss]:
+        """Return the policy loss."""
+        return find_loss(self.algorithm.loss, self.algorithm.loss_arguments, dict(self.algorithm))
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the loss has to be given figures of the whole optimizer step."""
+        return statistics_of(self.function) is not None
+
+    def statistics(self, tokens: PolicyTokens) -> dict[str, float]:
+        """Return those figures, of all tokens of the step."""
+        compute = statistics_of(self.function)
+        assert compute is not None
+        return compute(tokens, **self.algorithm.loss_arguments)
+
+    def tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
+        """Return what the loss reads of these rows, of which `logprobs` are the policy's, [T]."""
+        names = ("token_weight", "logprobs", "advantages")
+        share, old, advantages = (_of_tokens(rows, name, logprobs) for name in names)
+        return PolicyTokens(logprobs, old, advantages, share > 0, rows["response_mask"].lengths.to(logprobs.device))
+
+    def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
+        """Return Σ weight · (policy loss + kl_coef · KL - entropy_coef · entropy) over the response tokens."""
         settings = self.algorithm
         weight, share = (_of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
-        mask = share > 0
-        policy = clipped_policy_loss(
-            scores.logprobs,
-            _of_tokens(rows, "logprobs", weight),
-            _of_tokens(rows, "advantages", weight),
-            mask,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-        )
+        tokens = self.tokens(scores.logprobs, rows)
+        offered = dict(settings) | ({} if statistics is None else {"statistics": statistics})
+        policy = call_with(self.function, tokens, offered=offered, **settings.loss_arguments)
         policy_loss = (weight * policy.token_losses).sum()
-        ratio = policy.ratio.detach()
         metrics = {
             "actor/policy_loss": policy_loss.detach(),
             "actor/entropy": (share * scores.entropy.detach()).sum(),
-            "actor/ratio_mean": (share * ratio).sum(),
-            "actor/ratio_max": torch.where(mask, ratio, 0).max() if ratio.numel() else ratio.new_zeros(()),
+            "actor/ratio_mean": (share * policy.ratio).sum(),
+            "actor/ratio_max": policy.ratio.max() if policy.ratio.numel() else policy.ratio.new_zeros(()),
             "actor/clip_low_fraction": (share * policy.clipped_low).sum(),
             "actor/clip_high_fraction": (share * policy.clipped_high).sum(),
         }
         loss = policy_loss
         if settings.kl_coef > 0:
             reference = _of_tokens(rows, "reference_logprobs", weight)
-            kl = kl_estimate(scores.logprobs, reference, settings.kl_estimator)
+            kl = kl_estimate(
+                scores.logprobs,
+                reference,
+                settings.kl_estimator,
+                straight_through=settings.kl_straight_through,
+                mask=tokens.mask,
+            )
             loss = loss + settings.kl_coef * (weight * kl).sum()
             metrics["actor/kl"] = (share * kl.detach()).sum()
+        if settings.entropy_coef > 0:
+            loss = loss - settings.entropy_coef * (weight * scores.entropy).sum()
         return Loss(loss, metrics | {"actor/loss": loss.detach()})
 
 
@@ -107,8 +138,9 @@ class Imitation:
 
     temperature: float = 1.0
     needs_entropy: bool = False
+    needs_statistics: bool = False
 
-    def __call__(self, scores: TokenScores, rows: BatchedDataDict) -> Loss:
+    def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
         """Return -Σ weight · log p."""
         loss = -(_of_tokens(rows, "loss_weight", scores.logprobs) * scores.logprobs).sum()
         return Loss(loss, {"actor/loss": loss.detach()})

@@ -5,10 +5,12 @@ from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import pad_id
+from rlpack.data.views import MicrobatchView
 from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import reshard
@@ -37,6 +39,14 @@ class Scorer:
         return cls(policy, context.torch_device, temperature, pad_id(tokenizer))
 
     @torch.no_grad()
+    def score(self, view: MicrobatchView, *, temperature: float) -> Tensor:
+        """Return the log-probs of a microbatch's response tokens, zero elsewhere: f32 [T], on the CPU."""
+        self.policy.eval()
+        inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
+        select = view.rows["response_mask"].values.to(self.device)
+        return self.policy(inputs, select=select, temperature=temperature, entropy=False).logprobs.float().cpu()
+
+    @torch.no_grad()
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `name`: log p(token | tokens before it) of response tokens, f32, zero elsewhere.
 
@@ -44,15 +54,11 @@ class Scorer:
 
         Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
         """
-        self.policy.eval()
         temperature = self.temperature if temperature is None else temperature
         values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
         for step in range(shard.num_steps):
             for view in shard.microbatches(step):
-                inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
-                select = view.rows["response_mask"].values.to(self.device)
-                scores = self.policy(inputs, select=select, temperature=temperature, entropy=False)
-                values.append(scores.logprobs.float().cpu())
+                values.append(self.score(view, temperature=temperature))
                 order.append(view.index)
         reshard(self.policy)
         scored = shard.keep(["response_mask"]).select(np.concatenate(order))

@@ -1,6 +1,8 @@
-"""Group-relative advantages: how much better a sample is than the other samples of its prompt.
+"""Advantages of whole responses: how much better a sample is than what it is compared with.
 
-Statistics are computed in float64 over group ids, never over prompt texts: two equal prompts are two groups.
+Statistics are computed in float64 over group ids, never over prompt texts: two equal prompts are two groups. Where
+there is nothing to compare (a group of one, rewards that are all equal) advantages are exactly 0. Rows that are not
+`valid` get 0, stay outside the statistics, and may hold NaN.
 """
 
 from typing import Literal, NamedTuple
@@ -38,9 +40,6 @@ def group_relative(
     arXiv:2503.20783), `leave_one_out` without it RLOO (Ahmadian et al. 2024, arXiv:2402.14740). The deviation is the
     unbiased one (n - 1), with `epsilon` added.
 
-    A group of one, and a group whose rewards are all equal, gives exactly 0: there is nothing to compare. Rows that
-    are not `valid` get 0, stay outside the statistics, and may hold NaN.
-
     >>> group_relative(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 9]), scale="none")
     tensor([ 0.5000, -0.5000,  0.0000])
     >>> group_relative(torch.tensor([3.0, 0.0, 0.0]), torch.tensor([7, 7, 7]), baseline="leave_one_out", scale="none")
@@ -77,6 +76,110 @@ def group_relative(
         deviations = (squares / (groups.sizes - 1).clamp(min=1)).sqrt()
         advantages = advantages / (deviations[groups.of_row] + epsilon)
     return torch.where(counted & ~groups.flat[groups.of_row], advantages, 0.0).float()
+
+
+def length_weighted(
+    rewards: Tensor, group_ids: Tensor, response_tokens: Tensor, *, valid: Tensor | None = None
+) -> Tensor:
+    """Return every row's reward minus the mean of its group weighted by response lengths, f32 [B].
+
+    OPO (Hao et al. 2025, arXiv:2505.23585): for gradients whose squared norm grows with the length, this baseline has
+    the least variance.
+
+    >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), torch.tensor([30, 10]))
+    tensor([ 0.2500, -0.7500])
+
+    Args:
+        rewards: one number a row, [B].
+        group_ids: rows with the same id are samples of one prompt, int64 [B].
+        response_tokens: the response's length, int64 [B].
+        valid: rows that count, bool [B]; None counts all.
+
+    Raises:
+        AlgorithmError: shapes differ, or a valid reward is not finite.
+    """
+    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    _check(rewards, group_ids, counted)
+    if rewards.numel() == 0:
+        return rewards.float()
+    values = torch.where(counted, rewards.double(), 0.0)
+    groups = _group(values, group_ids, counted)
+    weights = torch.where(counted, response_tokens, 0).double()
+    zeros = torch.zeros_like(groups.sizes)
+    totals = zeros.index_add(0, groups.of_row, weights)
+    means = zeros.index_add(0, groups.of_row, weights * values) / totals.clamp(min=1)
+    return torch.where(counted & ~groups.flat[groups.of_row], values - means[groups.of_row], 0.0).float()
+
+
+def against_greedy(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Return every row's reward minus that of the prompt's greedy response, f32 [B].
+
+    ReMax (Li et al. 2023, arXiv:2310.10505). Every row has a comparison of its own, so groups of one will do.
+
+    >>> against_greedy(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.25]))
+    tensor([ 0.0000, -0.2500])
+
+    Args:
+        rewards: one number a row, [B].
+        greedy_rewards: reward of the likeliest response to the row's prompt, [B].
+        valid: rows that count in both columns, bool [B]; None counts all.
+
+    Raises:
+        AlgorithmError: shapes differ, or a valid reward is not finite.
+    """
+    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    for column in (rewards, greedy_rewards):
+        _check(column, torch.zeros_like(rewards, dtype=torch.int64), counted)
+    return torch.where(counted, rewards.double() - greedy_rewards.double(), 0.0).float()
+
+
+def batch_normalised(
+    rewards: Tensor,
+    group_ids: Tensor,
+    response_tokens: Tensor,
+    *,
+    centre_groups: bool = False,
+    valid: Tensor | None = None,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """Return rewards normalised over the tokens of the whole batch, f32 [B].
+
+    REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): with γ = 1 and the reward at the end, every token of a response has
+    the reward as its return, and mean and standard deviation are those of all response tokens. With `centre_groups` the
+    group's mean reward is taken off first, the paper's variant with a baseline.
+
+    >>> batch_normalised(torch.tensor([1.0, 0.0]), torch.tensor([7, 9]), torch.tensor([10, 10]))
+    tensor([ 0.9747, -0.9747])
+
+    Args:
+        rewards: one number a row, [B].
+        group_ids: rows with the same id are samples of one prompt, int64 [B].
+        response_tokens: the response's length, int64 [B].
+        centre_groups: whether groups are compared within; a group of one then gives 0.
+        valid: rows that count, bool [B]; None counts all.
+        epsilon: added to the standard deviation, in units of the reward.
+
+    Raises:
+        AlgorithmError: shapes differ, or a valid reward is not finite.
+    """
+    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    _check(rewards, group_ids, counted)
+    if rewards.numel() == 0:
+        return rewards.float()
+    values = torch.where(counted, rewards.double(), 0.0)
+    teaches = counted
+    if centre_groups:
+        groups = _group(values, group_ids, counted)
+        values = torch.where(groups.flat[groups.of_row], 0.0, values - groups.means[groups.of_row])
+        teaches = counted & ~groups.flat[groups.of_row]
+    weights = torch.where(counted, response_tokens, 0).double()
+    total = weights.sum()
+    kept = values[weights > 0]
+    if not kept.numel() or kept.min() == kept.max():
+        return torch.zeros_like(rewards, dtype=torch.float32)
+    mean = (weights * values).sum() / total
+    deviation = ((weights * (values - mean).square()).sum() / (total - 1).clamp(min=1)).sqrt()
+    return torch.where(teaches, (values - mean) / (deviation + epsilon), 0.0).float()
 
 
 def zero_group_fraction(advantages: Tensor, group_ids: Tensor) -> float:

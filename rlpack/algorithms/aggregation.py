@@ -19,7 +19,7 @@ from torch import Tensor
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.data.ragged import Ragged
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
 
     - `token_mean`: 1 / tokens. Long answers weigh more (DAPO, Yu et al. 2025, arXiv:2503.14476).
     - `sequence_mean`: 1 / (the row's own tokens · sequences). Every answer weighs the same (GRPO, arXiv:2402.03300).
+    - `sequence_mean_of_sums`: 1 / sequences. The mean over answers of the sums of their tokens (REINFORCE, RLOO).
     - `sequence_sum`: 1 / (constant · sequences). Without a bias by length (Dr. GRPO, arXiv:2503.20783).
 
     >>> row_weights(torch.tensor([2, 1, 0]), aggregation="sequence_mean", denominators=Denominators(3, 2))
@@ -62,7 +63,7 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
 
     Args:
         counts: tokens of each row that count, int64 [B].
-        aggregation: one of the three.
+        aggregation: one of the four.
         denominators: of the optimizer step that these rows belong to.
 
     Raises:
@@ -72,6 +73,8 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
         weights = torch.full(counts.shape, _inverse(denominators.tokens), dtype=torch.float64)
     elif aggregation == "sequence_mean":
         weights = _inverse(denominators.sequences) / counts.clamp(min=1).double()
+    elif aggregation == "sequence_mean_of_sums":
+        weights = torch.full(counts.shape, _inverse(denominators.sequences), dtype=torch.float64)
     elif aggregation == "sequence_sum":
         if denominators.constant is None or not denominators.constant > 0:
             raise AlgorithmError(
@@ -81,7 +84,8 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
         weights = torch.full(counts.shape, per_token, dtype=torch.float64)
     else:
         raise AlgorithmError(
-            f"aggregation is {aggregation!r}; algorithm.aggregation is token_mean, sequence_mean or sequence_sum"
+            f"aggregation is {aggregation!r}; algorithm.aggregation is token_mean, sequence_mean, "
+            "sequence_mean_of_sums or sequence_sum"
         )
     return torch.where(counts > 0, weights, 0.0).float()
 

@@ -13,7 +13,12 @@ MAX_EXPONENT = 20.0
 
 
 def kl_estimate(
-    logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator, *, mask: Tensor | None = None
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    estimator: KLEstimator,
+    *,
+    straight_through: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return an estimate of KL(π ‖ π_ref) for each token sampled from π, [T].
 
@@ -28,6 +33,9 @@ def kl_estimate(
         logprobs: under the policy, with gradient, [T].
         reference_logprobs: under the reference, [T].
         estimator: k1, k2 or k3.
+        straight_through: whether the value is the estimator's and the gradient that of `k2`. On tokens sampled from π
+            it is the divergence's own (Tang and Munos 2025, arXiv:2506.09477); k1's is zero in the mean, and k3's
+            is biased.
         mask: tokens that count, bool [T]; others give 0 and no gradient even where a column holds NaN.
 
     Raises:
@@ -39,6 +47,10 @@ def kl_estimate(
     if mask is not None:
         logprobs, reference_logprobs = torch.where(mask, logprobs, 0.0), torch.where(mask, reference_logprobs, 0.0)
     difference = logprobs - reference_logprobs
+    if straight_through and estimator != "k2":
+        carrier = difference.square() / 2
+        value = kl_estimate(logprobs.detach(), reference_logprobs, estimator)
+        return value + carrier - carrier.detach()
     if estimator == "k1":
         return difference
     if estimator == "k2":

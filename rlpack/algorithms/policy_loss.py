@@ -1,6 +1,15 @@
-"""The clipped policy loss of PPO and its relatives, one number a token."""
+"""Policy losses: pure functions from the tokens of a microbatch to one number a token.
+
+Whole rows are in a microbatch, so a loss may look at all tokens of a row, and never at another row: what it gives for
+a row doesn't depend on how rows are batched. What needs more, figures of the whole optimizer step, says so by
+`needs_statistics` (rlpack.algorithms.statistics) and is given them.
+
+Letters: T tokens, B rows. r = π / π_old is the ratio of a token, A its advantage. The log-ratio is clamped to ±20,
+where e^r would soon overflow; no gradient passes beyond it.
+"""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,15 +19,75 @@ from rlpack.algorithms.errors import AlgorithmError
 MAX_LOG_RATIO = 20.0
 
 
+@dataclass(frozen=True, eq=False)
+class PolicyTokens:
+    """What a policy loss reads of a microbatch; outside the mask all columns may hold anything, NaN included.
+
+    Attributes:
+        logprobs: under the policy that is trained, with gradient, [T].
+        old_logprobs: under the policy before this step's first update, [T].
+        advantages: one a token, [T].
+        mask: sampled tokens that count, bool [T].
+        lengths: tokens of each row, int64 [B], rows end to end.
+
+    Raises:
+        AlgorithmError: columns have different shapes, the mask is not bool, or lengths don't add up to T.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        """Check shapes, and put zeros outside the mask."""
+        columns = (self.logprobs, self.old_logprobs, self.advantages, self.mask)
+        shapes = {tuple(column.shape) for column in columns}
+        if len(shapes) > 1 or self.mask.dtype != torch.bool:
+            raise AlgorithmError(
+                f"columns have shapes {sorted(shapes)} and a mask of {self.mask.dtype}; need four [T] and bool"
+            )
+        if int(self.lengths.sum()) != self.mask.shape[0]:
+            raise AlgorithmError(f"lengths add up to {int(self.lengths.sum())} for {self.mask.shape[0]} tokens")
+        for name in ("logprobs", "old_logprobs", "advantages"):
+            # `where` before any arithmetic: 0 · NaN would still be NaN, in the value and in the gradient.
+            object.__setattr__(self, name, torch.where(self.mask, vars(self)[name], 0.0))
+
+    @property
+    def rows(self) -> Tensor:
+        """Return the row of every token, int64 [T]."""
+        count = torch.arange(self.lengths.shape[0], device=self.mask.device)
+        return torch.repeat_interleave(count, self.lengths, output_size=self.mask.shape[0])
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """Return r, [T]; 1 outside the mask."""
+        return _bounded(self.logprobs - self.old_logprobs)
+
+    @cached_property
+    def sequence_ratio(self) -> Tensor:
+        """Return the geometric mean of the ratios of a token's row, [T]: (Π r)^(1/n) over its n counted tokens.
+
+        Its gradient goes to the token's own log-probability, as if it were the token's ratio.
+        """
+        own = self.logprobs.detach()
+        sums = own.new_zeros(self.lengths.shape[0])
+        counts = sums.index_add(0, self.rows, self.mask.to(sums.dtype))
+        means = sums.index_add(0, self.rows, own - self.old_logprobs) / counts.clamp(min=1)
+        return _bounded(means[self.rows]) * (self.logprobs - own).exp()
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What `clipped_policy_loss` found, flat over T tokens; everything is 0 or False outside the mask.
+    """What a policy loss found, flat over T tokens; everything is 0 or False outside the mask.
 
     Attributes:
         token_losses: to be summed under the weights of `aggregation.row_weights`, [T].
-        ratio: new over old probability, without gradient, [T]; above 0 inside the mask, so a maximum may ignore it.
-        clipped_low: tokens whose gradient the lower bound removed (negative advantage), bool [T].
-        clipped_high: tokens whose gradient the upper bound removed (positive advantage), bool [T].
+        ratio: new over old probability, as the loss bounds it, without gradient, [T]; above 0 inside the mask, so a
+            maximum may ignore it.
+        clipped_low: tokens whose gradient the lower bound removed, bool [T].
+        clipped_high: tokens whose gradient the upper bound removed, bool [T].
     """
 
     token_losses: Tensor
@@ -26,68 +95,128 @@ class PolicyLoss:
     clipped_low: Tensor
     clipped_high: Tensor
 
+    @classmethod
+    def of(cls, tokens: PolicyTokens, losses: Tensor, ratio: Tensor, low: Tensor, high: Tensor) -> "PolicyLoss":
+        """Return the loss with everything outside the mask put to 0."""
+        mask = tokens.mask
+        return cls(torch.where(mask, losses, 0.0), torch.where(mask, ratio.detach(), 0.0), low & mask, high & mask)
 
-def clipped_policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+
+def clipped(
+    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """Return `-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)` a token, with r = π / π_old.
+    """Return `-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)` a token.
 
     PPO (Schulman et al. 2017, arXiv:1707.06347) with two separate bounds (clip-higher, DAPO, arXiv:2503.14476). With
     `dual_clip` = c the loss of a negative advantage is at most `-c·A` (Ye et al. 2020, arXiv:1912.09729), since r has
-    no bound there. The log-ratio is clamped to ±20, where e^r would soon overflow; no gradient passes beyond it.
+    no bound there.
 
-    Outside the mask losses and gradients are exactly 0, whatever the columns hold there, NaN included.
-
-    >>> loss = clipped_policy_loss(
+    >>> tokens = PolicyTokens(
     ...     torch.tensor([0.5, 0.5, 0.5]).log(), torch.tensor([0.25, 0.25, 0.5]).log(), torch.tensor([1.0, -1.0, 1.0]),
-    ...     torch.tensor([True, True, False]), clip_low=0.2, clip_high=0.3)
+    ...     torch.tensor([True, True, False]), torch.tensor([3]))
+    >>> loss = clipped(tokens, clip_low=0.2, clip_high=0.3)
     >>> loss.token_losses
     tensor([-1.3000,  2.0000,  0.0000])
     >>> loss.clipped_high
     tensor([ True, False, False])
 
     Args:
-        logprobs: under the policy that is trained, with gradient, [T].
-        old_logprobs: under the policy before this step's first update, [T].
-        advantages: [T], one number a token.
-        mask: sampled tokens, bool [T].
+        tokens: of the microbatch.
         clip_low: the ratio is clipped below 1 - clip_low.
         clip_high: the ratio is clipped above 1 + clip_high.
         dual_clip: bound on the ratio for negative advantages, above 1; None for none.
 
     Raises:
-        AlgorithmError: columns have different shapes, or a bound is outside its range.
+        AlgorithmError: a bound is outside its range.
     """
+    return _clipped(tokens, tokens.ratio, clip_low, clip_high, dual_clip)
+
+
+def sequence_clipped(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+    """Return GSPO's loss a token: clipping by the geometric mean s of the row's ratios (Zheng et al. 2025).
+
+    arXiv:2507.18071: `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)`, with s = (Π r)^(1/n). Every token of a row
+    has the row's loss, so under `sequence_mean` the sum over its tokens is the paper's, and so is the gradient. It is
+    written as the paper's GSPO-token, in which s has the gradient of the token's own ratio: so advantages may
+    differ within a row.
+
+    >>> both = torch.tensor([True, True])
+    >>> tokens = PolicyTokens(torch.tensor([2.0, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))
+    >>> sequence_clipped(tokens, clip_low=0.2, clip_high=9.0).token_losses
+    tensor([-4., -4.])
+    """
+    return _clipped(tokens, tokens.sequence_ratio, clip_low, clip_high, None)
+
+
+def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.28) -> PolicyLoss:
+    """Return `-sg(clip(r, 1 - clip_low, 1 + clip_high))·A·log π` a token: the weight is clipped, no token is lost.
+
+    CISPO (MiniMax-M1, 2025, arXiv:2506.13585, equation 4); sg stops the gradient. clip_low = 1 sets no lower bound, as
+    in the paper.
+
+    >>> tokens = PolicyTokens(
+    ...     torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -3.0]), torch.ones(2), torch.ones(2, dtype=torch.bool),
+    ...     torch.tensor([2]))
+    >>> cispo(tokens, clip_high=0.5).token_losses
+    tensor([1.0000, 1.5000])
+    """
+    _check_bounds(clip_low, clip_high, None, lowest_open=False)
+    ratio = tokens.ratio.detach()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss.of(tokens, -weight * tokens.advantages * tokens.logprobs, ratio, none, none)
+
+
+def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> PolicyLoss:
+    """Return `-(4/τ)·σ(τ·(r - 1))·A` a token: a soft gate where others clip (Gao et al. 2025, arXiv:2511.20347).
+
+    τ is `tau_positive` where A > 0, else `tau_negative`. At r = 1 the gradient is that of r·A.
+
+    >>> tokens = PolicyTokens(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([True]), torch.tensor([1]))
+    >>> sapo(tokens).token_losses
+    tensor([-2.])
+    """
+    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        if not tau > 0:
+            raise AlgorithmError(f"{name} is {tau}; algorithm.loss_arguments.{name} is above 0")
+    tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative)
+    gate = 4.0 / tau * torch.sigmoid(tau * (tokens.ratio - 1.0))
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss.of(tokens, -gate * tokens.advantages, tokens.ratio, none, none)
+
+
+def reinforce(tokens: PolicyTokens) -> PolicyLoss:
+    """Return `-A·log π` a token (Williams 1992): for one update a batch, since nothing holds the policy back.
+
+    >>> tokens = PolicyTokens(
+    ...     torch.tensor([-2.0]), torch.tensor([-2.0]), torch.tensor([0.5]), torch.tensor([True]), torch.tensor([1]))
+    >>> reinforce(tokens).token_losses
+    tensor([1.])
+    """
+    none = torch.zeros_like(tokens.mask)
+    return PolicyLoss.of(tokens, -tokens.advantages * tokens.logprobs, tokens.ratio, none, none)
+
+
+def _clipped(
+    tokens: PolicyTokens, ratio: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> PolicyLoss:
     _check_bounds(clip_low, clip_high, dual_clip)
-    shapes = {tuple(column.shape) for column in (logprobs, old_logprobs, advantages, mask)}
-    if len(shapes) > 1 or mask.dtype != torch.bool:
-        raise AlgorithmError(f"columns have shapes {sorted(shapes)} and a mask of {mask.dtype}; need four [T] and bool")
-    # `where` before any arithmetic: 0 · NaN would still be NaN, in the value and in the gradient.
-    log_ratio = torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0)
-    advantages = torch.where(mask, advantages, 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    advantages = tokens.advantages
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
-    detached = torch.where(mask, ratio.detach(), 0.0)
-    return PolicyLoss(
-        token_losses=torch.where(mask, losses, 0.0),
-        ratio=detached,
-        clipped_low=(detached < 1 - clip_low) & (advantages < 0),
-        clipped_high=(detached > 1 + clip_high) & (advantages > 0),
-    )
+    seen = ratio.detach()
+    low, high = (seen < 1 - clip_low) & (advantages < 0), (seen > 1 + clip_high) & (advantages > 0)
+    return PolicyLoss.of(tokens, losses, ratio, low, high)
 
 
-def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None, *, lowest_open: bool = True) -> None:
     """Refuse bounds that would make no trust region."""
-    if not 0 <= clip_low < 1:
+    if not (0 <= clip_low < 1 or (clip_low == 1 and not lowest_open)):
         raise AlgorithmError(f"clip_low is {clip_low}; algorithm.clip_low is from 0 to below 1")
     if not clip_high >= 0:
         raise AlgorithmError(f"clip_high is {clip_high}; algorithm.clip_high is 0 or more")

@@ -115,20 +115,38 @@ class Reference(Section):
 
 
 class Algorithm(Section):
-    """Advantages, the policy loss and its KL term."""
+    """Advantages, the policy loss, its KL term and its entropy bonus."""
 
-    baseline: Literal["mean", "leave_one_out"] = Field(default="mean", description="What a reward is compared with.")
-    scale: Literal["std", "none"] = Field(
-        default="std", description="Divide advantages by the group's standard deviation."
+    advantage: str = Field(
+        default="group_relative",
+        description="group_relative, length_weighted, against_greedy, batch_normalised, or package.module:function.",
     )
-    clip_low: float = Field(default=0.2, ge=0, lt=1, description="The ratio is clipped below 1 minus this.")
+    advantage_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Further keyword arguments of the advantage function."
+    )
+    baseline: Literal["mean", "leave_one_out"] = Field(default="mean", description="group_relative compares with this.")
+    scale: Literal["std", "none"] = Field(
+        default="std", description="group_relative divides by the group's standard deviation, or not."
+    )
+    loss: str = Field(
+        default="clipped",
+        description="clipped, sequence_clipped, cispo, sapo, reinforce, kl_cov, or package.module:function.",
+    )
+    loss_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Further keyword arguments of the loss function."
+    )
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="The ratio is clipped below 1 minus this.")
     clip_high: NonNegative = Field(default=0.28, description="The ratio is clipped above 1 plus this.")
     dual_clip: float | None = Field(
         default=None, gt=1, description="Bound on the ratio for negative advantages; null: none."
     )
     kl_coef: NonNegative = Field(default=0.0, description="Weight of the KL term against the reference; 0 starts none.")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the KL divergence.")
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
+    kl_straight_through: bool = Field(
+        default=False, description="The KL term has kl_estimator's value and k2's gradient, the divergence's own."
+    )
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum"] = Field(
         default="token_mean", description="How token losses become one number."
     )
     sequence_sum_constant: Positive | None = Field(

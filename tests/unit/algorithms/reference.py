@@ -36,4 +36,6 @@ def aggregate(losses, masks, aggregation, constant):
         return sum(map(sum, rows)) / sum(map(len, rows))
     if aggregation == "sequence_mean":
         return sum(sum(row) / len(row) for row in rows) / len(rows)
+    if aggregation == "sequence_mean_of_sums":
+        return sum(sum(row) for row in rows) / len(rows)
     return sum(sum(row) for row in rows) / (constant * len(rows))

@@ -5,13 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpack.algorithms import policy_loss
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.policy_loss import clipped_policy_loss
+from rlpack.algorithms.policy_loss import PolicyTokens
 from tests.unit.algorithms import reference
 
 logprob = st.floats(-6, 0, width=32)
 tokens = st.lists(st.tuples(logprob, logprob, st.floats(-3, 3, width=32)), min_size=1, max_size=12)
 bounds = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def clipped_policy_loss(new, old, advantages, mask, **settings):
+    """The clipped loss of tokens of one row."""
+    lengths = torch.tensor([mask.shape[0]])
+    return policy_loss.clipped(PolicyTokens(new, old, advantages, mask, lengths), **settings)
 
 
 def columns(tokens, dtype=torch.float64):
