@@ -22,6 +22,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _PLACE = re.compile(r"(<!-- output of: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LONGEST_S = 1800.0
 _PACKAGES = ("torch", "transformers", "ray", "numpy", "numba")
 
 
@@ -31,15 +32,18 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the commands that have this word alone")
     parser.add_argument("--skip", help="leave out the commands that have this word")
     arguments = parser.parse_args()
-    commands = [command for _, command, _ in _PLACE.findall(RESULTS.read_text(encoding="utf-8"))]
-    failed = []
+    places = _PLACE.findall(RESULTS.read_text(encoding="utf-8"))
+    commands = [command for _, command, _ in places if arguments.only in command]
+    commands = [command for command in commands if not (arguments.skip and arguments.skip in command)]
+    if not commands:
+        parser.error(f"no command in {RESULTS} fits; it has: {', '.join(command for _, command, _ in places)}")
+    where, failed = surroundings(), []
     for command in commands:
-        if arguments.only in command and not (arguments.skip and arguments.skip in command):
-            print(f"$ {command}", flush=True)
-            code, output = run(command)
-            print(output, flush=True)
-            write(command, f"{surroundings()}\n\n{output}" + (f"\nexit code {code}" if code else ""))
-            failed += [command] * bool(code)
+        print(f"$ {command}", flush=True)
+        code, output = run(command)
+        print(output, flush=True)
+        write(RESULTS, command, f"{where}\n\n{output}" + (f"\nexit code {code}" if code else ""))
+        failed += [command] * bool(code)
     print(f"written to {RESULTS}; " + (f"missed a bar or failed: {', '.join(failed)}" if failed else "all bars kept"))
     return int(bool(failed))
 
@@ -48,17 +52,20 @@ def run(command: str) -> tuple[int, str]:
     """Return the exit code of a command that begins with `python`, and what it prints."""
     words = [sys.executable if word == "python" else word for word in command.split()]
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "RAY_DEDUP_LOGS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    return done.returncode, done.stdout.rstrip() if done.returncode in (0, 1) else (done.stdout + done.stderr).rstrip()
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=environment, check=False, timeout=_LONGEST_S, cwd=RESULTS.parents[1]
+    )
+    # A missed bar and a crash both end with 1; only the latter has anything to say on its standard error.
+    return done.returncode, (done.stdout + (done.stderr if done.returncode else "")).rstrip()
 
 
-def write(command: str, output: str) -> None:
+def write(results: Path, command: str, output: str) -> None:
     """Put the output of a command into its place."""
 
     def filled(place: re.Match[str]) -> str:
         return f"{place[1]}```text\n{output}\n```\n{place[3]}" if place[2] == command else place[0]
 
-    RESULTS.write_text(_PLACE.sub(filled, RESULTS.read_text(encoding="utf-8")), encoding="utf-8")
+    results.write_text(_PLACE.sub(filled, results.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def surroundings() -> str:

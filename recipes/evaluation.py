@@ -38,11 +38,12 @@ def evaluate_loss(session: Session) -> None:
 def _rewards(session: Session, samples: int, temperature: float) -> Tensor:
     """Return the reward of every sample of every held-out prompt, f32 [prompts × samples]; a broken one counts 0."""
     positions = np.arange(len(session.held_out))
-    draw = Draw(session.held_out.batch(positions), _STEP, positions)
-    rollouts = respond(session, draw, samples, temperature)
-    rewards, valid = scores([session.groups["reward"]], rollouts)
-    if temperature > 0:
-        _show(session, rollouts, rewards, valid)
+    with session.store.step():
+        draw = Draw(session.held_out.batch(positions), _STEP, positions)
+        rollouts = respond(session, draw, samples, temperature)
+        rewards, valid, _ = scores([session.groups["reward"]], rollouts)
+        if temperature > 0:
+            _show(session, rollouts, rewards, valid)
     return rewards
 
 

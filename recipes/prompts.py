@@ -10,26 +10,32 @@ from rlpack.config.schema import Config
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.datasets import PromptDataset, load_prompts
 from rlpack.data.fields import FIELDS
-from rlpack.data.holding import Store
 from rlpack.data.prompts import Prompts, encode_prompts
-from rlpack.data.shelf import Shelf
+from rlpack.data.shelf import Allowance, Shelf
+from rlpack.data.store import Store
 from rlpack.data.tokenisation import character_tokenizer, characters
 from rlpack.models.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Columns that a rollout batch gets on its way; a dataset's own of the same name would stand in their place.
-_TAKEN = frozenset({*FIELDS, "seeds", "completion", "valid", "loss_weight", "token_weight"})
+_TAKEN = frozenset(FIELDS)
+# Of the store's budget, what the datasets may keep; the rest is for the batches of a step.
+_SHARE = 0.25
 
 
 class Split:
     """The prompts of a split, whose tokens and texts lie in a store; batches of them are references."""
 
-    def __init__(self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store) -> None:
+    def __init__(
+        self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store, allowance: Allowance
+    ) -> None:
         self.fingerprint = prompts.fingerprint
         self._num_rows = len(prompts)
-        self._prompts = Shelf(store, len(prompts), prompts.batch)
-        self._demonstrations = Shelf(store, len(prompts), lambda rows: prompts.demonstrations(rows, tokenizer))
+        self._prompts = Shelf(store, allowance, len(prompts), prompts.batch)
+        self._demonstrations = Shelf(
+            store, allowance, len(prompts), lambda rows: prompts.demonstrations(rows, tokenizer)
+        )
 
     def __len__(self) -> int:
         return self._num_rows
@@ -45,6 +51,12 @@ class Split:
             DataError: an example has no demonstration.
         """
         return self._demonstrations.rows(rows)
+
+
+def in_store(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
+    """Return the splits with their tokens and texts in the store, of which all together may take a quarter."""
+    allowance = Allowance(_SHARE * store.budget)
+    return [Split(split, tokenizer, store, allowance) for split in splits]
 
 
 def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Prompts]:

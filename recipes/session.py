@@ -13,14 +13,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from recipes.checks import check_before_start
-from recipes.prompts import Split, load_splits
+from recipes.prompts import Split, in_store, load_splits
 from recipes.resuming import check_same_prompts, check_same_run, newest_checkpoint, reference_folder
 from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
-from rlpack.data.holding import HereStore, Store
+from rlpack.data.store import LocalStore, Store
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.roles import start_roles
@@ -87,7 +87,7 @@ class Session:
     prompts: Split
     held_out: Split
     groups: dict[str, WorkerGroup[Any]]
-    store: Store = field(default_factory=HereStore)
+    store: Store = field(default_factory=LocalStore)
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, float] = field(default_factory=dict)
     step: int | None = None
@@ -242,7 +242,7 @@ def open_session(config: Config) -> Iterator[Session]:
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement) as cluster:
         groups = start_roles(cluster, config, started_roles(config), (config, tokenizer), cost=cost)
-        train, test = (Split(split, tokenizer, cluster.store) for split in (prompts, held_out))
+        train, test = in_store(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()
         if resumed is not None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from recipes.resuming import reference_folder
 from recipes.session import Session
 from recipes.weighing import step_weights
-from rlpack.algorithms.advantages import group_relative, zero_group_fraction
+from rlpack.algorithms.advantages import zero_group_fraction
+from rlpack.algorithms.registry import row_advantages
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
@@ -95,7 +96,7 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     denominator and no baseline.
     """
     with session.run.timer("reward"):
-        rewards, valid = scores(session.scorers, rollouts)
+        rewards, valid, extras = scores(session.scorers, rollouts)
     kept = rewards[valid]
     session.metrics |= {
         "reward/mean": kept.mean().item() if kept.numel() else 0.0,
@@ -104,37 +105,49 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         "reward/max": kept.max().item() if kept.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
-    return rollouts.union({"rewards": rewards, "valid": valid})
+    return rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
 
 
-def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> tuple[Tensor, Tensor]:
-    """Return every row's reward, f32 [B], and whether all scoring roles gave a finite one, bool [B]; else it is 0.
+class Judgement(NamedTuple):
+    """Every row's reward, f32 [B]; whether all roles gave a finite one, bool [B]; and the columns that they added."""
+
+    rewards: Tensor
+    valid: Tensor
+    extras: BatchedDataDict
+
+
+def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> Judgement:
+    """Return what the scoring roles say together; a row without a finite reward has 0.
 
     The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
     """
     sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
     results = [_judged(group, sent) for group in groups]
-    valid = torch.stack([valid for _, valid in results]).all(0)
-    return torch.stack([rewards for rewards, _ in results]).sum(0).where(valid, 0.0), valid
+    valid = torch.stack([result.valid for result in results]).all(0)
+    rewards = torch.stack([result.rewards for result in results]).sum(0).where(valid, 0.0)
+    extras = rollouts.keep([])
+    for result in results:
+        extras = extras.union(result.extras)
+    return Judgement(rewards, valid, extras)
 
 
-def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict) -> tuple[Tensor, Tensor]:
-    """Return one role's rewards, f32 [B], and which rows it scored, bool [B]: none that its batching drops."""
+def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict) -> Judgement:
+    """Return one role's rewards, and which rows it scored: none that its batching drops."""
     found = group.run(RewardWorker.score, rollouts)
     valid = ~found["quarantined"]
     valid[torch.from_numpy(group.plan(rollouts).step_of_row) < 0] = False
-    return found["rewards"], valid
+    return Judgement(found["rewards"], valid, found.drop(["rewards", "quarantined"]))
 
 
 def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Add `logprobs` f32 [T], the trained policy's own before its update, 0 outside responses, and `response_tokens`.
 
-    The latter, int64 [B], counts the tokens that train: those of a response that the update's plan keeps.
+    The latter, int64 [B], counts the tokens of each response that the update's plan keeps.
     """
     with session.run.timer("logprobs"):
         old = session.actor.run(ActorWorker.logprobs, rollouts.keep([*SCORED, "rollout_logprobs"]))
-    tokens = old["response_tokens"].sum().clamp(min=1)
-    session.metrics["rollout/logprob_gap"] = (old["logprob_gap"].sum() / tokens).item()
+    sums, tokens = (old[name].where(rollouts["valid"], 0).sum() for name in ("logprob_gap", "response_tokens"))
+    session.metrics["rollout/logprob_gap"] = (sums / tokens.clamp(min=1)).item()
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
@@ -149,21 +162,20 @@ def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDa
 def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Add `advantages`, and `loss_weight` and `token_weight` in the row's optimizer step: for all its tokens, f32 [B].
 
-    The figures are of the rows that train, quarantined ones left out.
+    The advantage function gets the columns of rows that it names, those that roles added among them. The figures are
+    of the rows that train, quarantined ones left out.
     """
     settings = session.config.algorithm
     with session.run.timer("advantages"):
-        rewards, groups = rollouts["rewards"], rollouts["group_ids"]
-        per_row = group_relative(
-            rewards, groups, baseline=settings.baseline, scale=settings.scale, valid=rollouts["valid"]
-        )
+        columns = {name: rollouts[name] for name in rollouts.names_of("per-row")}
+        per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
         plan = session.actor.plan(rollouts, mini_batches=True)
         weights = step_weights(rollouts["response_tokens"].where(rollouts["valid"], 0), plan, settings)
     kept = per_row[rollouts["valid"]]
     session.metrics |= {
         "advantage/mean": kept.mean().item() if kept.numel() else 0.0,
         "advantage/std": kept.std(unbiased=False).item() if kept.numel() else 0.0,
-        "advantage/zero_group_fraction": zero_group_fraction(per_row, groups),
+        "advantage/zero_group_fraction": zero_group_fraction(per_row, rollouts["group_ids"]),
     }
     session.report_plan(plan, keep=True)
     return rollouts.union({"advantages": per_row, **weights})

@@ -23,7 +23,7 @@ from rlpack.models.parallel import accumulate, clip_grad_norm, full_state_dict, 
 from rlpack.models.policy import Policy
 from workers.base import RankContext, Worker, broadcast, sharded
 from workers.loading import build_policy
-from workers.objectives import Imitation, Objective, PolicyGradient
+from workers.objectives import Imitation, Objective, PolicyGradient, counted
 from workers.scoring import Scorer
 
 
@@ -135,7 +135,7 @@ class ActorWorker(Worker):
             inputs = to_model_inputs(view, device=self._scorer.device, pad_token_id=self._scorer.pad_token_id)
             scores = policy(
                 inputs,
-                select=view.rows["response_mask"].values.to(self._scorer.device),
+                select=counted(view.rows).to(self._scorer.device),
                 temperature=objective.temperature,
                 entropy=objective.needs_entropy,
             )

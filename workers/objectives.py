@@ -53,6 +53,12 @@ class Objective(Protocol):
         ...
 
 
+def counted(rows: BatchedDataDict) -> Tensor:
+    """Return the tokens that train, bool [T]: those of responses in rows that weigh anything."""
+    mask = rows["response_mask"]
+    return mask.values & (rows["loss_weight"] > 0)[mask.segment_ids]
+
+
 def _of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
     """Return the column `name`, [T], 0 outside the response, on the device and of the type of `like`.
 
@@ -104,12 +110,13 @@ class PolicyGradient:
         settings = self.algorithm
         weight, share = (_of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
         tokens = self.tokens(scores.logprobs, rows)
+        entropy = torch.where(tokens.mask, scores.entropy, 0.0)
         offered = dict(settings) | ({} if statistics is None else {"statistics": statistics})
         policy = call_with(self.function, tokens, offered=offered, **settings.loss_arguments)
         policy_loss = (weight * policy.token_losses).sum()
         metrics = {
             "actor/policy_loss": policy_loss.detach(),
-            "actor/entropy": (share * scores.entropy.detach()).sum(),
+            "actor/entropy": (share * entropy.detach()).sum(),
             "actor/ratio_mean": (share * policy.ratio).sum(),
             "actor/ratio_max": policy.ratio.max() if policy.ratio.numel() else policy.ratio.new_zeros(()),
             "actor/clip_low_fraction": (share * policy.clipped_low).sum(),
@@ -128,7 +135,7 @@ class PolicyGradient:
             loss = loss + settings.kl_coef * (weight * kl).sum()
             metrics["actor/kl"] = (share * kl.detach()).sum()
         if settings.entropy_coef > 0:
-            loss = loss - settings.entropy_coef * (weight * scores.entropy).sum()
+            loss = loss - settings.entropy_coef * (weight * entropy).sum()
         return Loss(loss, metrics | {"actor/loss": loss.detach()})
 
 

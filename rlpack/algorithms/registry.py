@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlpack.algorithms import advantages, policy_loss
@@ -53,6 +54,33 @@ def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[
     function = _find("algorithm.advantage", target, ADVANTAGES)
     _check(function, "algorithm.advantage", columns, arguments, positional=0)
     return function
+
+
+def row_advantages(
+    target: str, arguments: Mapping[str, Any], settings: Mapping[str, Any], columns: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the advantage of each row, f32 [B], by `algorithm.advantage`; rows that are not `valid` have 0.
+
+    Args:
+        target: the function's name.
+        arguments: `algorithm.advantage_arguments`.
+        settings: of `algorithm`; the function gets those that it names.
+        columns: one number a row, [B]: `rewards`, `group_ids`, `valid`, and all others that roles left.
+
+    Raises:
+        AlgorithmError: the function asks for a column that isn't there, or returns something else.
+    """
+    function = find_advantage(target, arguments, {*columns, *settings})
+    found = call_with(function, offered={**settings, **columns}, **arguments)
+    rows, valid = columns["rewards"].shape, columns["valid"]
+    if not isinstance(found, Tensor) or found.shape != rows:
+        what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise AlgorithmError(f"algorithm.advantage {target!r} gave {what}; return a tensor {list(rows)}")
+    broken = (valid & ~found.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        value = found[broken[0]].item()
+        raise AlgorithmError(f"algorithm.advantage {target!r} gave row {broken[0]} {value}, which is no finite number")
+    return torch.where(valid, found, 0.0).float()
 
 
 def call_with(function: Callable[..., Any], *given: Any, offered: Mapping[str, Any], **arguments: Any) -> Any:

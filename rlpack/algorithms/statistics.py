@@ -48,14 +48,17 @@ def join(parts: list[PolicyTokens]) -> PolicyTokens:
 
 
 def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict[str, float]:
-    """Return the means that a token's covariance is taken around, and the covariance that a `share` of tokens reach."""
+    """Return the means that a token's covariance is taken around, and the covariance that a `share` of tokens pass.
+
+    It lies between the last of these and the next token's, so that rounding in the update's own pass changes nothing.
+    """
     logprobs, advantages = tokens.logprobs[tokens.mask].double(), tokens.advantages[tokens.mask].double()
     if not logprobs.numel():
         return {"logprob_mean": 0.0, "advantage_mean": 0.0, "threshold": float("inf")}
     means = logprobs.mean(), advantages.mean()
     products = (logprobs - means[0]) * (advantages - means[1])
     count = max(1, int(share * products.numel()))
-    threshold = products.topk(count).values[-1].item()
+    threshold = products.topk(min(count + 1, products.numel())).values[-2:].mean().item()
     return {"logprob_mean": means[0].item(), "advantage_mean": means[1].item(), "threshold": threshold}
 
 

@@ -55,11 +55,14 @@ def _batch_sizes(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.clip_low > algorithm.clip_high:
+    is_cispo = algorithm.loss == "cispo"  # whose lower bound of 1 is none
+    if algorithm.clip_low > algorithm.clip_high and not is_cispo:
         yield (
             f"algorithm.clip_low is {algorithm.clip_low}, over algorithm.clip_high of {algorithm.clip_high}; "
             "lower the one or raise the other"
         )
+    if algorithm.clip_low == 1 and not is_cispo:
+        yield "algorithm.clip_low is 1, which leaves the ratio no lower bound; set it below 1, or choose loss=cispo"
     needs_constant = algorithm.aggregation == "sequence_sum"
     if needs_constant and algorithm.sequence_sum_constant is None:
         yield (
@@ -73,6 +76,15 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if algorithm.kl_coef > 0 and "reference" not in config.roles:
         yield f"algorithm.kl_coef is {algorithm.kl_coef} and needs the role reference; keep roles.reference"
+
+
+def _object_store(config: Config) -> Iterator[str]:
+    placement = config.placement
+    if placement.address is not None and placement.object_store_gb is not None:
+        yield (
+            f"placement.object_store_gb is {placement.object_store_gb:g}, and placement.address joins a cluster whose "
+            "store is there already; leave it null, and give ray start --object-store-memory"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -227,6 +239,7 @@ def _token_budget(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _batch_sizes,
     _algorithm,
+    _object_store,
     _model,
     _data,
     _supervision,

@@ -237,9 +237,10 @@ class Placement(Section):
         default=300.0, description="Deadline for processes and roles to start, in seconds."
     )
     call_timeout_s: Positive = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
-    object_store_gb: Positive | None = Field(
+    object_store_gb: float | None = Field(
         default=None,
-        description="Object store of a local cluster, in GB; null leaves it to Ray: 30 % of memory.",
+        ge=0.08,
+        description="Object store of a cluster that the run starts, in GB; null leaves it to Ray: 30 % of memory.",
     )
     in_flight_gb: Positive | None = Field(
         default=None,

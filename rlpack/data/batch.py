@@ -285,7 +285,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         rows = np.ascontiguousarray(plan.rows)
         picked = whole.gather(self._columns, rows, cut) if cut else whole.select(self._columns, rows)
         shard = BatchedDataDict(picked, row_ids=self.row_ids[rows])
-        shard.plan, shard._planned_ids = plan, shard.row_ids
+        shard.plan, shard._planned_ids, shard.fetch = plan, shard.row_ids, self.fetch
         return shard
 
     @property

@@ -4,17 +4,15 @@ A ragged column grows with tokens, and so may a list; tensors have one entry a r
 `rlpack.data.fields` have short ones. These stay.
 """
 
-import math
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.columns import select
+from rlpack.data.columns import as_sent, select
 from rlpack.data.errors import DataError
 from rlpack.data.fields import FIELDS, Column
 from rlpack.data.ragged import Ragged
@@ -45,53 +43,6 @@ class Outline:
         return BatchedDataDict(columns, row_ids=self.rows.row_ids)
 
 
-class Store(Protocol):
-    """Where the parts of a run's batches are held."""
-
-    @property
-    def budget(self) -> float:
-        """Return the most bytes that may be held at once."""
-        ...
-
-    def step(self) -> AbstractContextManager[None]:
-        """Return a context at whose end all goes that was put away in it."""
-        ...
-
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        """Return the batch with what grows with tokens put away, for the step under way or for good."""
-        ...
-
-    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns here."""
-        ...
-
-    def take_peak(self) -> int:
-        """Return the most bytes that were held at once since it was last asked."""
-        ...
-
-
-class HereStore:
-    """A store in which nothing goes anywhere: batches stay whole, in this process."""
-
-    budget = math.inf
-
-    def step(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        """Return the batch itself."""
-        return batch
-
-    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch itself."""
-        return batch
-
-    def take_peak(self) -> int:
-        """Return 0."""
-        return 0
-
-
 def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:
     """Return what is left of a batch, and the parts that were taken out: its ragged columns, and its lists.
 
@@ -104,7 +55,7 @@ def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:
     (Remote(int64, 1 rows in 1 parts), ['a'], [['input_ids'], ['note']])
 
     Raises:
-        DataError: a list holds something that can't be pickled.
+        DataError: a list holds something that can't be pickled, a column is on the autograd graph, or lies elsewhere.
     """
     parts = _parts(batch)
     remote: dict[str, Column] = {
@@ -120,6 +71,9 @@ def size_of(batch: BatchedDataDict) -> int:
 
 
 def _parts(batch: BatchedDataDict) -> list[Columns]:
+    for name, column in batch.items():
+        if isinstance(column, Remote):
+            raise DataError(f"column {name!r} lies elsewhere already: {column}; it can't be put away again")
     tokens = {name: column for name, column in batch.items() if isinstance(column, Ragged)}
     names = {name for name, field in FIELDS.items() if field.is_name}
     lists = {name: column for name, column in batch.items() if isinstance(column, list) and name not in names}
@@ -131,6 +85,7 @@ def _size(part: Columns) -> int:
     size = 0
     for name, column in part.items():
         if isinstance(column, Ragged):
+            as_sent({name: column})
             size += column.values.numel() * column.values.element_size() + 8 * column.num_rows
             continue
         try:

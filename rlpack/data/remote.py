@@ -32,7 +32,7 @@ class Remote:
 
     Attributes:
         parts: handles of what the rows lie in.
-        name: the column's name in the parts.
+        names: the column's name in each part.
         part: the row's part, int32 [B]; -1 for a row of zeros (None in a list).
         row: its row there, int64 [B].
         taken: how many of its tokens are taken, from the first on, int64 [B]; zeros follow. Zeros for a list.
@@ -41,7 +41,7 @@ class Remote:
     """
 
     parts: tuple[Part, ...]
-    name: str
+    names: tuple[str, ...]
     part: np.ndarray
     row: np.ndarray
     taken: np.ndarray
@@ -54,7 +54,7 @@ class Remote:
         count, lengths = len(column), column.lengths.cpu() if isinstance(column, Ragged) else None
         taken = np.zeros(count, dtype=np.int64) if lengths is None else lengths.numpy()
         empty = column.select([]).to("cpu") if isinstance(column, Ragged) else []
-        return cls((part,), name, np.zeros(count, dtype=np.int32), np.arange(count), taken, lengths, empty)
+        return cls((part,), (name,), np.zeros(count, dtype=np.int32), np.arange(count), taken, lengths, empty)
 
     def __len__(self) -> int:
         return self.row.size
@@ -65,7 +65,11 @@ class Remote:
 
     def __reduce__(self) -> tuple[Any, ...]:
         lengths = None if self.lengths is None else self.lengths.numpy()
-        return _rebuild, (self.parts, self.name, self.part, self.row, self.taken, lengths, self.empty)
+        return _rebuild, (self.parts, self.names, self.part, self.row, self.taken, lengths, self.empty)
+
+    @property
+    def _places(self) -> list[tuple[Part, str]]:
+        return list(zip(self.parts, self.names, strict=True))
 
     @property
     def ragged_empty(self) -> Ragged:
@@ -75,7 +79,7 @@ class Remote:
             DataError: the column is a list.
         """
         if not isinstance(self.empty, Ragged):
-            raise DataError(f"column {self.name!r} is a list; a per-token (Ragged) column is needed")
+            raise DataError("the column is a list; a per-token (Ragged) column is needed")
         return self.empty
 
     def gather(self, rows: np.ndarray, lengths: Tensor | None = None) -> "Remote":
@@ -86,8 +90,9 @@ class Remote:
         taken, own = self.taken[rows], None if self.lengths is None else self.lengths[torch.from_numpy(rows)]
         if lengths is not None and own is not None:
             taken, own = np.minimum(taken, lengths.numpy()), lengths
-        parts, part = _used(self.parts, self.part[rows])
-        return replace(self, parts=parts, part=part, row=self.row[rows], taken=taken, lengths=own)
+        used, part = _used(self.part[rows], len(self.parts))
+        places = tuple(self.parts[number] for number in used), tuple(self.names[number] for number in used)
+        return Remote(*places, part, self.row[rows], taken, own, self.empty)
 
     def with_lengths(self, lengths: Tensor) -> "Remote":
         """Return the column with rows cut, or filled up with zeros, to `lengths` (int64 [B])."""
@@ -101,12 +106,12 @@ class Remote:
         """Return the rows that are wanted of each part, ascending, int64."""
         return [np.unique(self.row[rows]) for rows in _rows_of_parts(self.part, len(self.parts))]
 
-    def renumbered(self, kept: Mapping[Part, np.ndarray]) -> "Remote":
+    def renumbered(self, kept: Mapping[tuple[Part, str], np.ndarray]) -> "Remote":
         """Return the column for parts that hold only the rows `kept` (int64, ascending) of what they held."""
         row = self.row.copy()
-        for part, rows in zip(self.parts, _rows_of_parts(self.part, len(self.parts)), strict=True):
-            if part in kept:
-                row[rows] = np.searchsorted(kept[part], row[rows])
+        for place, rows in zip(self._places, _rows_of_parts(self.part, len(self.parts)), strict=True):
+            if place in kept:
+                row[rows] = np.searchsorted(kept[place], row[rows])
         return replace(self, row=row)
 
     @classmethod
@@ -114,17 +119,18 @@ class Remote:
         """Return the rows of all columns, one after the other.
 
         Raises:
-            DataError: they differ in kind, type, shape, or in their name where they lie.
+            DataError: they differ in kind, type or shape.
         """
         first = columns[0]
-        kinds = {(column.name, _kind(column.empty)) for column in columns}
+        kinds = {_kind(column.empty) for column in columns}
         if len(kinds) > 1:
-            raise DataError(f"remote columns differ in name, type or shape: {sorted(map(str, kinds))}")
-        place = {part: number for number, part in enumerate(dict.fromkeys(p for c in columns for p in c.parts))}
-        part = [_renumbered(c.part, np.array([place[p] for p in c.parts], dtype=np.int32)) for c in columns]
+            raise DataError(f"remote columns differ in type or shape: {sorted(kinds)}")
+        place = {pair: number for number, pair in enumerate(dict.fromkeys(p for c in columns for p in c._places))}
+        part = [_renumbered(c.part, np.array([place[p] for p in c._places], dtype=np.int32)) for c in columns]
         lengths = None if first.lengths is None else torch.cat([c.lengths for c in columns if c.lengths is not None])
         row, taken = (np.concatenate([vars(c)[name] for c in columns]) for name in ("row", "taken"))
-        return cls(tuple(place), first.name, np.concatenate(part), row, taken, lengths, first.empty)
+        parts, names = tuple(pair[0] for pair in place), tuple(pair[1] for pair in place)
+        return cls(parts, names, np.concatenate(part), row, taken, lengths, first.empty)
 
     @classmethod
     def place(cls, columns: Sequence["Remote"], positions: Sequence[np.ndarray], num_rows: int) -> "Remote":
@@ -140,8 +146,9 @@ class Remote:
 
     def resolve(self, fetch: Fetch) -> Ragged | list:
         """Return the column itself, of the tokens that `fetch` finds; each is copied once."""
-        parts, part = _used(self.parts, self.part)
-        sources = [found[self.name] for found in fetch(parts)] if parts else []
+        used, part = _used(self.part, len(self.parts))
+        found = fetch([self.parts[number] for number in used]) if used else []
+        sources = [columns[self.names[number]] for number, columns in zip(used, found, strict=True)]
         if self.lengths is None:
             places = zip(part.tolist(), self.row.tolist(), strict=True)
             return [sources[p][r] if p >= 0 else None for p, r in places]
@@ -159,14 +166,10 @@ class Remote:
         return Ragged(values, self.lengths)
 
 
-def _used(parts: tuple[Part, ...], part: np.ndarray) -> tuple[tuple[Part, ...], np.ndarray]:
-    """Return the parts that rows lie in, and the rows' places among those."""
-    found = np.bincount(part[part >= 0], minlength=len(parts)) > 0
-    if found.all():
-        return parts, part
-    kept = np.flatnonzero(found)
-    places = np.cumsum(found, dtype=np.int32) - 1
-    return tuple(parts[number] for number in kept), _renumbered(part, places)
+def _used(part: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
+    """Return which of `count` parts rows lie in, and the rows' places among those."""
+    found = np.bincount(part[part >= 0], minlength=count) > 0
+    return np.flatnonzero(found).tolist(), _renumbered(part, np.cumsum(found, dtype=np.int32) - 1)
 
 
 def _renumbered(part: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -188,7 +191,7 @@ def _kind(empty: Ragged | list) -> str:
 
 def _rebuild(
     parts: tuple[Part, ...],
-    name: str,
+    names: tuple[str, ...],
     part: np.ndarray,
     row: np.ndarray,
     taken: np.ndarray,
@@ -196,4 +199,4 @@ def _rebuild(
     empty: Ragged | list,
 ) -> Remote:
     """Put a pickled column together again; what came by Ray may be read-only memory, so lengths are copied."""
-    return Remote(parts, name, part, row, taken, None if lengths is None else torch.from_numpy(lengths.copy()), empty)
+    return Remote(parts, names, part, row, taken, None if lengths is None else torch.from_numpy(lengths.copy()), empty)

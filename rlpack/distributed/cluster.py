@@ -42,6 +42,11 @@ class Cluster:
             _connect(placement)
         budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
         self.store = RayStore(budget, wait_s=placement.call_timeout_s)
+        if self.store.budget > self.store.size:
+            raise PlacementError(
+                f"placement.in_flight_gb is {placement.in_flight_gb:g}, the object store has "
+                f"{self.store.size / 1e9:.3g} GB; lower it, or raise placement.object_store_gb"
+            )
 
     def __enter__(self) -> Self:
         return self

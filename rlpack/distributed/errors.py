@@ -42,9 +42,9 @@ class StoreFullError(RoleError):
         cause = (
             f"{size / 1e6:,.1f} MB of tokens and texts have no room in the object store: {in_flight / 1e6:,.1f} of "
             f"{budget / 1e6:,.1f} MB for batches are taken, {short / 1e6:,.1f} MB are missing; lower "
-            "trainer.prompts_per_step, trainer.group_size or rollout.max_new_tokens, or raise "
-            "placement.object_store_gb (on a cluster that is joined: ray start --object-store-memory) or "
-            "placement.in_flight_gb"
+            "trainer.prompts_per_step, trainer.group_size or rollout.max_new_tokens (in an evaluation: "
+            "evaluation.samples), or raise placement.object_store_gb (on a cluster that is joined: ray start "
+            "--object-store-memory) or placement.in_flight_gb"
         )
         super().__init__(role, None, method, cause)
         self.args = (role, method, size, short, in_flight, budget)

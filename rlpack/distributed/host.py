@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from transformers.utils.logging import disable_progress_bar
 
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.errors import DataError
 from rlpack.data.holding import Outline, outline
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError
@@ -30,21 +31,21 @@ class RankHost:
         torch.set_num_threads(threads)
         disable_progress_bar()  # a rank's own bars would run through the driver's lines
         self._context = context
-        self._store: TCPStore | None = None
+        self._meeting: TCPStore | None = None
         self._roles: dict[str, Any] = {}
-        self._parts: list[dict[str, Any]] = []
+        self._parts: dict[int, list[dict[str, Any]]] = {}
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
         """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""
         store = TCPStore(node_ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        self._store = store
+        self._meeting = store
         return node_ip, store.port
 
     def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
         """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
         timeout = timedelta(seconds=timeout_s)
-        store = self._store or TCPStore(*address, is_master=False, timeout=timeout)
+        store = self._meeting or TCPStore(*address, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
@@ -61,17 +62,31 @@ class RankHost:
         """
         return getattr(self._roles[role], method)(*args, **kwargs)
 
-    def outline(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
-        """Run a method that returns rows; keep their tokens and texts here until `parts` is called for them."""
-        result = self.call(role, method, kwargs, *args)
-        assert isinstance(result, BatchedDataDict), f"{method} is sharded: it returns rows, or has a merge"
-        found, self._parts = outline(result)
+    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
+        """Run a method that returns rows; keep their tokens and texts here until `parts` is asked for the ticket's.
+
+        Raises:
+            DataError: it returns something else.
+        """
+        result = getattr(self._roles[role], method)(*args, **kwargs)
+        if not isinstance(result, BatchedDataDict):
+            raise DataError(
+                f"{type(self._roles[role]).__name__}.{method} returned a {type(result).__name__}; a method under "
+                "@sharded() returns a BatchedDataDict with the row ids of its shard (shard.keep([]).union(...)), or is "
+                "given a merge"
+            )
+        found, parts = outline(result)
+        if parts:
+            self._parts[ticket] = parts
         return found
 
-    def parts(self) -> list[dict[str, Any]]:
-        """Hand over the tokens and texts of the last outline."""
-        parts, self._parts = self._parts, []
-        return parts
+    def parts(self, ticket: int) -> list[dict[str, Any]]:
+        """Hand over the tokens and texts of an outline."""
+        return self._parts.pop(ticket)
+
+    def drop(self, ticket: int) -> None:
+        """Forget the tokens and texts of an outline, for which there is no room."""
+        self._parts.pop(ticket, None)
 
     def close(self) -> None:
         """Drop the roles and leave the process group."""

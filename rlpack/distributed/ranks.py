@@ -6,9 +6,12 @@ until its own time-out.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count
+from typing import Any, TypeGuard
 
 import numpy as np
 import ray
@@ -20,9 +23,10 @@ from rlpack.config.schema import Placement, Pool
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import Outline, cut
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import RoleError
+from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.host import RankHost
-from rlpack.distributed.store import RayStore, Reader, StoredPart, near
+from rlpack.distributed.parts import Reader, localised, parts_of
+from rlpack.distributed.store import RayStore
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ logger = logging.getLogger(__name__)
 # cause than theirs waited for.
 _CAUSE_GRACE_S = 1.0
 _CLOSE_S = 5.0
+# Numbers of calls whose tokens and texts wait on their ranks.
+_TICKETS = count()
 
 
 class _RayHost(RankHost):
@@ -42,14 +48,17 @@ class _RayHost(RankHost):
         return ray.get_runtime_context().get_node_id()
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
-        for arg in args:
-            if isinstance(arg, BatchedDataDict):
-                arg.fetch = Reader()
-        return super().call(role, method, kwargs, *args)
+        with _lent([*args, *kwargs.values()]):
+            result = super().call(role, method, kwargs, *args)
+            return BatchedDataDict(dict(result), row_ids=result.row_ids) if _is_batch(result) else result
 
-    def put(self) -> list[ray.ObjectRef]:
-        """Put the parts of the last outline away."""
-        return [ray.put(part) for part in self.parts()]
+    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
+        with _lent([*args, *kwargs.values()]):
+            return super().outline(ticket, role, method, kwargs, *args)
+
+    def put(self, ticket: int) -> list[ray.ObjectRef]:
+        """Put the parts of an outline away."""
+        return [ray.put(part) for part in self.parts(ticket)]
 
     def cut(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return just these rows (int64 [n]) of a part that lies here, for a rank on another node."""
@@ -57,6 +66,29 @@ class _RayHost(RankHost):
 
     def has(self, value: Any) -> None:
         """Do nothing; Ray calls this only once `value`, which a method of this rank returns, is there."""
+
+
+@contextmanager
+def _lent(values: list[Any]) -> Iterator[None]:
+    """Let a role read the batches among its arguments, for as long as its call takes.
+
+    A role that keeps one would otherwise keep the objects, of which the driver believes that they are free.
+    """
+    batches = [value for value in values if _is_batch(value)]
+    parts = [part for batch in batches for part in parts_of(batch)]
+    reader = Reader()
+    for batch in batches:
+        batch.fetch = reader
+    try:
+        yield
+    finally:
+        reader.close()
+        for part in parts:
+            part.free()
+
+
+def _is_batch(value: Any) -> TypeGuard[BatchedDataDict]:
+    return isinstance(value, BatchedDataDict)
 
 
 @dataclass(frozen=True)
@@ -132,12 +164,32 @@ class RayRanks:
         Raises:
             StoreFullError: they have no room there.
         """
-        found: list[Outline] = self._wait(self._submit(role, method, args_of_rank, kwargs, rows=True), self._call_s)
-        self._store.reserve(sum(sum(outline.sizes) for outline in found), role, method)
-        with_parts = [rank for rank, outline in enumerate(found) if outline.sizes]
-        puts = [_Call(self._hosts[rank].put.remote(), role, rank, method) for rank in with_parts]
-        refs = dict(zip(with_parts, self._wait(puts, self._call_s), strict=True))
-        return [outline.at([self._held(ref, rank) for ref in refs.get(rank, [])]) for rank, outline in enumerate(found)]
+        deadline = time.monotonic() + self._call_s
+        ticket = next(_TICKETS)
+        calls = self._submit(role, method, args_of_rank, kwargs, ticket)
+        found: list[Outline] = self._wait(calls, self._call_s)
+        sizes: Counter[str] = Counter()
+        for node, outline in zip(self._nodes, found, strict=False):
+            sizes[node] += sum(outline.sizes)
+        having = [rank for rank, outline in enumerate(found) if outline.sizes]
+        try:
+            reserved = self._store.reserve(sizes, role, method)
+        except StoreFullError:
+            for rank in having:
+                self._hosts[rank].drop.remote(ticket)
+            raise
+        with reserved as room:
+            puts = [_Call(self._hosts[rank].put.remote(ticket), role, rank, method) for rank in having]
+            refs = dict(zip(having, self._wait(puts, max(1.0, deadline - time.monotonic())), strict=True))
+            return [
+                outline.at(
+                    [
+                        room.keep(ref, size, self._nodes[rank], self._hosts[rank], (role, rank))
+                        for ref, size in zip(refs.get(rank, []), outline.sizes, strict=True)
+                    ]
+                )
+                for rank, outline in enumerate(found)
+            ]
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Give rank 0's result of `source` (role, method), a collective, to `load` on every rank of `target`.
@@ -169,21 +221,20 @@ class RayRanks:
         method: str,
         args_of_rank: Sequence[tuple[Any, ...]],
         kwargs: dict[str, Any],
-        *,
-        rows: bool = False,
+        ticket: int | None = None,
     ) -> list[_Call]:
+        """Start a method on the ranks; with a ticket, one that returns rows, whose outlines come back."""
         # All rows are cut out before any rank starts its call, in which it could not cut for others.
-        sent = [[self._near(arg, rank) for arg in args] for rank, args in enumerate(args_of_rank)]
-        entries = [host.outline if rows else host.call for host in self._hosts[: len(sent)]]
-        refs = [entry.remote(role, method, kwargs, *args) for entry, args in zip(entries, sent, strict=True)]
+        places = list(zip(self._hosts, self._nodes, args_of_rank, strict=False))
+        sent = [[_sent(arg, node) for arg in args] for _, node, args in places]
+        named = [{name: _sent(value, node) for name, value in kwargs.items()} for _, node, _ in places]
+        refs = []
+        for (host, _, _), args, keywords in zip(places, sent, named, strict=True):
+            if ticket is None:
+                refs.append(host.call.remote(role, method, keywords, *args))
+            else:
+                refs.append(host.outline.remote(ticket, role, method, keywords, *args))
         return _calls(refs, role, method)
-
-    def _near(self, arg: Any, rank: int) -> Any:
-        """Return an argument of a rank; of a batch whose parts lie on other nodes, only its own rows travel."""
-        return near(arg, self._nodes[rank]) if isinstance(arg, BatchedDataDict) else arg
-
-    def _held(self, ref: ray.ObjectRef, rank: int) -> StoredPart:
-        return self._store.keep(StoredPart(ref, self._nodes[rank], self._hosts[rank]))
 
     def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:
         """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise."""
@@ -203,8 +254,16 @@ class RayRanks:
                 call, cause = _first_cause(calls, done[0], pending, error)
                 for pool in pools:
                     pool.kill()
+                if maker := self._store.maker_of(cause):
+                    text = f"the process that held tokens or texts for {call.role}.{call.method} died"
+                    raise RoleError(*maker, call.method, text) from cause
                 raise RoleError(call.role, call.rank, call.method, _describe(cause)) from cause
         return [results[call.ref] for call in calls]
+
+
+def _sent(value: Any, node: str) -> Any:
+    """Return an argument as a rank on `node` gets it: of a batch on other nodes, only its own rows travel."""
+    return localised(value, node) if _is_batch(value) else value
 
 
 def _first_cause(

@@ -1,145 +1,95 @@
 """What a run holds in Ray's object store: the tokens and texts of its batches, of which the driver has references.
 
 A rank's result is outlined where it was made (`rlpack.data.holding`), the driver reserves room for it, and only then
-the rank puts it away. So the store can be too small for a step, which is one error that says by how much, but it never
-overflows to disk in the middle of one. Invariants (tests/unit/distributed/test_store.py):
+the rank puts it away. So a step that is too large for the store is one error that says by how much, and not a step that
+goes by way of the disk. Invariants (tests/unit/distributed/test_store.py):
 
-1. bytes in flight never pass the budget, and what a step put away is free when it ends, whoever still has its batches;
-2. `reserve` waits while room may still come, from another step or from Ray, which frees a moment late, and raises at
-   once where it can't; it never waits longer than its deadline;
-3. reading a batch whose step is over is an error that says so.
+1. bytes in flight never pass the budget, nor 80 % of a node's store, from where on Ray writes to disk;
+2. what a step put away is free when it ends, whoever still has its batches, and before that when nobody has;
+3. `reserve` waits while room may still come, from a step of another thread or from Ray, which frees a moment late, and
+   raises at once where it can't; it never waits longer than its deadline.
+
+Copies that are cut for ranks of another node live as long as their call and are not counted.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
-import numpy as np
 import ray
+import ray._private.state
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.errors import DataError
 from rlpack.data.holding import outline
-from rlpack.data.remote import Part, Remote
-from rlpack.distributed.errors import StoreFullError
+from rlpack.distributed.errors import RoleError, StoreFullError
+from rlpack.distributed.parts import Reader, StoredPart, localised
 
-# Ray writes objects to disk from 80 % of its store on; weights on their way to the sampler need room, too.
+# Ray writes objects to disk from 80 % of a node's store on; weights on their way to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
 # By then Ray's processes have heard of what was freed, and have said so.
 _SETTLE_S = 5.0
 _POLL_S = 0.1
 
-
-class StoredPart:
-    """Columns in the object store; its holder can cut rows out for another node."""
-
-    def __init__(self, ref: ray.ObjectRef, node: str | None = None, holder: Any = None) -> None:
-        self._ref: ray.ObjectRef | None = ref
-        self.node = node
-        self.holder = holder
-
-    @property
-    def ref(self) -> ray.ObjectRef:
-        """Return the reference.
-
-        Raises:
-            DataError: the step that the part is of is over.
-        """
-        if self._ref is None:
-            raise DataError(
-                "tokens and texts of this batch were freed when its step ended; read them in the step that made them"
-            )
-        return self._ref
-
-    def free(self) -> None:
-        """Let the object go."""
-        self._ref = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StoredPart, (self.ref,)
-
-
-class Reader:
-    """Gets parts from the store, where they are read in place; each once for as long as the reader lives."""
-
-    def __init__(self) -> None:
-        self._found: dict[Part, Mapping[str, Any]] = {}
-
-    def __call__(self, parts: Sequence[Part]) -> list[Mapping[str, Any]]:
-        """Return the columns of each part."""
-        missing = [part for part in parts if isinstance(part, StoredPart) and part not in self._found]
-        if missing:
-            self._found |= zip(missing, ray.get([part.ref for part in missing]), strict=True)
-        return [self._found[part] for part in parts]
-
-
-def near(batch: BatchedDataDict, node: str) -> BatchedDataDict:
-    """Return the batch as a rank on `node` is given it: parts on other nodes are cut down to its rows by their holders.
-
-    So a rank's shard costs the network its own bytes; on a node of one's own, whole parts are read in place.
-    """
-    columns = {name: column for name, column in batch.items() if isinstance(column, Remote)}
-    wanted: dict[StoredPart, dict[str, np.ndarray]] = {}
-    for column in columns.values():
-        for part, rows in zip(column.parts, column.rows_of_parts(), strict=True):
-            if isinstance(part, StoredPart) and part.holder is not None and part.node != node:
-                of_part = wanted.setdefault(part, {})
-                of_part[column.name] = np.union1d(of_part.get(column.name, rows), rows)
-    if not wanted:
-        return batch
-    cuts: dict[Part, StoredPart] = {
-        part: StoredPart(part.holder.cut.remote(part.ref, rows)) for part, rows in wanted.items()
-    }
-    found = batch.copy()
-    for name, column in columns.items():
-        kept: dict[Part, np.ndarray] = {part: rows[column.name] for part, rows in wanted.items() if column.name in rows}
-        found[name] = column.renumbered(kept).relocated({part: cuts.get(part, part) for part in column.parts})
-    return found
+# Free and all bytes of each node's store.
+Room = Mapping[str, tuple[float, float]]
 
 
 class _Step:
     """What one step has in flight."""
 
-    def __init__(self) -> None:
-        self.parts: list[StoredPart] = []
+    def __init__(self, outer: "_Step | None") -> None:
+        self.outer = outer
+        self.parts: WeakSet[StoredPart] = WeakSet()
         self.bytes = 0
 
+    def chain(self) -> Iterator["_Step"]:
+        """Yield this step and those that it lies in."""
+        step: _Step | None = self
+        while step is not None:
+            yield step
+            step = step.outer
 
-def _room_of_ray() -> tuple[float, float]:
-    """Return free and all bytes of the cluster's object store."""
-    free, total = (kind().get("object_store_memory", 0.0) for kind in (ray.available_resources, ray.cluster_resources))
-    return free, total
+
+_CURRENT: ContextVar[_Step | None] = ContextVar("rlpack_step", default=None)
+
+
+def _room_of_ray() -> Room:
+    key = "object_store_memory"
+    free = ray._private.state.available_resources_per_node()
+    total = ray._private.state.total_resources_per_node()
+    return {node: (free.get(node, {}).get(key, 0.0), of_node.get(key, 0.0)) for node, of_node in total.items()}
 
 
 class RayStore:
     """The batches of a run, within a budget of bytes."""
 
-    def __init__(
-        self, budget: float | None, *, wait_s: float, room: Callable[[], tuple[float, float]] = _room_of_ray
-    ) -> None:
+    def __init__(self, budget: float | None, *, wait_s: float, room: Callable[[], Room] = _room_of_ray) -> None:
         """Take the store of the cluster that the driver is connected to.
 
         Args:
             budget: most bytes in flight at once, over all nodes; None takes 60 % of the store.
-            wait_s: longest wait for another step to free what it holds.
-            room: returns free and all bytes of the store.
+            wait_s: longest wait, for another step to free what it holds or for parts to come.
+            room: returns free and all bytes of each node's store.
         """
-        self.budget = _SHARE * room()[1] if budget is None else budget
+        self.size = sum(total for _, total in room().values())
+        self.budget = _SHARE * self.size if budget is None else budget
         self._wait_s = wait_s
         self._room = room
-        self._changed = threading.Condition()
-        self._always = _Step()
-        self._steps = {self._always}
-        self._current: ContextVar[_Step] = ContextVar("step", default=self._always)
+        self._changed = threading.Condition()  # its lock is one that a thread may take again: parts die anywhere
+        self._of_node: Counter[str] = Counter()
+        self._parts: WeakSet[StoredPart] = WeakSet()
         self._peak = 0
 
     @property
     def in_flight(self) -> int:
-        """Return the bytes that are held."""
-        return sum(step.bytes for step in self._steps)
+        """Return the bytes that are held or reserved."""
+        return sum(self._of_node.values())
 
     def take_peak(self) -> int:
         """Return the most bytes that were held at once since it was last asked."""
@@ -149,69 +99,115 @@ class RayStore:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Free all that is put away inside, at its end; what is put away outside of any step stays."""
-        step = _Step()
-        with self._changed:
-            self._steps.add(step)
-        before = self._current.get()
-        self._current.set(step)
+        """Free all that is put away inside, at its end."""
+        step = _Step(_CURRENT.get())
+        _CURRENT.set(step)
         try:
             yield
         finally:
-            self._current.set(before)
-            with self._changed:
-                for part in step.parts:
-                    part.free()
-                self._steps.remove(step)
-                self._changed.notify_all()
+            _CURRENT.set(step.outer)
+            for part in list(step.parts):
+                part.free()
 
-    def reserve(self, size: int, role: str, method: str) -> None:
-        """Count `size` bytes in, for the step under way; wait for room where some may come.
+    def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
+        """Count bytes of each node in, for the step under way; wait for room where some may come.
 
         Raises:
             StoreFullError: there is none.
         """
-        started = time.monotonic()
-        own = self._current.get()
+        started, size, step = time.monotonic(), sum(sizes.values()), _CURRENT.get()
         with self._changed:
-            while (short := self._shortage(size)) > 0:
-                others_hold = any(step.bytes for step in self._steps - {own, self._always})
-                patience = self._wait_s if others_hold else min(_SETTLE_S, self._wait_s)
-                if size > self.budget or time.monotonic() - started >= patience:
+            while size and (short := self._shortage(sizes)) > 0:
+                own = sum(outer.bytes for outer in step.chain()) if step else self.in_flight
+                frees_late = self.in_flight + size <= self.budget  # the bytes are there, Ray has yet to say so
+                patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
+                if own + size > self.budget or time.monotonic() - started >= patience:
                     raise StoreFullError(role, method, size, short, self.in_flight, self.budget)
                 self._changed.wait(min(_POLL_S, patience))
-            own.bytes += size
+            self._count(sizes, step, +1)
+        return Reservation(self, dict(sizes), step)
+
+    def _shortage(self, sizes: Mapping[str, int]) -> float:
+        """Return the bytes that are missing for these, 0 or less if none are."""
+        room = self._room()
+        short = self.in_flight + sum(sizes.values()) - self.budget
+        for node, size in sizes.items():
+            free, total = room.get(node, (0.0, 0.0))
+            usable = min(free - (1 - _SPILLS_AT) * total, _SPILLS_AT * total - self._of_node[node])
+            short = max(short, size - usable)
+        return short
+
+    def _count(self, sizes: Mapping[str, int], step: _Step | None, sign: int) -> None:
+        with self._changed:
+            for node, size in sizes.items():
+                self._of_node[node] += sign * size
+            if step is not None:
+                step.bytes += sign * sum(sizes.values())
             self._peak = max(self._peak, self.in_flight)
-
-    def _shortage(self, size: int) -> float:
-        """Return the bytes that are missing for `size` more, 0 or less if none are."""
-        free, total = self._room()
-        return max(self.in_flight + size - self.budget, size - (free - (1 - _SPILLS_AT) * total))
-
-    def keep(self, part: StoredPart) -> StoredPart:
-        """Hold a part, whose bytes were reserved, until the step under way ends."""
-        self._current.get().parts.append(part)
-        return part
+            self._changed.notify_all()
 
     def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        """Put the driver's own tokens and texts away, for the step under way or for good.
+        """Put the driver's own tokens and texts away, until the step ends, or `for_good`: as long as someone has them.
 
         Raises:
             StoreFullError: there is no room for them.
         """
         if for_good:
-            before = self._current.get()
-            self._current.set(self._always)
+            before = _CURRENT.get()
+            _CURRENT.set(None)
             try:
                 return self.put(batch)
             finally:
-                self._current.set(before)
+                _CURRENT.set(before)
         found, parts = outline(batch)
-        self.reserve(sum(found.sizes), "driver", "put")
-        return found.at([self.keep(StoredPart(ray.put(part))) for part in parts])
+        node = ray.get_runtime_context().get_node_id()
+        with self.reserve({node: sum(found.sizes)}, "driver", "put") as room:
+            sized = zip(parts, found.sizes, strict=True)
+            return found.at([room.keep(ray.put(part), size, node, None, ("driver", None)) for part, size in sized])
 
     def take(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns here: for a few rows to be shown, not for a step's."""
-        here = batch.copy()
-        here.fetch = Reader()
-        return BatchedDataDict(dict(here), row_ids=here.row_ids)
+        """Return the batch with all of its columns here: for a few rows to be shown, not for a step's.
+
+        Raises:
+            RoleError: what they lie in is gone, or doesn't come in time.
+        """
+        here = localised(batch, None).copy()
+        here.fetch = Reader(self._wait_s)
+        try:
+            return BatchedDataDict(dict(here), row_ids=here.row_ids)
+        except RayError as error:
+            role, rank = self.maker_of(error) or ("driver", None)
+            raise RoleError(role, rank, "take", f"tokens or texts can't be read: {type(error).__name__}") from error
+
+    def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:
+        """Return role and rank that put away what an error says is lost; None where it speaks of nothing of ours."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if not isinstance(cause, ObjectLostError):
+            return None
+        living = [part for part in list(self._parts) if part.is_held and part.ref.hex() == cause.object_ref_hex]
+        return living[0].maker if living else None
+
+
+class Reservation:
+    """Bytes that are counted in: each part that is kept takes its own over, and what is left is given back."""
+
+    def __init__(self, store: RayStore, sizes: dict[str, int], step: _Step | None) -> None:
+        self._store = store
+        self._sizes = sizes
+        self._step = step
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store._count(self._sizes, self._step, -1)
+
+    def keep(self, ref: ray.ObjectRef, size: int, node: str, holder: Any, maker: tuple[str, int | None]) -> StoredPart:
+        """Return the handle of a part of `size` bytes, which holds them until it is freed."""
+        store, step = self._store, self._step
+        part = StoredPart(ref, node, holder, maker, lambda: store._count({node: size}, step, -1))
+        self._sizes[node] -= size
+        store._parts.add(part)
+        if step is not None:
+            step.parts.add(part)
+        return part

@@ -55,8 +55,8 @@ def make_plan(
         mini_batch_size: rows of an optimizer step, taken in arrival order; the last step may hold fewer. None makes
             one step of all rows.
         groups: an id for each row; rows of one id stay in one microbatch.
-        split_groups: whether a group that no microbatch can hold may be split into as few as hold it; without, it is
-            an error. How many were split is counted in the metrics.
+        split_groups: whether a group that no microbatch can hold may be split, into as few as the mode's algorithm
+            finds; without, it is an error. How many were split is counted in the metrics.
         cost: model of a row's cost, for balance; None counts slots.
         seed: of the `first_fit_shuffle` packer.
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -62,6 +63,20 @@ def updates(
     for config, shards in cases:
         actor = new_actor(config, rank, mesh.size(), rate=rate)
         found.append(outcome(actor, [actor.update(shards[rank])]))
+    return found
+
+
+def gradients(
+    mesh: Any, rank: int, cases: list[tuple[Config, list[BatchedDataDict]]], rate: float
+) -> list[tuple[list[dict[str, float]], dict[str, np.ndarray]]]:
+    """Update a new actor on this rank's shard of each case; return metrics, and gradients as arrays on rank 0.
+
+    Tensors would each take an open file on their way to the test.
+    """
+    found = []
+    for outcome in updates(mesh, rank, cases, rate):
+        arrays = {name: gradient.numpy() for name, gradient in outcome.gradients.items()} if rank == 0 else {}
+        found.append((outcome.results[0], arrays))
     return found
 
 

@@ -41,7 +41,7 @@ class Judge(Worker):
 '''
 
 # Ranks of the pools whose role is there to fail.
-FAULTY_POOLS = {"explodes": 2, "dies": 2, "exports": 2, "imports": 1}
+FAULTY_POOLS = {"explodes": 2, "dies": 2, "exports": 2, "imports": 1, "returns": 1}
 
 
 def ray_config() -> Config:
@@ -53,14 +53,17 @@ def ray_config() -> Config:
         "dynamic": Role(target=echo, batching=RoleBatching(mode="dynamic", max_tokens=48)),
         "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", rows=2)),
         "judge": Role(target="judge:Judge"),
+        "lost": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
         **{name: Role(target="tests.distributed.roles:Faulty") for name in FAULTY_POOLS},
     }
-    pools = {name: Pool(ranks=ranks, cpus_per_rank=0.2) for name, ranks in {"main": 2, **FAULTY_POOLS}.items()}
+    pools = {
+        name: Pool(ranks=ranks, cpus_per_rank=0.2) for name, ranks in {"main": 2, "lost": 2, **FAULTY_POOLS}.items()
+    }
     return tiny_config(
         roles=roles,
         placement=Placement(
             pools=pools,
-            roles={name: name for name in FAULTY_POOLS},
+            roles={name: name for name in ("lost", *FAULTY_POOLS)},
             start_timeout_s=240.0,
             call_timeout_s=90.0,
         ),

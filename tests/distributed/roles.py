@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.errors import DataError
 from workers.base import Worker, broadcast, rank_zero, sharded
 
 
@@ -21,6 +22,7 @@ class Echo(Worker):
     """Answers with what it was given, rows in the order of its microbatches."""
 
     held: tuple[dict[str, Tensor], int] | None = None
+    kept: BatchedDataDict
 
     @sharded()
     def times(self, shard: BatchedDataDict, factor: int) -> BatchedDataDict:
@@ -29,6 +31,29 @@ class Echo(Worker):
         tokens = back["input_ids"]
         ranks = torch.full((back.num_rows,), self.context.rank)
         return back.keep(["uid"]).union({"times": tokens.with_values(tokens.values * factor), "rank": ranks})
+
+    @sharded(merge=list)
+    def keep_shard(self, shard: BatchedDataDict) -> int:
+        self.kept = shard
+        return shard.num_rows
+
+    @broadcast
+    def read_kept(self) -> str:
+        try:
+            return str(self.kept["times"])
+        except DataError as error:
+            return str(error)
+
+    @sharded()
+    def again(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return a column that was given, unread."""
+        return shard.keep(["times"])
+
+    @sharded()
+    def resharded(self, shard: BatchedDataDict) -> BatchedDataDict:
+        (own,) = shard.shard_by_batch_size(1, sequence_packing={"max_tokens": 32})
+        views = [view.rows for view in own.microbatches()]
+        return shard.keep([]).restore([BatchedDataDict.concat(views).keep(["input_ids"])])
 
     @sharded(merge=list)
     def rows_read(self, shard: BatchedDataDict) -> tuple[int, int]:
@@ -80,6 +105,10 @@ class Echo(Worker):
 
 class Faulty(Worker):
     """Fails on one rank, while the others wait in a collective for it."""
+
+    @sharded()
+    def nothing(self, shard: BatchedDataDict) -> Any:
+        return {"rewards": [0.0] * shard.num_rows}
 
     @broadcast
     def explode(self, rank: int) -> None:

@@ -5,18 +5,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
 from rlpack.data.ragged import Ragged
 from rlpack.data.remote import Remote
-from rlpack.data.shelf import Shelf
-from rlpack.distributed.errors import StoreFullError
+from rlpack.data.shelf import Allowance, Shelf
+from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_rollouts
-from tests.distributed.roles import Echo
+from tests.distributed.roles import Echo, Faulty
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -59,7 +60,7 @@ def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups:
     assert store.in_flight == before
     assert store.take_peak() == before + 8 * tokens + 8 * len(SIZES)
     for read in (store.take, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
-        with pytest.raises(DataError, match="freed when its step ended; read them in the step that made them"):
+        with pytest.raises(DataError, match="were freed; read them in the step"):
             read(twice.rename({"times": "input_ids"}))
 
 
@@ -92,7 +93,7 @@ def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore
         loads.append(len(rows))
         return BatchedDataDict(dict(whole.select(rows)))
 
-    shelf = Shelf(store, 700, load)
+    shelf = Shelf(store, Allowance(1e6), 700, load)
     with store.step():
         first = shelf.rows(torch.tensor([699, 3, 3, 300]).numpy())
     held = store.in_flight
@@ -102,5 +103,46 @@ def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore
     assert found["times"].values.tolist() == [
         2 * token for row in (699, 3, 3, 300) for token in range(3 * row, 3 * row + 3)
     ]
-    assert loads == [256, 256, 256, 188]  # the first tells the size
+    assert loads == [256, 256, 188]
     assert store.in_flight == held
+
+
+def test_a_role_that_keeps_its_shard_cannot_read_it_later_and_frees_it(groups: Groups, store: RayStore):
+    with store.step():
+        given = groups["packed"].run(Echo.times, rollouts(), 2).rename({"times": "input_ids"})
+        given = BatchedDataDict({**given, "times": given["input_ids"]})
+        groups["fixed"].run(Echo.keep_shard, given)
+        assert "were freed; read them" in groups["fixed"].run(Echo.read_kept)
+
+
+def test_columns_that_a_role_hands_back_or_shards_again_are_whole(groups: Groups, store: RayStore):
+    batch = rollouts()
+    with store.step():
+        twice = groups["packed"].run(Echo.times, batch, 2)
+        given = batch.keep(["input_ids"]).union({"times": twice["times"]})
+        found = store.take(groups["dynamic"].run(Echo.again, given))
+        assert torch.equal(found["times"].values, 2 * batch["input_ids"].values)
+        given = twice.rename({"times": "input_ids"})
+        found = store.take(groups["dynamic"].run(Echo.resharded, given))
+        assert torch.equal(found["input_ids"].values, 2 * batch["input_ids"].values)
+
+
+def test_a_few_rows_are_had_without_the_others(groups: Groups, store: RayStore):
+    batch = rollouts()
+    with store.step():
+        twice = groups["packed"].run(Echo.times, batch, 2)
+        found = store.take(twice.select([3, 0]))
+    assert torch.equal(found["times"].values, 2 * batch["input_ids"].select([3, 0]).values)
+
+
+def test_a_role_that_returns_no_rows_is_told_what_to_return(groups: Groups):
+    with pytest.raises(RoleError, match=r"Faulty.nothing returned a dict; a method under @sharded\(\) returns"):
+        groups["returns"].run(Faulty.nothing, rollouts())
+
+
+def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
+    twice = groups["lost"].run(Echo.times, rollouts(), 2)
+    for host in groups["lost"].ranks._hosts:
+        ray.kill(host)
+    with pytest.raises(RoleError, match="role lost, rank [01], in take: tokens or texts can't be read"):
+        store.take(twice)

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from recipes.weighing import step_weights
 from rlpack.algorithms.metrics import merge_steps
 from rlpack.config.schema import Algorithm, Config, Rollout
 from rlpack.data.batch import BatchedDataDict
-from rlpack.models.loading import build_causal_lm
 from rlpack.packing import Batching, MicrobatchPlan, make_plan
-from tests.builders import tiny_algorithm, tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.builders import tiny_algorithm, tiny_config
 from tests.distributed import actors
 from tests.distributed.actors import Outcome
+from tests.distributed.definition import counts_of, difference, plain_model, scored, step_by_definition
 from tests.distributed.processes import on_ranks
 
 BATCHINGS = {
@@ -67,57 +66,11 @@ def config_of(case: Case) -> Config:
     return tiny_config(algorithm=case.algorithm, rollout=Rollout(temperature=TEMPERATURE))
 
 
-def plain_model() -> torch.nn.Module:
-    """Return the weights that every actor begins with, in float64 and with transformers' own attention."""
-    tokenizer, config = tiny_tokenizer(), tiny_config()
-    model = build_causal_lm(
-        config.model,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=config.seed,
-        attention_name="eager",
-    )
-    return model.double()
-
-
-def row_scores(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies [L] of one row from the definition."""
-    scores = (model(tokens[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
-    zero = scores.new_zeros(1)
-    logprobs = torch.cat([zero, scores[:-1].gather(1, tokens[1:, None])[:, 0]])
-    return logprobs, torch.cat([zero, -(scores.exp() * scores).sum(-1)[:-1]])
-
-
-def scored(sizes: list[tuple[int, int]], quarantined: int | None) -> BatchedDataDict:
-    """Return a rollout batch with advantages, and old and reference log-probs near the policy's own."""
-    batch = tiny_rollouts(sizes)
-    generator = torch.Generator().manual_seed(1)
-    mask = batch["response_mask"]
-    model = plain_model()
-    with torch.no_grad():
-        own = torch.cat([row_scores(model, row)[0] for row in batch["input_ids"].rows()]).float()
-    per_row = torch.randn(batch.num_rows, generator=generator) + 0.4
-    old, reference = own + 0.3 * torch.randn(2, own.shape[0], generator=generator)
-    return batch.keep(["input_ids", "response_mask"]).union(
-        {
-            "valid": torch.arange(batch.num_rows) != (-1 if quarantined is None else quarantined),
-            "logprobs": mask.with_values(old * mask.values),
-            "reference_logprobs": mask.with_values(reference * mask.values),
-            "advantages": per_row,
-        }
-    )
-
-
-BATCHES = {"seven": scored(SEVEN, quarantined=5), "one": scored(ONE, quarantined=None)}
+BATCHES = {"seven": scored(SEVEN, 5, TEMPERATURE), "one": scored(ONE, None, TEMPERATURE)}
 
 
 def weigh(batch: BatchedDataDict, plan: MicrobatchPlan, settings: Algorithm) -> BatchedDataDict:
     return batch.union(step_weights(counts_of(batch), plan, settings))
-
-
-def counts_of(batch: BatchedDataDict) -> Tensor:
-    return torch.tensor([int(row.sum()) for row in batch["response_mask"].rows()]).where(batch["valid"], 0)
 
 
 def shards_of(case: Case, batching: Batching, size: int) -> list[BatchedDataDict]:
@@ -126,80 +79,20 @@ def shards_of(case: Case, batching: Batching, size: int) -> list[BatchedDataDict
     return weigh(batch, plan, case.algorithm).shard(plan)
 
 
-def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
-    """Return the one number that the token values of each row (only those that count) become."""
-    rows = [values for values in per_row if values.numel()]
-    if settings.aggregation == "token_mean":
-        return torch.cat(rows).mean()
-    if settings.aggregation == "sequence_mean":
-        return torch.stack([values.mean() for values in rows]).mean()
-    assert settings.sequence_sum_constant is not None
-    return torch.stack([values.sum() for values in rows]).sum() / (settings.sequence_sum_constant * len(rows))
-
-
-def step_by_definition(
-    model: torch.nn.Module, batch: BatchedDataDict, rows: range, settings: Algorithm
-) -> dict[str, float]:
-    """Leave the gradient of the step on `rows` in `model`, move it by plain descent, and return the step's metrics."""
-    names = ("input_ids", "response_mask", "logprobs", "reference_logprobs")
-    columns = {name: batch[name].rows() for name in names}
-    policy, kl, pooled = [], [], {"entropy": [], "ratio": [], "low": [], "high": []}
-    for row in rows:
-        mask = columns["response_mask"][row] & batch["valid"][row]
-        logprobs, entropy = (column[mask] for column in row_scores(model, columns["input_ids"][row]))
-        old, reference = (columns[name][row][mask].double() for name in names[2:])
-        advantages = batch["advantages"][row].double()
-        ratio = (logprobs - old).exp()
-        low, high = 1 - settings.clip_low, 1 + settings.clip_high
-        policy.append(-torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages))
-        difference = reference - logprobs
-        kl.append(difference.exp() - 1 - difference)
-        pooled["entropy"].append(entropy.detach())
-        pooled["ratio"].append(ratio.detach())
-        pooled["low"].append(((ratio < low) & (advantages < 0)).double())
-        pooled["high"].append(((ratio > high) & (advantages > 0)).double())
-    policy_loss = aggregated(policy, settings)
-    loss = policy_loss + settings.kl_coef * aggregated(kl, settings)
-    model.zero_grad()
-    loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= RATE * parameter.grad
-    means = {name: torch.cat(values).mean().item() for name, values in pooled.items()}
-    return {
-        "actor/loss": loss.item(),
-        "actor/policy_loss": policy_loss.item(),
-        "actor/kl": torch.cat(kl).mean().item(),
-        "actor/entropy": means["entropy"],
-        "actor/ratio_mean": means["ratio"],
-        "actor/ratio_max": torch.cat(pooled["ratio"]).max().item(),
-        "actor/clip_low_fraction": means["low"],
-        "actor/clip_high_fraction": means["high"],
-        "actor/grad_norm": torch.cat([gradient.flatten() for gradient in gradients]).norm().item(),
-        "actor/learning_rate": RATE,
-        "actor/skipped_steps": 0.0,
-    }
-
-
 def by_definition(case: Case) -> tuple[list[dict[str, float]], Outcome]:
     """Return the metrics of each optimizer step; gradients of the last one, and weights after it."""
     model, batch = plain_model(), BATCHES[case.rows]
     size = case.mini_batch_size or batch.num_rows
     starts = range(0, batch.num_rows, size)
     metrics = [
-        step_by_definition(model, batch, range(start, min(start + size, batch.num_rows)), case.algorithm)
+        step_by_definition(
+            model, batch, range(start, min(start + size, batch.num_rows)), case.algorithm, TEMPERATURE, RATE
+        )
         for start in starts
     ]
     named = list(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
     return metrics, Outcome([], gradients, {name: parameter.detach() for name, parameter in named})
-
-
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest relative distance of a tensor from the one that it should be."""
-    assert list(found) == list(expected)
-    return max(((found[name] - truth).norm() / truth.norm()).item() for name, truth in expected.items())
 
 
 Updates = dict[tuple[Case, str, int], tuple[list[dict[str, float]], list[Outcome]]]

@@ -6,10 +6,11 @@ import torch
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
-from rlpack.data.holding import HereStore, cut, outline, size_of
+from rlpack.data.holding import cut, outline, size_of
 from rlpack.data.ragged import Ragged
 from rlpack.data.remote import Remote
-from rlpack.data.shelf import Shelf
+from rlpack.data.shelf import Allowance, Shelf
+from rlpack.data.store import LocalStore
 
 
 def rows(count: int = 3, *, scale: int = 1) -> BatchedDataDict:
@@ -64,11 +65,10 @@ def test_rows_are_cut_out_of_a_part():
     assert found["input_ids"].values.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
-class SmallStore(HereStore):
-    """Holds little; it notes how many rows are put away, for good or for a step."""
+class CountingStore(LocalStore):
+    """Notes how many rows are put away, for good or for a step."""
 
-    def __init__(self, budget: float) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
         self.noted: list[tuple[int, bool]] = []
 
     def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
@@ -76,13 +76,42 @@ class SmallStore(HereStore):
         return batch
 
 
-@pytest.mark.parametrize(("budget", "noted"), [(1e6, [(256, True), (44, True)]), (1e3, [(3, False), (1, False)])])
-def test_a_dataset_is_put_away_once_if_it_fits_and_else_row_by_row(budget: float, noted: list[tuple[int, bool]]):
-    whole, store = rows(300), SmallStore(budget)
-    shelf = Shelf(store, 300, lambda index: BatchedDataDict(dict(whole.select(index))))
+BLOCK = size_of(rows(256))
+
+
+@pytest.mark.parametrize(
+    ("room", "noted"),
+    [
+        (2 * BLOCK, [(256, True), (44, True)]),  # all of it fits
+        (BLOCK, [(256, True), (2, False)]),  # the first block does
+        (BLOCK - 1, [(3, False), (1, False)]),  # none does
+    ],
+)
+def test_a_dataset_is_put_away_once_as_far_as_it_fits(room: int, noted: list[tuple[int, bool]]):
+    whole, store = rows(300), CountingStore()
+    shelf = Shelf(store, Allowance(room), 300, lambda index: BatchedDataDict(dict(whole.select(index))))
     found = [shelf.rows(np.array(index)) for index in ([299, 0, 299], [7])]
     assert [batch["uid"] for batch in found] == [["row 299", "row 0", "row 299"], ["row 7"]]
     assert [batch.row_ids.tolist() for batch in found] == [[0, 1, 2], [0]]
     assert found[0]["input_ids"].values[:4].tolist() == whole["input_ids"][299].tolist()
     assert store.noted == noted
     assert shelf.rows(np.zeros(0, dtype=np.int64)).num_rows == 0
+
+
+def test_datasets_share_what_they_may_take():
+    whole, store, allowance = rows(300), CountingStore(), Allowance(BLOCK)
+    first, second = (Shelf(store, allowance, 300, lambda index: whole.select(index)) for _ in range(2))
+    first.rows(np.array([0]))
+    second.rows(np.array([0]))
+    assert store.noted == [(256, True), (1, False)]
+
+
+def test_columns_that_cannot_be_put_away_are_named():
+    batch = rows()
+    tokens = batch["logprobs"]
+    batch["logprobs"] = tokens.with_values(tokens.values.clone().requires_grad_())
+    with pytest.raises(DataError, match=r"column 'logprobs': .*autograd graph"):
+        outline(batch)
+    remote = outline(rows())[0].rows
+    with pytest.raises(DataError, match="column 'input_ids' lies elsewhere already"):
+        outline(remote)

@@ -11,12 +11,12 @@ import torch
 
 from recipes import sft, stages
 from recipes.evaluation import evaluate_loss
-from recipes.prompts import Split, load_splits
+from recipes.prompts import in_store, load_splits
 from recipes.resuming import reference_folder
 from recipes.session import Progress, Session
 from rlpack.config.schema import Checkpoint, Config, Data, Trainer, WarmUp
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.holding import HereStore
+from rlpack.data.store import LocalStore
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from tests.builders import tiny_config, tiny_rollouts
@@ -80,7 +80,7 @@ class SavingSession(Session):
 def session_of(folder: Path, interrupt_at: int | None = None, **sections: Any) -> SavingSession:
     config: Config = tiny_config(**({"data": DATA, "checkpoint": Checkpoint(every=100)} | sections))
     tokenizer, prompts, held_out = load_splits(config)
-    splits = (Split(split, tokenizer, HereStore()) for split in (prompts, held_out))
+    splits = in_store(LocalStore(), tokenizer, prompts, held_out)
     return SavingSession(config, cast(Any, FakeRun(folder, interrupt_at)), tokenizer, *splits, {})
 
 
@@ -171,11 +171,12 @@ def test_a_reference_of_a_run_that_came_to_nothing_is_not_taken_over(tmp_path: P
 
 
 def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
-    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)])
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+    rollouts = rollouts.union({"valid": torch.tensor([True, True, False])})
 
     def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
-        sums = {"logprob_sum": torch.zeros(2).double(), "logprob_gap": torch.tensor([2.0, 2.5]).double()}
-        figures = {"response_tokens": torch.tensor([4, 5]), **sums}
+        sums = {"logprob_sum": torch.zeros(3).double(), "logprob_gap": torch.tensor([2.0, 2.5, 99.0]).double()}
+        figures = {"response_tokens": torch.tensor([4, 5, 2]), **sums}
         return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], **figures})
 
     set_group(session, "actor", logprobs=logprobs)
@@ -192,6 +193,19 @@ def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     assert session.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
 
 
+def test_quarantined_rows_weigh_nothing_and_the_others_as_if_they_were_not_there(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (2, 6), (2, 8), (2, 3)], group=4)
+    set_group(session, "actor")
+    counts = torch.tensor([4, 6, 8, 3])
+    given = {"rewards": torch.tensor([0.0, 1.0, 0.0, 1.0]), "valid": torch.tensor([True, True, False, True])}
+    weighed = stages.advantages(session, rollouts.union({**given, "response_tokens": counts}))
+    for name in ("loss_weight", "token_weight"):
+        assert weighed[name][2] == 0
+        assert (weighed[name] * counts).sum().item() == pytest.approx(1.0)
+        assert weighed[name][0] == pytest.approx(1 / 13)
+    assert weighed["advantages"][2] == 0
+
+
 def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not_scored(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)]).union({"completion": ["a", "b"]})
 
@@ -202,7 +216,7 @@ def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not
 
     set_group(session, "reward", score=score)
     set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
-    rewards, valid = stages.scores(session.scorers, rollouts)
+    rewards, valid, _ = stages.scores(session.scorers, rollouts)
     assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
 
 

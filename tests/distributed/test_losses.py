@@ -1,0 +1,100 @@
+"""Every policy loss under every aggregation gives one update, however its batch is cut and on any number of ranks.
+
+The truth is `tests.distributed.definition`: one row at a time, each loss from its paper's formula.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from recipes.weighing import step_weights
+from rlpack.algorithms.metrics import merge_steps
+from rlpack.algorithms.registry import LOSSES
+from rlpack.config.schema import Algorithm, Config, Rollout
+from rlpack.data.batch import BatchedDataDict
+from rlpack.packing import Batching, make_plan
+from tests.builders import tiny_algorithm, tiny_config
+from tests.distributed import actors
+from tests.distributed.definition import counts_of, difference, plain_model, scored, step_by_definition
+from tests.distributed.processes import on_ranks
+
+BATCHINGS = {
+    "packed": Batching(mode="packed", max_tokens=96),
+    "dynamic": Batching(mode="dynamic", max_tokens=160),
+    "fixed": Batching(mode="fixed", rows=7, max_tokens=None),
+}
+MICROBATCHES = (1, 2, 4)
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum")
+RATE, TEMPERATURE = 0.02, 0.8
+# The third response is empty; the sixth row is quarantined.
+BATCH = scored([(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)], 5, TEMPERATURE)
+
+# Settings under which bounds bind at some of the tokens and not at others.
+SETTINGS = {
+    "clipped": {"dual_clip": 1.5},
+    "sequence_clipped": {"clip_low": 0.03, "clip_high": 0.03},
+    "cispo": {"clip_low": 1.0, "entropy_coef": 0.05},
+    "sapo": {"loss_arguments": {"tau_positive": 1.0, "tau_negative": 1.7}},
+    "reinforce": {"kl_estimator": "k1", "kl_straight_through": True},
+    "kl_cov": {"loss_arguments": {"share": 0.2, "coef": 0.7}},
+}
+
+
+def algorithm_of(loss: str, aggregation: str) -> Algorithm:
+    return tiny_algorithm(loss=loss, aggregation=aggregation, **SETTINGS[loss])
+
+
+Found = dict[tuple[str, str, str, int, int], tuple[dict[str, float], dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """All updates, those of a loss and a number of ranks in one set of processes."""
+    found: Found = {}
+    for size, loss in itertools.product((1, 2), SETTINGS):
+        keys = list(itertools.product([loss], AGGREGATIONS, BATCHINGS, MICROBATCHES))
+        cases = [case_of(*key, size) for key in keys]
+        ranks = on_ranks(tmp_path_factory.mktemp("updates"), size, actors.gradients, cases, RATE)
+        for key, outcomes in zip(keys, zip(*ranks, strict=True), strict=True):
+            (metrics,) = merge_steps([results for results, _ in outcomes])
+            found[*key, size] = metrics, {name: torch.from_numpy(array) for name, array in outcomes[0][1].items()}
+    return found
+
+
+def case_of(
+    loss: str, aggregation: str, mode: str, microbatches: int, size: int
+) -> tuple[Config, list[BatchedDataDict]]:
+    """Return the configuration, and the shards of the batch."""
+    settings = algorithm_of(loss, aggregation)
+    batching = BATCHINGS[mode].override(min_microbatches=microbatches)
+    plan = make_plan(BATCH["input_ids"].lengths.numpy(), batching, dp_size=size)
+    assert plan.counts.shape[1] >= microbatches
+    shards = BATCH.union(step_weights(counts_of(BATCH), plan, settings)).shard(plan)
+    return tiny_config(algorithm=settings, rollout=Rollout(temperature=TEMPERATURE)), shards
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", SETTINGS)
+def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found, loss: str, aggregation: str):
+    model, settings = plain_model(), algorithm_of(loss, aggregation)
+    truth = step_by_definition(model, BATCH, range(BATCH.num_rows), settings, TEMPERATURE, RATE)
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert truth["actor/loss"] != 0
+    for mode, microbatches, size in itertools.product(BATCHINGS, MICROBATCHES, (1, 2)):
+        metrics, found = updated[loss, aggregation, mode, microbatches, size]
+        assert metrics == pytest.approx(truth, rel=1e-5, abs=1e-7), (mode, microbatches, size)
+        assert difference(found, gradients) < 1e-5, (mode, microbatches, size)
+
+
+def test_every_loss_is_in_the_matrix_and_its_bounds_bind_somewhere(updated: Found):
+    assert set(SETTINGS) == set(LOSSES)
+    for loss in ("clipped", "sequence_clipped", "kl_cov"):
+        metrics, _ = updated[loss, "token_mean", "packed", 1, 1]
+        assert 0 < metrics["actor/clip_low_fraction"] + metrics["actor/clip_high_fraction"] < 1
+    values = {loss: updated[loss, "token_mean", "packed", 1, 1][0]["actor/policy_loss"] for loss in SETTINGS}
+    assert len(set(values.values())) == len(values)
+
+
+def test_losses_of_a_step_without_a_counted_token_are_zero():
+    assert torch.equal(counts_of(BATCH)[[2, 5]], torch.zeros(2, dtype=torch.int64))
