@@ -1,9 +1,12 @@
 """What is looked at on the driver before any process starts: the same slip, found by a rank, costs minutes."""
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipes.machine import check_machine
+from rlpack.algorithms.policy_loss import PolicyTokens
+from rlpack.algorithms.registry import find_advantage
 from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, builtin_roles
 from rlpack.data.errors import DataError
@@ -14,8 +17,11 @@ from rlpack.distributed.host import load_class
 from rlpack.models.loading import outline
 from rlpack.packing import Batching
 from rlpack.rewards.scoring import check_signature, resolve
+from workers.objectives import PolicyGradient
 
 _ROWS_AT_A_TIME = 1024
+# Columns of rows that an advantage function can ask for, whatever roles there are.
+_ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "prompt_lengths", "policy_version")
 
 
 def check_before_start(
@@ -25,6 +31,7 @@ def check_before_start(
 
     Raises:
         ModelError: `model` describes no language model that the tokenizer fits.
+        AlgorithmError: there is no such loss or advantage function, or it can't be called with its arguments.
         PlacementError: a role's class can't be loaded, or is none that a session can call, or this machine is too
             small for the pools.
         RewardError: there is no such reward function, or it can't be called with the dataset's columns.
@@ -37,12 +44,24 @@ def check_before_start(
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     check_machine(config)
+    if config.recipe != "sft":
+        _check_algorithm(config)
     batching = role_batching(config, "actor")
     if config.recipe == "sft" or config.warm_up.steps > 0:
         _check_demonstrations(prompts, tokenizer, batching)
     if config.recipe == "sft":
         _check_demonstrations(held_out, tokenizer, batching)
     return model
+
+
+def _check_algorithm(config: Config) -> None:
+    """Find the loss and the advantage function, and call the loss once, so that a bound outside its range is said."""
+    settings = config.algorithm
+    column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
+    tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
+    PolicyGradient(settings, config.rollout.temperature).evaluate(tokens)
+    if all(is_builtin(name) for name in started_roles(config)):  # a role of one's own may add what it asks for
+        find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *dict(settings)})
 
 
 def _check_role(name: str, target: str) -> None:

@@ -99,6 +99,17 @@ class PolicyGradient:
         assert compute is not None
         return compute(tokens, **self.algorithm.loss_arguments)
 
+    def evaluate(self, tokens: PolicyTokens, statistics: dict[str, float] | None = None) -> PolicyLoss:
+        """Return the policy loss of tokens; figures of the step that it needs are made of these where none are given.
+
+        Raises:
+            AlgorithmError: a setting is outside of its range.
+        """
+        offered = dict(self.algorithm)
+        if self.needs_statistics:
+            offered["statistics"] = self.statistics(tokens) if statistics is None else statistics
+        return call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
+
     def tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
         """Return what the loss reads of these rows, of which `logprobs` are the policy's, [T]."""
         names = ("token_weight", "logprobs", "advantages")
@@ -111,8 +122,7 @@ class PolicyGradient:
         weight, share = (_of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
         tokens = self.tokens(scores.logprobs, rows)
         entropy = torch.where(tokens.mask, scores.entropy, 0.0)
-        offered = dict(settings) | ({} if statistics is None else {"statistics": statistics})
-        policy = call_with(self.function, tokens, offered=offered, **settings.loss_arguments)
+        policy = self.evaluate(tokens, statistics)
         policy_loss = (weight * policy.token_losses).sum()
         metrics = {
             "actor/policy_loss": policy_loss.detach(),

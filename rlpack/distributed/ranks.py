@@ -254,7 +254,7 @@ class RayRanks:
                 call, cause = _first_cause(calls, done[0], pending, error)
                 for pool in pools:
                     pool.kill()
-                if maker := self._store.maker_of(cause):
+                if isinstance(cause, RayTaskError) and (maker := self._store.maker_of(cause)):
                     text = f"the process that held tokens or texts for {call.role}.{call.method} died"
                     raise RoleError(*maker, call.method, text) from cause
                 raise RoleError(call.role, call.rank, call.method, _describe(cause)) from cause

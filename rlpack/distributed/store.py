@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 import ray
 import ray._private.state
-from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import outline
@@ -182,10 +182,14 @@ class RayStore:
     def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:
         """Return role and rank that put away what an error says is lost; None where it speaks of nothing of ours."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if not isinstance(cause, ObjectLostError):
-            return None
-        living = [part for part in list(self._parts) if part.is_held and part.ref.hex() == cause.object_ref_hex]
-        return living[0].maker if living else None
+        held = [part for part in list(self._parts) if part.is_held]
+        if isinstance(cause, ObjectLostError):
+            found = [part for part in held if part.ref.hex() == cause.object_ref_hex]
+        elif isinstance(cause, RayActorError):  # whoever was to cut rows out
+            found = [part for part in held if part.holder is not None and part.holder._actor_id.hex() == cause.actor_id]
+        else:
+            found = []
+        return found[0].maker if found else None
 
 
 class Reservation:

@@ -56,9 +56,8 @@ def ray_config() -> Config:
         "lost": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
         **{name: Role(target="tests.distributed.roles:Faulty") for name in FAULTY_POOLS},
     }
-    pools = {
-        name: Pool(ranks=ranks, cpus_per_rank=0.2) for name, ranks in {"main": 2, "lost": 2, **FAULTY_POOLS}.items()
-    }
+    ranks = {"main": 2, "lost": 2, **FAULTY_POOLS}
+    pools = {name: Pool(ranks=count, cpus_per_rank=0.2) for name, count in ranks.items()}
     return tiny_config(
         roles=roles,
         placement=Placement(

@@ -144,5 +144,5 @@ def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
     twice = groups["lost"].run(Echo.times, rollouts(), 2)
     for host in groups["lost"].ranks._hosts:
         ray.kill(host)
-    with pytest.raises(RoleError, match="role lost, rank [01], in take: tokens or texts can't be read"):
+    with pytest.raises(RoleError, match=r"role lost, rank [01], in take: tokens or texts can't be read"):
         store.take(twice)

@@ -89,7 +89,7 @@ def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
     [
         ("rlpack ", "plan report simulate train"),
         ("rlpack tr", "train"),
-        ("rlpack train recipe=", "recipe=grpo recipe=sft"),
+        ("rlpack train recipe=g", "recipe=grpo recipe=gspo"),
         ("rlpack train model=tiny trainer.st", "trainer.steps="),
         ("rlpack train placement.po", "placement.pools."),
         ("rlpack report ", ""),

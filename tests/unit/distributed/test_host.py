@@ -8,12 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.errors import DataError
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RoleError
 from rlpack.distributed.host import RankHost, load_class
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from workers.base import Worker
 from workers.reward import RewardWorker
+
+
+class Teller(Worker):
+    def tell(self, text: str) -> BatchedDataDict:
+        return BatchedDataDict({"text": [text, text]}, row_ids=[5, 3])
+
+    def count(self) -> int:
+        return 2
 
 
 class Namer(Worker):
@@ -108,3 +118,21 @@ def test_a_role_error_reads_as_one_line_and_survives_pickling():
 def test_keyword_arguments_of_any_name_reach_the_role(host: RankHost):
     host.start("namer", "tests.unit.distributed.test_host:Namer", (tiny_config(), tiny_tokenizer()))
     assert host.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")
+
+
+def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(host: RankHost):
+    host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    found = {ticket: host.outline(ticket, "teller", "tell", {}, text) for ticket, text in ((7, "one"), (8, "two"))}
+    assert found[7].rows.row_ids.tolist() == [5, 3]
+    assert found[7].sizes == found[8].sizes
+    assert [host.parts(ticket) for ticket in (7, 8)] == [[{"text": ["one", "one"]}], [{"text": ["two", "two"]}]]
+    host.outline(9, "teller", "tell", {}, "three")
+    host.drop(9)
+    with pytest.raises(KeyError):
+        host.parts(9)
+
+
+def test_a_method_that_is_to_return_rows_says_so(host: RankHost):
+    host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    with pytest.raises(DataError, match=r"Teller.count returned a int; a method under @sharded\(\) returns"):
+        host.outline(1, "teller", "count", {})

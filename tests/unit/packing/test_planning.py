@@ -267,7 +267,7 @@ def test_groups_stay_together_or_are_refused() -> None:
 def test_groups_are_split_where_that_is_allowed_and_only_where_they_have_to(request: dict[str, Any], most: int) -> None:
     size = request["mini_batch_size"] or max(1, len(request["lengths"]))
     steps = np.arange(len(request["lengths"])) // size
-    groups = 1000 * steps + np.arange(len(request["lengths"])) % size // most
+    groups = 10_000 * steps + np.arange(len(request["lengths"])) % size // most
     plan = make_plan(**request | {"groups": groups}, split_groups=True)
     plan.assert_invariants()
     cell_of_row = np.full(groups.size, -1)
