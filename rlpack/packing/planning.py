@@ -29,6 +29,8 @@ from rlpack.packing.sorting import ascending, decreasing
 
 # A step this close to the bound of its lock step, as a part of it, is not improved further.
 _CLOSE = 2**-11
+# More is a slip of the pen that takes all memory: a plan holds every microbatch of every rank, empty ones too.
+_MOST_RANKS, _MOST_CELLS = 2**20, 2**26
 
 
 def make_plan(
@@ -125,7 +127,14 @@ def _checked(
     if ids is not None and ids.size != counts.size:
         raise PackingError(f"groups has {ids.size} entries for {counts.size} rows; give one a row")
     size = None if mini_batch_size is None else check_count(mini_batch_size, "mini_batch_size")
-    return Request(counts, batching, check_count(dp_size, "dp_size"), size, ids, cost, check_seed(seed))
+    ranks = check_count(dp_size, "dp_size", _MOST_RANKS)
+    least = max(batching.min_microbatches, batching.divisible_by)
+    if ranks * least > _MOST_CELLS:
+        raise PackingError(
+            f"dp_size is {ranks} with at least {least} microbatches on each rank, which makes {ranks * least} in all, "
+            f"over the limit of {_MOST_CELLS}; lower batching.min_microbatches or batching.divisible_by"
+        )
+    return Request(counts, batching, ranks, size, ids, cost, check_seed(seed))
 
 
 def _target(batching: Batching, per_rank: int) -> int:

@@ -262,6 +262,15 @@ def test_groups_stay_together_or_are_refused() -> None:
         make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[1, 2, 3])
 
 
+def test_more_microbatches_than_memory_holds_are_refused() -> None:
+    with pytest.raises(PackingError, match="dp_size is 2000000000, over the limit of 1048576"):
+        make_plan([3], Batching(), dp_size=2_000_000_000)
+    with pytest.raises(
+        PackingError, match=r"makes 1073741824 in all, over the limit .*lower batching.min_microbatches"
+    ):
+        make_plan([3], Batching(min_microbatches=2**20), dp_size=1024)
+
+
 @given(request=requests(), most=st.integers(2, 9))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_groups_are_split_where_that_is_allowed_and_only_where_they_have_to(request: dict[str, Any], most: int) -> None:
@@ -413,7 +422,7 @@ def test_a_plan_does_not_depend_on_the_container_of_its_lengths() -> None:
         ({"mini_batch_size": 0}, "mini_batch_size is 0"),
         ({"mini_batch_size": 2.0}, "mini_batch_size is 2.0"),
         ({"mini_batch_size": 2**63}, "mini_batch_size is 9223372036854775808, over the limit of 2147483647"),
-        ({"dp_size": 2**31}, "dp_size is 2147483648, over the limit of 2147483647"),
+        ({"dp_size": 2**31}, "dp_size is 2147483648, over the limit of 1048576"),
         ({"seed": "x"}, "seed is 'x'"),
         ({"groups": [0.5, 1.0]}, "group of row 0 is 0.5"),
         ({"batching": {"mode": "packed"}}, "give a Batching"),
