@@ -28,7 +28,7 @@ class Store(Protocol):
         ...
 
     def take_peak(self) -> int:
-        """Return the most bytes that were held at once since it was last asked."""
+        """Return the most bytes that steps held at once since it was last asked."""
         ...
 
 

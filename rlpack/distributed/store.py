@@ -84,7 +84,7 @@ class RayStore:
         self._changed = threading.Condition()  # its lock is one that a thread may take again: parts die anywhere
         self._of_node: Counter[str] = Counter()
         self._parts: WeakSet[StoredPart] = WeakSet()
-        self._peak = 0
+        self._of_steps = self._peak = 0
 
     @property
     def in_flight(self) -> int:
@@ -92,9 +92,9 @@ class RayStore:
         return sum(self._of_node.values())
 
     def take_peak(self) -> int:
-        """Return the most bytes that were held at once since it was last asked."""
+        """Return the most bytes that steps held at once since it was last asked; what stays for good is not counted."""
         with self._changed:
-            peak, self._peak = self._peak, self.in_flight
+            peak, self._peak = self._peak, self._of_steps
         return peak
 
     @contextmanager
@@ -143,7 +143,8 @@ class RayStore:
                 self._of_node[node] += sign * size
             if step is not None:
                 step.bytes += sign * sum(sizes.values())
-            self._peak = max(self._peak, self.in_flight)
+                self._of_steps += sign * sum(sizes.values())
+            self._peak = max(self._peak, self._of_steps)
             self._changed.notify_all()
 
     def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:

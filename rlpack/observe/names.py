@@ -98,7 +98,9 @@ METRICS: dict[str, Metric] = {
     "packing/searches_stopped": Metric("steps", "Searches of batching.algorithm=optimal that ended at their budget."),
     "packing/groups_split": Metric("groups", "Groups over the token budget that were split, where that is allowed."),
     "packing/slots": Metric("tokens", "Token slots, padding and fillers included."),
-    "store/peak_bytes": Metric("bytes", "Most tokens and texts of batches in the object store at once."),
+    "store/peak_bytes": Metric(
+        "bytes", "Most tokens and texts of a step in the object store at once; a dataset's own left out."
+    ),
     "policy_version": Metric("steps", "Optimizer steps taken so far, those of the warm-up included."),
     "epoch": Metric("1", "Epoch of the dataset that the step's last prompt belongs to, from 0."),
     "prompts_seen": Metric("prompts", "Prompts drawn since the start of the run."),
