@@ -16,6 +16,7 @@ from rlpack.data.lengths import read_lengths
 from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, PackingError, lower_bound, make_plan, warm
 from rlpack.packing.fitting import fit
 from rlpack.packing.lengths import align
+from rlpack.packing.planning import MAX_RANKS
 from rlpack.packing.simulation import Device, forecast, suggest
 from rlpack.packing.traces import TRACES, trace
 
@@ -72,6 +73,7 @@ def simulate_command(arguments: argparse.Namespace) -> int:
 def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     assert callable(run)
     try:
+        _check_options(arguments)
         run(arguments)
     except DataError as error:
         print(f"rlpack {name}: {error}", file=sys.stderr)
@@ -80,6 +82,27 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
         print(f"rlpack {name}: {error}", file=sys.stderr)
         return WRONG_ARGUMENTS
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that nothing can be computed with, by the names that the user knows.
+
+    Raises:
+        PackingError: one is out of its range.
+    """
+    ranks = arguments.ranks if isinstance(arguments.ranks, str) else str(arguments.ranks)
+    for count in _ranks(ranks):
+        if not 1 <= count <= MAX_RANKS:
+            raise PackingError(f"--ranks is {count}; it has to be from 1 to {MAX_RANKS}")
+    for name, least in (("tflops", 0.0), ("memory_gb", 0.0), ("hidden_size", 0), ("layers", 0)):
+        value = vars(arguments)[name]
+        if value <= least:
+            raise PackingError(f"--{name.replace('_', '-')} is {value:g}; it has to be above 0")
+    if arguments.fixed_gb >= arguments.memory_gb:
+        raise PackingError(
+            f"--fixed-gb is {arguments.fixed_gb:g}, and --memory-gb {arguments.memory_gb:g} leaves nothing for "
+            "activations; lower the one or raise the other"
+        )
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -102,7 +125,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             lengths, batching, dp_size=arguments.ranks, mini_batch_size=arguments.mini_batch_size, cost=cost
         )
         rows.append([name, *_figures(plans[name], 1000 * (time.perf_counter() - began), cost, device)])
-    print(table(["batching", "per rank", "waste %", "tokens +%", "lock step +%", "step s", "plan ms"], rows))
+    print(table(["batching", "microbatches", "waste %", "tokens +%", "lock step +%", "time s", "plan ms"], rows))
     if arguments.suggest:
         _print_suggestion(arguments, lengths, cost, device)
     if arguments.picture is not None:
@@ -136,7 +159,7 @@ def _print_suggestion(arguments: argparse.Namespace, lengths: np.ndarray, cost: 
     multiple = found.pad_to_multiple if found.mode == "packed" else found.length_multiple
     print(
         f"suggested: batching.mode={found.mode} batching.max_tokens={found.max_tokens} batching.{alignment}={multiple} "
-        f"({best.forecast.step_s:.3f} s a step, {best.forecast.memory_bytes / 1e9:.1f} GB on a rank)"
+        f"({best.forecast.step_s:.3f} s, {best.forecast.memory_bytes / 1e9:.1f} GB on a rank)"
     )
 
 
@@ -191,7 +214,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
                     f"{found.tokens_per_s:,.0f}",
                 ]
             )
-    header = ["ranks × mode", "step s", "idle %", "padding %", "memory GB", "microbatches", "tokens/s a rank"]
+    header = ["ranks × mode", "time s", "idle %", "padding %", "memory GB", "microbatches", "tokens/s a rank"]
     print(table(header, rows))
     if any("!" in row[4] for row in rows):
         print(f"! more than the {device.memory_bytes / 1e9:g} GB of a device")
@@ -209,10 +232,19 @@ def _headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
     aligned = align(lengths, arguments.pad_to_multiple)
     fits = aligned[aligned <= arguments.max_tokens]
     bound = lower_bound(fits, arguments.max_tokens) + int((aligned > arguments.max_tokens).sum())
-    return (
+    steps = -(-lengths.size // (arguments.mini_batch_size or lengths.size))
+    text = (
         f"{lengths.size:,} sequences, {int(lengths.sum()):,} tokens, mean {lengths.mean():.0f}, longest "
         f"{int(lengths.max()):,}; a budget of {arguments.max_tokens:,} needs at least {bound:,} microbatches"
     )
+    if steps > 1:
+        text += f"; figures are of all {steps:,} optimizer steps together"
+    if over := int((aligned > arguments.max_tokens).sum()):
+        text += (
+            f"\n{over:,} sequences are over the budget: each has a microbatch of its own here, above the budget; "
+            "training refuses them unless batching.overlong says what to do"
+        )
+    return text
 
 
 def _lengths(arguments: argparse.Namespace) -> np.ndarray:
@@ -228,6 +260,11 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
         if record is None:
             raise DataError(f"{path} holds no {LENGTHS}; give a run's directory, or a file of lengths")
         return np.asarray(record.lengths, dtype=np.int64)
+    if not path.exists() and not path.suffix:
+        raise DataError(
+            f"there is no file {path}, and no synthetic trace of this name; give a file of lengths, a run's directory, "
+            f"or one of {', '.join(TRACES)}"
+        )
     return read_lengths(path, arguments.column)
 
 

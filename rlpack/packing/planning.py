@@ -30,7 +30,7 @@ from rlpack.packing.sorting import ascending, decreasing
 # A step this close to the bound of its lock step, as a part of it, is not improved further.
 _CLOSE = 2**-11
 # More is a slip of the pen that takes all memory: a plan holds every microbatch of every rank, empty ones too.
-_MOST_RANKS, _MOST_CELLS = 2**20, 2**26
+MAX_RANKS, _MOST_CELLS = 2**20, 2**26
 
 
 def make_plan(
@@ -127,7 +127,7 @@ def _checked(
     if ids is not None and ids.size != counts.size:
         raise PackingError(f"groups has {ids.size} entries for {counts.size} rows; give one a row")
     size = None if mini_batch_size is None else check_count(mini_batch_size, "mini_batch_size")
-    ranks = check_count(dp_size, "dp_size", _MOST_RANKS)
+    ranks = check_count(dp_size, "dp_size", MAX_RANKS)
     least = max(batching.min_microbatches, batching.divisible_by)
     if ranks * least > _MOST_CELLS:
         raise PackingError(

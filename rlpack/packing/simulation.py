@@ -151,8 +151,9 @@ def suggest(
     if best is None:
         raise PackingError(
             f"the longest sequence has {int(lengths.max(initial=1))} tokens, and {device.most_slots} slots fit into "
-            f"memory ({device.memory_bytes:.3g} bytes less {device.fixed_bytes:.3g}, {device.bytes_per_slot:.3g} a "
-            "slot); give more memory, keep fewer activations, or drop the sequence"
+            f"memory ({device.memory_bytes / 1e9:g} GB less {device.fixed_bytes / 1e9:g}, "
+            f"{device.bytes_per_slot / 1e3:,.0f} kB a slot); give more memory, keep fewer activations (--kb-per-slot: "
+            "with checkpointing a tenth of that and less), or drop the sequence"
         )
     return best
 

@@ -60,11 +60,11 @@ def test_more_ranks_and_less_padding_make_steps_shorter(capsys: pytest.CaptureFi
     ("arguments", "code", "message"),
     [
         (["plan", "nowhere.jsonl"], 3, "rlpack plan: there is no file nowhere.jsonl"),
-        (["plan", "zipf", "--ranks", "0"], 2, "rlpack plan: dp_size is 0"),
+        (["plan", "zipf", "--ranks", "0"], 2, "rlpack plan: --ranks is 0; it has to be from 1 to"),
         (["plan", "zipf", "--max-tokens", "0"], 2, "rlpack plan: batching.max_tokens is 0"),
         (["plan", "zipf", "--max-tokens", "4", "--pad-to-multiple", "8"], 2, "pad_to_multiple is 8, over"),
         (["simulate", "zipf", "--ranks", "many"], 2, "--ranks is 'many'; give whole numbers with commas"),
-        (["simulate", "zipf", "--tflops", "-1"], 2, "flops_per_s is -1000000000000.0; it has to be finite and above 0"),
+        (["simulate", "zipf", "--tflops", "-1"], 2, "--tflops is -1; it has to be above 0"),
         (["plan", "zipf", "--memory-gb", "0.001", "--suggest"], 2, "slots fit into memory"),
     ],
 )
@@ -79,3 +79,13 @@ def test_what_can_not_be_planned_is_one_line(
 def test_a_directory_without_a_plan_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = run(capsys, "plan", str(tmp_path))
     assert (code, "holds no packing.json" in err) == (3, True)
+
+
+def test_sequences_over_the_budget_and_several_optimizer_steps_are_spoken_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([60, 50, 40, 130]))
+    options = ["--max-tokens", "100", "--ranks", "1", "--mini-batch-size", "2"]
+    _, out, _ = run(capsys, "plan", str(tmp_path / "lengths.npy"), *options)
+    assert "figures are of all 2 optimizer steps together" in out
+    assert "1 sequences are over the budget: each has a microbatch of its own here" in out
