@@ -82,7 +82,9 @@ def _check_inside(runs: np.ndarray, sources: Sequence[int], target: int) -> None
 
 def _bytes(values: Tensor) -> np.ndarray:
     """Return the memory of a tensor, uint8; what is not in one piece is copied first."""
-    return values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    whole = values.resolve_conj().resolve_neg().contiguous()
+    # A tensor of one entry is in one piece whatever its stride says, and keeps it.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _copy_plainly(

@@ -118,7 +118,9 @@ class RayStore:
         started, size, step = time.monotonic(), sum(sizes.values()), _CURRENT.get()
         with self._changed:
             while size and (short := self._shortage(sizes)) > 0:
-                own = sum(outer.bytes for outer in step.chain()) if step else self.in_flight
+                # What no wait can free: this step's own, and what lies outside of steps, datasets for one.
+                outside = self.in_flight - self._of_steps
+                own = outside + sum(outer.bytes for outer in step.chain()) if step else self.in_flight
                 frees_late = self.in_flight + size <= self.budget  # the bytes are there, Ray has yet to say so
                 patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
                 if own + size > self.budget or time.monotonic() - started >= patience:

@@ -45,3 +45,9 @@ def test_what_has_gradients_is_gathered_by_torch() -> None:
     Ragged(values, torch.tensor([1, 2])).select(np.array([1, 0])).values.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1, 1, 1]
+
+
+def test_a_column_of_one_token_may_have_any_stride() -> None:
+    values = torch.arange(8.0).view(1, 8)[:, 3]
+    found = Ragged(values, torch.tensor([1, 0])).select([1, 0])
+    assert (found.values.tolist(), found.lengths.tolist()) == ([3.0], [0, 1])

@@ -176,3 +176,13 @@ def test_a_result_of_numbers_needs_no_room():
 
 def test_the_budget_is_a_share_of_the_store_where_none_is_given():
     assert store_of(None, room={"a": (10 * GB, 10 * GB)}).budget == 6 * GB
+
+
+def test_a_step_does_not_wait_for_what_is_held_for_good():
+    store = store_of()
+    dataset = put(store, 20)
+    with store.step():
+        own = put(store, 70)
+        with refused_within(2):
+            put(store, 15)
+        assert (own.is_held, dataset.is_held) == (True, True)
