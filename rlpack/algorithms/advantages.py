@@ -60,11 +60,9 @@ def group_relative(
         raise AlgorithmError(f"baseline is {baseline!r}; algorithm.baseline is mean or leave_one_out")
     if scale not in ("std", "none"):
         raise AlgorithmError(f"scale is {scale!r}; algorithm.scale is std or none")
-    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
-    _check(rewards, group_ids, counted)
+    counted, values = _counted(rewards, group_ids, valid)
     if rewards.numel() == 0:
         return rewards.float()
-    values = torch.where(counted, rewards.double(), 0.0)
     groups = _group(values, group_ids, counted)
     centred = values - groups.means[groups.of_row]
     sizes = groups.sizes[groups.of_row]
@@ -98,11 +96,9 @@ def length_weighted(
     Raises:
         AlgorithmError: shapes differ, or a valid reward is not finite.
     """
-    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
-    _check(rewards, group_ids, counted)
+    counted, values = _counted(rewards, group_ids, valid)
     if rewards.numel() == 0:
         return rewards.float()
-    values = torch.where(counted, rewards.double(), 0.0)
     groups = _group(values, group_ids, counted)
     weights = torch.where(counted, response_tokens, 0).double()
     zeros = torch.zeros_like(groups.sizes)
@@ -162,11 +158,9 @@ def batch_normalised(
     Raises:
         AlgorithmError: shapes differ, or a valid reward is not finite.
     """
-    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
-    _check(rewards, group_ids, counted)
+    counted, values = _counted(rewards, group_ids, valid)
     if rewards.numel() == 0:
         return rewards.float()
-    values = torch.where(counted, rewards.double(), 0.0)
     teaches = counted
     if centre_groups:
         groups = _group(values, group_ids, counted)
@@ -197,6 +191,13 @@ def zero_group_fraction(advantages: Tensor, group_ids: Tensor) -> float:
     ids, of_row = torch.unique(group_ids, return_inverse=True)
     largest = torch.zeros(len(ids), dtype=advantages.dtype).scatter_reduce(0, of_row, advantages.abs(), "amax")
     return (largest == 0).double().mean().item()
+
+
+def _counted(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return which rows count, bool [B], and their rewards, f64 [B], 0 where they don't; refuse what isn't sound."""
+    counted = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    _check(rewards, group_ids, counted)
+    return counted, torch.where(counted, rewards.double(), 0.0)
 
 
 def _check(rewards: Tensor, group_ids: Tensor, counted: Tensor) -> None:

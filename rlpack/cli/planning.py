@@ -94,9 +94,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for count in _ranks(ranks):
         if not 1 <= count <= MAX_RANKS:
             raise PackingError(f"--ranks is {count}; it has to be from 1 to {MAX_RANKS}")
-    for name, least in (("tflops", 0.0), ("memory_gb", 0.0), ("hidden_size", 0), ("layers", 0)):
+    for name in ("tflops", "memory_gb", "hidden_size", "layers"):
         value = vars(arguments)[name]
-        if value <= least:
+        if value <= 0:
             raise PackingError(f"--{name.replace('_', '-')} is {value:g}; it has to be above 0")
     if arguments.fixed_gb >= arguments.memory_gb:
         raise PackingError(

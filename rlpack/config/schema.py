@@ -119,7 +119,10 @@ class Algorithm(Section):
 
     advantage: str = Field(
         default="group_relative",
-        description="group_relative, length_weighted, against_greedy, batch_normalised, or package.module:function.",
+        description=(
+            "group_relative, length_weighted, batch_normalised, against_greedy (ReMax; a role of your own has to add "
+            "the column greedy_rewards), or package.module:function."
+        ),
     )
     advantage_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the advantage function."

@@ -46,11 +46,13 @@ class BatchedDataDict(MutableMapping[str, Any]):
     """
 
     plan: RankPlan | None
+    has_given_ids: bool  # whether rows have ids of their own, or were numbered for want of any
     fetch: Fetch | None  # gets remote columns as they are asked for; None leaves them. It is not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
         self.plan = self.fetch = None
+        self.has_given_ids = row_ids is not None
         self._planned_ids = np.zeros(0, dtype=np.int64)
         if row_ids is None:
             first = next(iter(columns.values()), [])

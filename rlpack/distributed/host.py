@@ -75,6 +75,11 @@ class RankHost:
                 "@sharded() returns a BatchedDataDict with the row ids of its shard (shard.keep([]).union(...)), or is "
                 "given a merge"
             )
+        if not result.has_given_ids:
+            raise DataError(
+                f"{type(self._roles[role]).__name__}.{method} returned rows without ids, so nobody can tell whose they "
+                "are; return shard.keep([]).union({...}), or give row_ids=shard.row_ids"
+            )
         found, parts = outline(result)
         if parts:
             self._parts[ticket] = parts

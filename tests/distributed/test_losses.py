@@ -94,7 +94,3 @@ def test_every_loss_is_in_the_matrix_and_its_bounds_bind_somewhere(updated: Foun
         assert 0 < metrics["actor/clip_low_fraction"] + metrics["actor/clip_high_fraction"] < 1
     values = {loss: updated[loss, "token_mean", "packed", 1, 1][0]["actor/policy_loss"] for loss in SETTINGS}
     assert len(set(values.values())) == len(values)
-
-
-def test_losses_of_a_step_without_a_counted_token_are_zero():
-    assert torch.equal(counts_of(BATCH)[[2, 5]], torch.zeros(2, dtype=torch.int64))

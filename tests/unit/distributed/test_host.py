@@ -25,6 +25,9 @@ class Teller(Worker):
     def count(self) -> int:
         return 2
 
+    def anonymous(self) -> BatchedDataDict:
+        return BatchedDataDict({"rewards": torch.zeros(2)})
+
 
 class Namer(Worker):
     def names(self, number: int, *, role: str, method: str) -> tuple[int, str, str]:
@@ -136,3 +139,5 @@ def test_a_method_that_is_to_return_rows_says_so(host: RankHost):
     host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
     with pytest.raises(DataError, match=r"Teller.count returned a int; a method under @sharded\(\) returns"):
         host.outline(1, "teller", "count", {})
+    with pytest.raises(DataError, match=r"Teller.anonymous returned rows without ids.*row_ids=shard.row_ids"):
+        host.outline(1, "teller", "anonymous", {})
