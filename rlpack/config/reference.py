@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 _HEAD = """\
 # Configuration keys
 
-Written from `rlpack/config/schema.py` by `python -m rlpack.config.reference`; don't edit it by hand.
+Written from the models of `rlpack/config/` by `python -m rlpack.config.reference`; don't edit it by hand.
 
 These are the schema's defaults. Presets in `configs/` override some of them for the built-in task;
 `rlpack train --cfg job` shows what a command really uses. `<name>` stands for a name of your own choice.

@@ -4,53 +4,15 @@ Hydra's base node is generated from these models, YAML presets only override, an
 validated back into them (`rlpack.config.validate`). A section goes to whoever needs it, never the whole config.
 """
 
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import Field
 
-from rlpack.packing.batching import Algorithm as Packer
-from rlpack.packing.batching import Batching, Mode, Overlong
-
-TokenId = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Unit = Annotated[float, Field(gt=0, le=1)]
-
-
-def _as_batching(value: Any) -> Any:
-    """Build a `Batching` from a mapping, which pydantic's strict mode would refuse.
-
-    The dataclass checks types without conversion; pydantic, which would turn true into 1, only names unknown keys.
-    """
-    if not isinstance(value, dict):
-        return value
-    known = {field.name for field in fields(Batching)}
-    return Batching(**value) if known.issuperset(value) else TypeAdapter(Batching).validate_python(value)
-
-
-ActorBatching = Annotated[Batching, BeforeValidator(_as_batching)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict about types, closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class RoleBatching(Section):
-    """A role's own batching; whatever is null is inherited from the `batching` section, the actor's."""
-
-    mode: Mode | None = None
-    max_tokens: Count | None = None
-    rows: Count | None = None
-    algorithm: Packer | None = None
-    pad_to_multiple: Count | None = None
-    length_multiple: Count | None = None
-    min_microbatches: Count | None = None
-    divisible_by: Count | None = None
-    overlong: Overlong | None = None
+from rlpack.config.batching import ActorBatching, RoleBatching
+from rlpack.config.optimization import Optimizer
+from rlpack.config.rewards import Reward
+from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
+from rlpack.packing.batching import Batching
 
 
 class Trainer(Section):
@@ -80,19 +42,6 @@ class Evaluation(Section):
 
     every: Count = Field(default=10, description="Rollout steps between two evaluations.")
     samples: Count = Field(default=4, description="Samples of each prompt at rollout.temperature; one greedy is added.")
-
-
-class Optimizer(Section):
-    """AdamW (Loshchilov and Hutter, 2019)."""
-
-    learning_rate: Positive = Field(default=1e-6, description="Learning rate of the first step.")
-    schedule: Literal["constant", "linear"] = Field(
-        default="constant", description="linear falls from step to step and would reach 0 after the last."
-    )
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the mean of gradients.")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the mean of squared gradients.")
-    weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")
-    max_grad_norm: Positive = Field(default=1.0, description="Gradients are scaled down to this global norm.")
 
 
 class Actor(Section):
@@ -191,16 +140,6 @@ class Data(Section):
     max_prompt_tokens: Count = Field(default=512, description="Longest prompt.")
     overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What happens to a longer prompt.")
     generator: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in generator.")
-
-
-class Reward(Section):
-    """The verifiable reward."""
-
-    function: str = Field(
-        default="rlpack.rewards.functions:final_answer",
-        description="package.module:function, called as f(prompts, completions, **columns) -> list[float | None].",
-    )
-    arguments: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
 
 
 class Rollout(Section):
