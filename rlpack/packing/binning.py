@@ -80,10 +80,8 @@ def _form(batching: Batching, items: Items, seed: int) -> np.ndarray:
     return kernels.chunk(items.counts, items.widths, items.unit_costs, limits)
 
 
-def candidates(
-    batching: Batching, items: Items, formed: np.ndarray, count: int, ranks: int
-) -> Iterator[np.ndarray | None]:
-    """Yield labels of at most `count` bins that keep the budget, the likeliest to be best first; None is none.
+def candidates(batching: Batching, items: Items, formed: np.ndarray, count: int, ranks: int) -> Iterator[np.ndarray]:
+    """Yield labels of at most `count` bins that keep the budget, the likeliest to be best first.
 
     Args:
         batching: the mode and the budget.
@@ -97,12 +95,23 @@ def candidates(
     elif batching.mode == "dynamic":
         yield from _contiguous(batching, items, count)
     else:
-        yield _level(batching, items, count)
-        yield formed
-        yield _level_tail(batching, items, formed, count, ranks)
-        if items.size * count <= _DIFFERENCING_LIMIT:
-            differenced = balance(items.costs, count)
-            yield differenced if _sums(differenced, items.slots, count).max() <= _budget(batching) else None
+        levelled = _level(batching, items, count)
+        if levelled is not None:
+            yield levelled
+        others = list(_otherwise(batching, items, formed, count, ranks))
+        yield from sorted(others, key=lambda labels: measure(batching, items, labels).lockstep_cost(ranks))
+
+
+def _otherwise(batching: Batching, items: Items, formed: np.ndarray, count: int, ranks: int) -> Iterator[np.ndarray]:
+    """Yield labels of packed bins that were not levelled, or not all of them."""
+    yield formed
+    tail = _level_tail(batching, items, formed, count, ranks)
+    if tail is not None:
+        yield tail
+    if items.size * count <= _DIFFERENCING_LIMIT:
+        differenced = balance(items.costs, count)
+        if _sums(differenced, items.slots, count).max() <= _budget(batching):
+            yield differenced
 
 
 def lockstep_bound(batching: Batching, items: Items, ranks: int) -> int:

@@ -4,12 +4,18 @@ import heapq
 
 import numpy as np
 
+from rlpack.packing import kernels
 from rlpack.packing.compile import compiled
 from rlpack.packing.cost import ticks
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import Integers, check_count, one_by_one
 from rlpack.packing.packers import bins_of
+from rlpack.packing.refining import refine
 from rlpack.packing.sorting import decreasing
+
+# Differencing takes time in rows × parts. With more of both, parts have so many rows that largest first is as good.
+_DIFFERENCING_LIMIT = 2**24
+_UNLIMITED = 2**62
 
 
 def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np.ndarray]:
@@ -17,6 +23,8 @@ def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np
 
     Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", 1982) for k ways: keep
     partial partitions, and unite the two that differ most, the heaviest part of one with the lightest of the other.
+    Of very many rows into very many parts, each row goes to the lightest part, the heaviest rows first, and then rows
+    are exchanged.
 
     >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
     [[0, 2], [1, 3, 4]]
@@ -63,12 +71,26 @@ def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndar
     """Return the part of each row, int64 [B]; `weights` are ticks. Parts count in the order of their first rows."""
     if weights.size == 0:
         return np.zeros(0, dtype=np.int64)
+    if not equal_size and weights.size * k > _DIFFERENCING_LIMIT:
+        return _by_first_rows(_largest_first(weights, k))
     # With equal sizes, rows start out in blocks of k of like weight, one row to each part; dummies fill the last block.
     dummies = -weights.size % k if equal_size else 0
     padded = np.concatenate((weights, np.zeros(dummies, dtype=np.int64)))
     order = decreasing(weights)
     order = np.concatenate((order, np.arange(weights.size, padded.size)))
-    parts = _differencing(padded, order, k, k if equal_size else 1)[: weights.size]
+    return _by_first_rows(_differencing(padded, order, k, k if equal_size else 1)[: weights.size])
+
+
+def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
+    """Return the part of each row, int64 [B]: the heaviest rows first to the lightest part, then rows exchanged."""
+    order, slots = decreasing(weights), np.zeros_like(weights)
+    parts = np.empty_like(weights)
+    parts[order] = kernels.spread(slots, weights[order], k, _UNLIMITED)
+    return refine(parts, slots, weights, k, (k, _UNLIMITED))[0]
+
+
+def _by_first_rows(parts: np.ndarray) -> np.ndarray:
+    """Return parts that count in the order of their first rows."""
     _, first, inverse = np.unique(parts, return_index=True, return_inverse=True)
     rank = np.empty_like(first)
     rank[np.argsort(first)] = np.arange(first.size)

@@ -29,6 +29,8 @@ from rlpack.packing.sorting import ascending, decreasing
 
 # A step this close to the bound of its lock step, as a part of it, is not improved further.
 _CLOSE = 2**-11
+# Exchanges that a plan looks at, at most: about five nanoseconds each.
+_LEAST_WORK, _WORK_PER_ROW = 3 * 2**19, 96
 # More is a slip of the pen that takes all memory: a plan holds every microbatch of every rank, empty ones too.
 MAX_RANKS, _MOST_CELLS = 2**20, 2**26
 
@@ -128,13 +130,16 @@ def _checked(
         raise PackingError(f"groups has {ids.size} entries for {counts.size} rows; give one a row")
     size = None if mini_batch_size is None else check_count(mini_batch_size, "mini_batch_size")
     ranks = check_count(dp_size, "dp_size", MAX_RANKS)
-    least = max(batching.min_microbatches, batching.divisible_by)
-    if ranks * least > _MOST_CELLS:
+    request = Request(counts, batching, ranks, size, ids, cost, check_seed(seed))
+    least = int(align(np.array(max(1, batching.min_microbatches)), batching.divisible_by))
+    cells = ranks * least * request.num_steps
+    if cells > _MOST_CELLS:
         raise PackingError(
-            f"dp_size is {ranks} with at least {least} microbatches on each rank, which makes {ranks * least} in all, "
-            f"over the limit of {_MOST_CELLS}; lower batching.min_microbatches or batching.divisible_by"
+            f"dp_size is {ranks} with at least {least} microbatches on each rank in each of {request.num_steps} "
+            f"optimizer steps, which makes {cells} in all, over the limit of {_MOST_CELLS}; lower "
+            "batching.min_microbatches or batching.divisible_by, or raise the mini-batch size"
         )
-    return Request(counts, batching, ranks, size, ids, cost, check_seed(seed))
+    return request
 
 
 def _target(batching: Batching, per_rank: int) -> int:
@@ -150,17 +155,16 @@ def _balanced_step(request: Request, items: Items, alone: np.ndarray) -> _Grid:
     formed, search_stopped = form(batching, sharing, request.seed)
     wanted = _target(batching, -(-(int(formed.max(initial=-1)) + 1 + single.size) // ranks))
     wanted_sharing = wanted * ranks - single.size
-    enough = _good_enough(request, items, wanted)
+    enough, work = _good_enough(request, items, wanted), _work(request)
     best = None
     for candidate in candidates(batching, sharing, formed, wanted_sharing, ranks):
-        if candidate is None:
-            continue
         labels = np.empty(items.size, dtype=np.int64)
         labels[regular] = cut(batching, sharing, candidate, wanted_sharing)
         labels[single] = np.arange(single.size) + int(labels[regular].max(initial=-1)) + 1
         if batching.mode == "packed":
             shape = (wanted * ranks, batching.max_tokens or 0)
-            labels = refine(labels, items.slots, items.costs, ranks, shape, enough=enough)
+            labels, left = refine(labels, items.slots, items.costs, ranks, shape, enough=enough, work=work // 2)
+            work -= work // 2 - left
         bins = measure(batching, items, labels)
         if best is None or bins.lockstep_cost(ranks) < best.lockstep_cost(ranks):
             best = bins
@@ -183,6 +187,11 @@ def _good_enough(request: Request, items: Items, count: int) -> float:
     # Costs that are all multiples of a grain (the alignment, say) can't be levelled further than to it at each index.
     grain = int(np.gcd.reduce(items.costs))
     return bound * (1 + _CLOSE) + min(count * grain, 2 * bound * _CLOSE)
+
+
+def _work(request: Request) -> int:
+    """Return how many exchanges one optimizer step may look at, so that a plan's time grows with its rows."""
+    return max(_LEAST_WORK, _WORK_PER_ROW * request.lengths.size) // max(1, request.num_steps)
 
 
 def _deal(request: Request, items: Items, column: np.ndarray, index: np.ndarray) -> np.ndarray:

@@ -1,12 +1,13 @@
 """Make microbatches that meet at one index alike: exchange rows until no exchange helps.
 
 Sharded data parallelism waits at every microbatch index for the dearest one, so what counts is how far each microbatch
-is over the mean of its index. A sweep goes from the dearest ones down; each gives rows to one of the cheapest:
+is over the goal of its index: its mean, or its dearest row. A sweep goes from those furthest over theirs down; each
+gives rows to one of those furthest below:
 
 - one row, for nothing or for a cheaper row;
 - or one row for two, which take about as many slots and, attention being quadratic, cost less.
 
-Every exchange makes the sum of squared distances from the means smaller, and none lets a microbatch pass the budget.
+Every exchange makes the sum of squared distances from the goals smaller, and none lets a microbatch pass the budget.
 """
 
 from typing import NamedTuple
@@ -16,13 +17,15 @@ import numpy as np
 from rlpack.packing.compile import compiled
 from rlpack.packing.sorting import ascending
 
-# A microbatch this close to the mean of its index, as a part of it, is left alone.
+# A microbatch this close to its goal, as a part of it, is left alone.
 _CLOSE = 2**12
 _SWEEPS = 32
 _PATIENCE = 3
 # Parts of what an exchange could gain at most, from which on others are not looked for.
 _ALMOST, _GOOD = 0.95, 0.75
 _WINDOW = 12
+# A sweep first sorts the bins, which takes as long as to look at so many exchanges for each.
+_SORTED = 16
 # Of large bins, a part of the rows is tried against all pairs of the other bin's rows: about so many of both.
 _PAIRS = 2**11
 
@@ -38,7 +41,7 @@ class _Exchange(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two bins: the giver is `gap` further over its mean than the receiver."""
+    """Two bins: the giver is `gap` further over its goal than the receiver."""
 
     giver: int
     receiver: int
@@ -55,9 +58,18 @@ class _Members(NamedTuple):
 
 
 def refine(
-    labels: np.ndarray, slots: np.ndarray, costs: np.ndarray, ranks: int, shape: tuple[int, int], *, enough: float = 0.0
-) -> np.ndarray:
-    """Return labels, int64 [I], after exchanges between bins, under which Σ_i max_rank cost(rank, i) is the least seen.
+    labels: np.ndarray,
+    slots: np.ndarray,
+    costs: np.ndarray,
+    ranks: int,
+    shape: tuple[int, int],
+    *,
+    enough: float = 0.0,
+    work: int = 2**62,
+) -> tuple[np.ndarray, int]:
+    """Return labels after exchanges between bins, int64 [I], under which Σ_i max_rank cost(rank, i) is the least seen.
+
+    And the work that is left over.
 
     Args:
         labels: bin of each item, int64 [I].
@@ -66,30 +78,32 @@ def refine(
         ranks: bins that meet at one index, when bins are dealt in order of cost.
         shape: how many bins there are, and the slots that none may pass.
         enough: a lock-step cost that is not improved further.
+        work: about how many exchanges may be looked at; counted, not timed, so that plans are the same everywhere.
     """
     bins, capacity = shape
     if labels.size == 0 or bins < 2 or ranks < 2:
-        return labels
+        return labels, work
     loads = np.bincount(labels, weights=costs, minlength=bins).astype(np.int64)
     least, idle = int(np.sort(loads)[::-1][::ranks].sum()), 0
     if least <= enough:
-        return labels
+        return labels, work
     members = _gather(labels, ascending(costs), bins)
     used = np.bincount(labels, weights=slots, minlength=bins).astype(np.int64)
     for _ in range(_SWEEPS):
         dealt = np.argsort(-loads, kind="stable")
-        means = _means(loads, dealt, ranks)
-        queue = np.argsort(means - loads, kind="stable")
-        if not _sweep(members, slots, costs, used, loads, means, queue, capacity):
+        goals = _goals(members, costs, loads, dealt, ranks)
+        queue = np.argsort(goals - loads, kind="stable")
+        made, work = _sweep(members, slots, costs, used, loads, (goals, queue), (capacity, work - _SORTED * bins))
+        if not made:
             break
         length = int(np.sort(loads)[::-1][::ranks].sum())
         # Squares may go on shrinking while the dearest of each index, which alone counts, stay as they are.
         idle = 0 if length + length // _CLOSE < least else idle + 1
         if length < least:
             least, labels = length, _labels(members, labels.size)
-        if idle == _PATIENCE or least <= enough:
+        if idle == _PATIENCE or least <= enough or work <= 0:
             break
-    return labels
+    return labels, work
 
 
 def _gather(labels: np.ndarray, order: np.ndarray, bins: int) -> _Members:
@@ -112,12 +126,19 @@ def _labels(members: _Members, size: int) -> np.ndarray:
     return labels
 
 
-def _means(loads: np.ndarray, dealt: np.ndarray, ranks: int) -> np.ndarray:
-    """Return for each bin the mean load of the index that it is dealt to; `dealt` has bins, dearest first."""
+def _goals(members: _Members, costs: np.ndarray, loads: np.ndarray, dealt: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the load that each bin should have: that of the dearest row of its index, or the index's mean if higher.
+
+    No exchange makes an index cheaper than its dearest row: up to there its bins hold more for nothing, and the other
+    indices less. `dealt` has bins, dearest first.
+    """
     starts = np.arange(0, loads.size, ranks)
-    means = np.empty_like(loads)
-    means[dealt] = np.repeat(np.add.reduceat(loads[dealt], starts) // ranks, ranks)[: loads.size]
-    return means
+    dearest = np.where(members.sizes > 0, costs[members.items[members.start[:-1] + members.sizes - 1]], 0)
+    means = np.add.reduceat(loads[dealt], starts) // ranks
+    goals = np.empty_like(loads)
+    at_index = np.maximum(means, np.maximum.reduceat(dearest[dealt], starts))
+    goals[dealt] = np.repeat(at_index, ranks)[: loads.size]
+    return goals
 
 
 @compiled
@@ -135,36 +156,41 @@ def _sweep(
     costs: np.ndarray,
     used: np.ndarray,
     loads: np.ndarray,
-    means: np.ndarray,
-    queue: np.ndarray,
-    capacity: int,
-) -> int:
-    """Let each bin that is over its mean, dearest first, make its best exchange; return how many were made.
+    targets: tuple[np.ndarray, np.ndarray],
+    limits: tuple[int, int],
+) -> tuple[int, int]:
+    """Let each bin that is over its goal, the furthest first, make its best exchange.
 
-    `queue` has bins by their excess over `means`. Loads, used slots and members are updated.
+    `targets` are the goals, and bins by their excess over them; `limits` are the slots of a bin, and how many exchanges
+    may be looked at. Returns how many were made, and how many more may be looked at. Loads, used slots and members are
+    updated.
     """
+    goals, queue = targets
+    capacity, work = limits
     made, below = 0, 0
-    while below < queue.size and loads[queue[queue.size - 1 - below]] < means[queue[queue.size - 1 - below]]:
+    while below < queue.size and loads[queue[queue.size - 1 - below]] < goals[queue[queue.size - 1 - below]]:
         below += 1
     for at in range(queue.size):
         giver = queue[at]
-        over = loads[giver] - means[giver]
-        if below == 0 or over * _CLOSE <= means[giver]:
+        over = loads[giver] - goals[giver]
+        if below == 0 or over * _CLOSE <= goals[giver] or work <= 0:
             break
         best = _Exchange(0.0, -1, -1, -1, -1)
         for step in range(min(_WINDOW, below)):
             receiver = queue[queue.size - 1 - (at + step) % below]
-            under = loads[receiver] - means[receiver]
+            under = loads[receiver] - goals[receiver]
             pair = _Pair(int(giver), int(receiver), int(over - under), capacity)
             most = 0.5 * pair.gap * pair.gap  # what an exchange of these two could gain
             if under < 0 and best.gain < _ALMOST * most:
                 best = _one_for_one(members, slots, costs, used, pair, best)
+                work -= members.sizes[giver] + members.sizes[receiver]
             if under < 0 and best.gain < _GOOD * most:
                 best = _one_for_two(members, slots, costs, used, pair, best)
+                work -= min(members.sizes[giver] * members.sizes[receiver], _PAIRS)
         if best.receiver >= 0:
             _exchange(members, slots, costs, used, loads, giver, best)
             made += 1
-    return made
+    return made, work
 
 
 @compiled

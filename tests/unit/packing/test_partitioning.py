@@ -113,3 +113,12 @@ def test_weights_may_come_in_any_container(weights: Any) -> None:
 def test_a_part_is_the_least() -> None:
     with pytest.raises(PackingError, match="k is 0"):
         partition([1, 2], 0)
+
+
+def test_very_many_rows_in_very_many_parts_are_as_even_as_their_number_lets_them_be() -> None:
+    weights = np.random.default_rng(0).lognormal(8, 1, 2**16).astype(np.int64)
+    parts = partition(weights, 512)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(weights.size))
+    sums = np.array([weights[part].sum() for part in parts])
+    assert sums.max() / sums.mean() < 1.001
+    assert [part[0] for part in parts] == sorted(part[0] for part in parts)

@@ -31,7 +31,7 @@ def test_exchanges_keep_every_row_and_the_budget_and_never_lengthen_a_step(
     costs = {"slots": sizes, "quadratic": sizes + sizes**2, "groups": 61 - sizes}[kind]
     labels = np.random.default_rng(seed).integers(0, bins, sizes.size)
     capacity = int(np.bincount(labels, weights=sizes, minlength=bins).max())
-    found = refine(labels.copy(), sizes, costs, ranks, (bins, capacity))
+    found, _ = refine(labels.copy(), sizes, costs, ranks, (bins, capacity))
     assert found.shape == labels.shape
     assert 0 <= found.min() <= found.max() < bins
     assert np.bincount(found, weights=sizes, minlength=bins).max() <= capacity
@@ -41,14 +41,42 @@ def test_exchanges_keep_every_row_and_the_budget_and_never_lengthen_a_step(
 
 def test_two_rows_change_places() -> None:
     slots = np.array([6, 5, 3, 2])
-    assert sorted(np.bincount(refine(np.array([0, 0, 1, 1]), slots, slots, 2, (2, 11)), weights=slots)) == [8, 8]
+    assert sorted(np.bincount(refine(np.array([0, 0, 1, 1]), slots, slots, 2, (2, 11))[0], weights=slots)) == [8, 8]
 
 
 def test_a_row_goes_over_for_two_of_its_length_where_every_bin_is_full() -> None:
     slots = np.array([8, 8, 4, 4, 4, 4])
-    labels = refine(np.array([0, 0, 1, 1, 1, 1]), slots, slots**2, 2, (2, 16))
+    labels, _ = refine(np.array([0, 0, 1, 1, 1, 1]), slots, slots**2, 2, (2, 16))
     assert np.bincount(labels, weights=slots).tolist() == [16, 16]
     assert np.bincount(labels, weights=slots**2).tolist() == [96, 96]
+
+
+def test_beside_a_row_that_fills_the_budget_the_other_ranks_fill_theirs() -> None:
+    lengths = np.array([10] + [1] * 20)
+    plan = make_plan(lengths, Batching(max_tokens=10, min_microbatches=2), dp_size=2)
+    assert sorted(plan.widths.ravel()) == [5, 5, 10, 10]
+
+
+@pytest.mark.parametrize("name", REALISTIC)
+def test_ranks_hardly_wait_where_rows_are_as_long_as_the_budget(name: str) -> None:
+    lengths = trace(name, 4096, longest=16384, seed=5)
+    plan = make_plan(lengths, Batching(max_tokens=16384, pad_to_multiple=8), dp_size=64)
+    plan.assert_invariants()
+    assert 1 / (1 + plan.metrics.lockstep_overhead) >= 0.995
+
+
+def test_exchanges_end_when_no_more_may_be_looked_at() -> None:
+    slots = trace("lognormal", 512, longest=8192, seed=3)
+    labels = np.random.default_rng(3).integers(0, 64, slots.size)
+    shape = (64, int(np.bincount(labels, weights=slots).max()))
+    lengths = []
+    for work in (0, 2**12, 2**16, 2**30):
+        found, left = refine(labels.copy(), slots, slots, 8, shape, work=work)
+        lengths.append(lockstep(found, slots, 64, 8))
+        assert left >= work - 2**26
+    assert lengths[0] == lockstep(labels, slots, 64, 8)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[3] < lengths[1]
 
 
 @pytest.mark.parametrize("name", REALISTIC)
