@@ -6,7 +6,7 @@ import numpy as np
 
 from rlpack.packing.items import Rows
 from rlpack.packing.metrics import PackingMetrics
-from rlpack.packing.packers import lower_bound
+from rlpack.packing.packers import fewest_bins
 from rlpack.packing.plan import Request
 
 
@@ -90,4 +90,4 @@ def _fewest(request: Request, rows: Rows, capacity: int) -> int:
     dropped[rows.item] = rows.dropped
     bounds = np.searchsorted(step, np.arange(request.num_steps + 1))
     slices = [slice(first, stop) for first, stop in pairwise(bounds)]
-    return sum(lower_bound(slots[here][~dropped[here]], capacity) for here in slices)
+    return sum(fewest_bins(slots[here][~dropped[here]], capacity) for here in slices)

@@ -92,10 +92,15 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
         PackingError: a length is over the capacity or is no length.
     """
     sizes, room = check_lengths(lengths), check_count(capacity, "capacity")
+    if sizes.size and sizes.max() > room:
+        raise PackingError(f"a length is {sizes.max()}, over the capacity of {room}; raise the capacity or shorten it")
+    return fewest_bins(sizes, room)
+
+
+def fewest_bins(sizes: np.ndarray, room: int) -> int:
+    """Return `lower_bound` of sizes, int64 [B], that are known to fit; they may be sums, over what a length may be."""
     if sizes.size == 0:
         return 0
-    if sizes.max() > room:
-        raise PackingError(f"a length is {sizes.max()}, over the capacity of {room}; raise the capacity or shorten it")
     ascending = np.sort(sizes)
     totals = np.concatenate(([0], np.cumsum(ascending)))
     half = int(np.searchsorted(ascending, room // 2, side="right"))

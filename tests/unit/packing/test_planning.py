@@ -273,6 +273,12 @@ def test_more_microbatches_than_memory_holds_are_refused() -> None:
         make_plan([3] * 1024, Batching(), dp_size=2**20, mini_batch_size=1)
 
 
+def test_a_microbatch_without_a_budget_may_have_more_slots_than_a_length_may() -> None:
+    plan = make_plan([2**31 - 1, 2**31 - 1, 5], Batching(mode="fixed", max_tokens=None, rows=3), dp_size=1)
+    assert plan.metrics.slots == 3 * (2**31 - 1)
+    assert plan.metrics.packing_efficiency == 1
+
+
 @given(request=requests(), most=st.integers(2, 9))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_groups_are_split_where_that_is_allowed_and_only_where_they_have_to(request: dict[str, Any], most: int) -> None:
