@@ -269,7 +269,7 @@ def test_more_microbatches_than_memory_holds_are_refused() -> None:
         PackingError, match=r"makes 1073741824 in all, over the limit .*lower batching.min_microbatches"
     ):
         make_plan([3], Batching(min_microbatches=2**20), dp_size=1024)
-    with pytest.raises(PackingError, match="in each of 1024 optimizer steps.*or raise the mini-batch size"):
+    with pytest.raises(PackingError, match=r"in each of 1024 optimizer steps.*or raise the mini-batch size"):
         make_plan([3] * 1024, Batching(), dp_size=2**20, mini_batch_size=1)
 
 
