@@ -1,5 +1,6 @@
 """Estimators of the KL divergence from sampled tokens."""
 
+import math
 from typing import Literal
 
 import torch
@@ -60,3 +61,25 @@ def kl_estimate(
         # expm1: near d = 0, where training lives, e^(-d) - 1 would lose all digits.
         return torch.expm1(-held) + held
     raise AlgorithmError(f"the KL estimator is {estimator!r}; algorithm.kl_estimator is k1, k2 or k3")
+
+
+def next_coefficient(coefficient: float, measured: float, *, target: float, horizon: float, rows: int) -> float:
+    """Return the KL coefficient of the next step, so that the divergence comes near its target.
+
+    `β ← β·(1 + e·rows / horizon)`, where e is the part by which the measured divergence of a response is over the
+    target, held within ±0.2 (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    >>> round(next_coefficient(0.1, 12.0, target=6.0, horizon=1000.0, rows=100), 6)
+    0.102
+
+    Args:
+        coefficient: of the step that was taken.
+        measured: mean over responses of the summed divergence, nats; one that is not finite changes nothing.
+        target: what it should be, nats.
+        horizon: rows over which the coefficient can change by a fifth.
+        rows: responses of the step.
+    """
+    if not math.isfinite(measured):
+        return coefficient
+    error = min(max(measured / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * min(1.0, rows / horizon))

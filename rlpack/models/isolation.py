@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.inputs import pack_rows
-from rlpack.models.policy import Policy
+from rlpack.models.packed import PackedModel
 
 # Lengths of the three sequences: uneven, and none a multiple of another.
 _LENGTHS = (23, 37, 11)
@@ -23,7 +23,7 @@ _WAY_OUT = (
 
 
 @torch.no_grad()
-def check_isolation(policy: Policy, device: torch.device | str, vocab_size: int) -> None:
+def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size: int) -> None:
     """Raise unless packing leaves this policy's log-probabilities alone; all ranks of a sharded policy call.
 
     Three sequences are packed, then the middle one is replaced: nothing may change elsewhere, to the last bit, and it
@@ -71,11 +71,11 @@ def _check_borders(before: list[Tensor], after: list[Tensor]) -> None:
             )
 
 
-def _check_alone(policy: Policy, rows: list[Tensor], packed: list[Tensor], device: torch.device | str) -> None:
+def _check_alone(policy: PackedModel, rows: list[Tensor], packed: list[Tensor], device: torch.device | str) -> None:
     """Raise if a sequence scores otherwise when it is alone, by our head or by the model's own."""
     for row, (tokens, scores) in enumerate(zip(rows, packed, strict=True)):
         alone = _packed_scores(policy, [tokens], device)[0]
-        own = policy.own_logprobs(tokens.to(device)).cpu()
+        own = policy.own_probe(tokens.to(device)).cpu()
         tolerance = _TOLERANCE[policy.compute_dtype]
         for title, other in (("alone", alone), ("through the model's own head", own)):
             distance = _distance(scores, other)
@@ -85,9 +85,9 @@ def _check_alone(policy: Policy, rows: list[Tensor], packed: list[Tensor], devic
                 )
 
 
-def _packed_scores(policy: Policy, rows: list[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Return the log-probs of each row, computed packed."""
-    scores = policy(pack_rows(rows).to(device), entropy=False).logprobs.cpu()
+def _packed_scores(policy: PackedModel, rows: list[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Return the probe of each row, computed packed."""
+    scores = policy.probe(pack_rows(rows).to(device)).cpu()
     return list(scores.split([row.shape[0] for row in rows]))
 
 
@@ -96,6 +96,6 @@ def _distance(left: Tensor, right: Tensor) -> float:
     return (left.double() - right.double()).abs().max().item()
 
 
-def _name(policy: Policy) -> str:
+def _name(policy: PackedModel) -> str:
     """Return the model's class name."""
     return type(policy.model).__name__

@@ -80,6 +80,8 @@ def build_causal_lm(
                 "has its own config, so leave one of them out"
             )
         arguments = _hub_arguments(model.path, model)
+        if arguments.get("local_files_only"):  # where peft is installed, transformers looks for adapters by itself
+            arguments["adapter_kwargs"] = {"local_files_only": True}
         built = _load(
             AutoModelForCausalLM,
             model.path,

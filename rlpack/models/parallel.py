@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2) for a policy, with sums where FSDP2 would average.
+"""Fully sharded data parallelism (FSDP2) for a policy or a critic, with sums where FSDP2 would average.
 
 A loss is a sum over tokens with denominators that are global to the optimizer step, so gradients of ranks add up and
 no world size appears anywhere.
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlpack.models.errors import ModelError
-from rlpack.models.policy import Policy
+from rlpack.models.packed import PackedModel
 
 _PRECISION = {
     "fp32": MixedPrecisionPolicy(),
@@ -29,7 +29,7 @@ _PRECISION = {
 
 
 def shard_policy(
-    policy: Policy,
+    policy: PackedModel,
     mesh: DeviceMesh,
     *,
     precision: Literal["fp32", "bf16"] = "fp32",
@@ -58,10 +58,11 @@ def shard_policy(
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(policy, "own_logprobs")
+    for name in ("probe", "own_probe"):
+        register_fsdp_forward_method(policy, name)
 
 
-def decoder_layers(policy: Policy) -> list[nn.Module]:
+def decoder_layers(policy: PackedModel) -> list[nn.Module]:
     """Return the model's decoder layers, first to last.
 
     Raises:
@@ -75,7 +76,7 @@ def decoder_layers(policy: Policy) -> list[nn.Module]:
     return layers
 
 
-def accumulate(policy: Policy, last: bool) -> None:
+def accumulate(policy: PackedModel, last: bool) -> None:
     """Say, before a microbatch's forward, whether it is the optimizer step's last: only then are gradients summed.
 
     Does nothing to a policy that is not sharded.
@@ -87,7 +88,7 @@ def accumulate(policy: Policy, last: bool) -> None:
         policy.set_reshard_after_backward(last or policy.reshard_after_forward)
 
 
-def reshard(policy: Policy) -> None:
+def reshard(policy: PackedModel) -> None:
     """Free the gathered copies that a forward without backward leaves at the root.
 
     While they are there, `policy.parameters()` gives the copies and not the weights: an optimizer made from them would
@@ -97,7 +98,7 @@ def reshard(policy: Policy) -> None:
         module.reshard()
 
 
-def clip_grad_norm(policy: Policy, max_norm: float) -> float:
+def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
     """Scale gradients down to a global L2 norm of at most `max_norm`; return the norm before. All ranks call.
 
     The norm is that of the whole model, the same on every rank and for any number of ranks. It may be NaN or
@@ -107,7 +108,7 @@ def clip_grad_norm(policy: Policy, max_norm: float) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def full_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, Tensor]:
+def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tensor]:
     """Return whole weights on the CPU under the wrapped model's own names; all ranks call.
 
     A tied weight comes once, under its first name, as `named_parameters` has it.
@@ -124,7 +125,7 @@ def full_state_dict(policy: Policy, *, keep: bool = True) -> dict[str, Tensor]:
     return state
 
 
-def load_full_state_dict(policy: Policy, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
     """Copy whole weights, the same on every rank, into the policy; no rank talks to another.
 
     Raises:
@@ -149,7 +150,7 @@ def load_full_state_dict(policy: Policy, state: Mapping[str, Tensor]) -> None:
             weight.copy_(full)
 
 
-def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
     reshard(policy)
     yield from policy.model.named_parameters()
@@ -157,7 +158,7 @@ def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
 
 
-def _sharded_modules(policy: Policy) -> list[FSDPModule]:
+def _sharded_modules(policy: PackedModel) -> list[FSDPModule]:
     """Return the modules that gather and free weights, root first; none if the policy is not sharded."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 

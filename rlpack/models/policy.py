@@ -3,16 +3,16 @@
 Letters: T real tokens of the microbatch, N slots (padding included), P selected tokens, d hidden size.
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
+from rlpack.models.packed import PackedModel
 
 # Config keys of models that scale their logits in a way of their own, and the value that changes nothing.
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
@@ -32,30 +32,21 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
-class Policy(nn.Module):
-    """A transformers model whose head runs through `linear_logprobs`, inside one module for FSDP2 to gather.
-
-    Dropout never acts, not in an update either: responses are sampled without it, so with it the first ratio would not
-    be 1; and the process's random state, which no checkpoint holds, would come into the weights.
+class Policy(PackedModel):
+    """A transformers model whose head runs through `linear_logprobs`.
 
     Attributes:
-        model: the wrapped model, built with the `rlpack` attention.
         chunk: most tokens whose logits exist at one time.
-        reshard_after_forward: whether gathered weights are freed after forward; `shard_policy` sets it.
-        compute_dtype: type of the forward pass; `shard_policy` lowers it.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
-        super().__init__()
+        super().__init__(model)
         settings = model.config.get_text_config().to_dict()
         for name in _LOGIT_SCALES:
             if settings.get(name) not in {None, 1}:
                 kind = type(model).__name__
                 raise ModelError(f"{kind} has {name}={settings[name]}; only models with plain logits can be trained")
-        self.model = model
         self.chunk = chunk
-        self.reshard_after_forward = True
-        self.compute_dtype = model.dtype
         self._softcap: float | None = settings.get("final_logit_softcapping")
 
     def forward(
@@ -77,13 +68,7 @@ class Policy(nn.Module):
             temperature: of the distribution that was sampled from.
             entropy: whether entropies are wanted too.
         """
-        outputs = self.model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            packed=inputs.packed,
-            use_cache=False,
-        )
-        hidden = outputs.last_hidden_state.flatten(0, 1)  # [N, d]
+        hidden = self.hidden(inputs)
         wanted = inputs.not_first() if select is None else inputs.not_first() & select
         targets = wanted.nonzero()[:, 0]  # [P]
         # A token is predicted from the slot of the token before it, which in row order is its neighbour.
@@ -104,36 +89,11 @@ class Policy(nn.Module):
         zeros = logprobs.new_zeros(inputs.num_tokens)
         return TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode that activation checkpointing goes by; all else stays as in evaluation."""
-        super().train(False)
-        self.training = mode
-        for module in self.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = mode and module.gradient_checkpointing
-        return self
+    def probe(self, inputs: ModelInputs) -> Tensor:
+        """Return the log-probs of all tokens, [T]."""
+        return Policy.forward(self, inputs, entropy=False).logprobs
 
-    def checkpoint_activations(self) -> None:
-        """Keep only each decoder layer's input for the backward pass, and compute the rest again there.
-
-        Raises:
-            ModelError: the model's config has a dropout; a layer that is checkpointed may apply it.
-        """
-        settings = self.model.config.get_text_config().to_dict()
-        for name, value in settings.items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
-                kind = type(self.model).__name__
-                raise ModelError(
-                    f"{kind} has {name}={value}, which actor.gradient_checkpointing=true would turn on; set it to 0 "
-                    "in the model's config, or leave actor.gradient_checkpointing=false"
-                )
-        options = {"use_reentrant": False}
-        if "activation_checkpointing_enable" in dir(self.model):
-            self.model.activation_checkpointing_enable(options)
-        else:  # transformers before the new name
-            self.model.gradient_checkpointing_enable(options)
-
-    def own_logprobs(self, row: Tensor) -> Tensor:
+    def own_probe(self, row: Tensor) -> Tensor:
         """Return log-probabilities [L] of one row [L] by the wrapped model's own head: the truth to check against.
 
         Holds [L, V]; for short rows only.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.kl import kl_estimate
+from rlpack.algorithms.kl import kl_estimate, next_coefficient
 
 
 def test_estimators_equal_their_formulas():
@@ -78,3 +78,12 @@ def test_an_unknown_estimator_and_unlike_columns_are_refused():
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(AlgorithmError, match="one entry a token"):
         kl_estimate(torch.zeros(2), torch.zeros(1), "k1")
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [(6.0, 0.1), (6.6, 0.1 * 1.01), (100.0, 0.1 * 1.02), (0.0, 0.1 * 0.98), (float("nan"), 0.1)],
+)
+def test_the_coefficient_goes_towards_the_target_by_a_fifth_a_horizon_at_most(measured: float, expected: float) -> None:
+    found = next_coefficient(0.1, measured, target=6.0, horizon=1000.0, rows=100)
+    assert found == pytest.approx(expected)

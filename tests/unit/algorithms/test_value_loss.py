@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.value_loss import squared_error
+
+
+def test_without_a_bound_it_is_half_the_squared_error() -> None:
+    values, returns = torch.tensor([1.0, -2.0], requires_grad=True), torch.tensor([3.0, 0.5])
+    found = squared_error(values, torch.zeros(2), returns)
+    assert found.token_losses.tolist() == [2.0, 3.125]
+    found.token_losses.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [-2.0, -2.5]
+    assert not found.clipped.any()
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "held"),
+    [
+        (0.1, 0.0, 3.0, 0.5 * 2.9**2, -2.9, False),  # within the bound
+        (1.0, 0.0, 3.0, 0.5 * 2.8**2, 0.0, True),  # further towards its return than the bound lets it go
+        (-1.0, 0.0, 3.0, 0.5 * 4.0**2, -4.0, False),  # further away: the way back is free
+        (4.0, 0.0, 3.0, 0.5 * 2.8**2, 0.0, True),  # past it, and the bounded value is further off
+    ],
+)
+def test_a_value_beyond_the_bound_gets_no_gradient_towards_its_return(
+    value: float, old: float, target: float, loss: float, gradient: float, held: bool
+) -> None:
+    values = torch.tensor([value], requires_grad=True)
+    found = squared_error(values, torch.tensor([old]), torch.tensor([target]), clip=0.2)
+    assert found.token_losses.item() == pytest.approx(loss)
+    found.token_losses.sum().backward()
+    assert values.grad is not None
+    assert values.grad.item() == pytest.approx(gradient)
+    assert found.clipped.item() is held
+
+
+def test_columns_of_other_shapes_and_a_bound_of_nothing_are_refused() -> None:
+    with pytest.raises(AlgorithmError, match=r"\[2\], \[1\] and \[2\]"):
+        squared_error(torch.zeros(2), torch.zeros(1), torch.zeros(2))
+    with pytest.raises(AlgorithmError, match=r"critic.value_clip has to be above 0"):
+        squared_error(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip=0.0)

@@ -1,0 +1,59 @@
+"""A head's numbers against one row at a time through the wrapped model alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlpack.models.errors import IsolationError
+from rlpack.models.heads import TokenHead
+from rlpack.models.inputs import pack_rows
+from rlpack.models.isolation import check_isolation
+from tests.unit.models.tiny import KINDS, VOCABULARY, pad_rows, tiny_model, tiny_rows
+
+TOLERANCE = {"gemma2": 5e-6, "gemma3": 5e-6}
+ROWS = tiny_rows([9, 1, 13, 0, 6])
+
+
+def head_of(model: torch.nn.Module) -> torch.nn.Linear:
+    width = model.config.get_text_config().hidden_size
+    head = torch.nn.Linear(width, 1, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    head.weight.data = torch.randn(1, width, dtype=torch.float64, generator=generator)
+    head.bias.data.fill_(0.3)
+    return head
+
+
+def alone(model: torch.nn.Module, head: torch.nn.Linear, row: Tensor) -> Tensor:
+    return head(model(input_ids=row[None], use_cache=False).last_hidden_state)[0, :, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_numbers_are_those_of_each_row_alone_read_before_or_at_the_token(kind: str, layout: str):
+    model = tiny_model(kind).base_model
+    reference = tiny_model(kind, implementation="eager" if kind == "gemma2" else "sdpa").base_model
+    critic, head = TokenHead(model, head_of(model)), head_of(reference)
+    inputs = pack_rows(ROWS) if layout == "packed" else pad_rows(ROWS, width=15)
+    rows = [alone(reference, head, row) if len(row) else torch.zeros(0) for row in ROWS]
+    tolerance = max(TOLERANCE.get(kind, 0.0), 1e-5)  # a column is fp32
+    assert torch.allclose(critic(inputs, before=False).double(), torch.cat(rows).double(), rtol=0, atol=tolerance)
+    shifted = torch.cat([torch.cat([row.new_zeros(1), row])[:-1] for row in rows if len(row)])
+    assert torch.allclose(critic(inputs, before=True).double(), shifted.double(), rtol=0, atol=tolerance)
+
+
+def test_a_new_critic_says_nothing_of_anything_and_learns():
+    critic = TokenHead(tiny_model("qwen2").base_model)
+    numbers = critic(pack_rows(ROWS), before=True)
+    assert numbers.eq(0).all()
+    (numbers - 1).square().sum().backward()
+    assert critic.head.weight.grad is not None
+    assert critic.head.weight.grad.abs().max() > 0
+
+
+def test_a_critic_is_checked_for_isolation_though_its_head_is_new(monkeypatch):
+    critic = TokenHead(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02).base_model)
+    check_isolation(critic, "cpu", VOCABULARY)
+    hidden = critic.hidden
+    monkeypatch.setattr(critic, "hidden", lambda inputs: hidden(inputs) + 1e-3 * hidden(inputs).mean())
+    with pytest.raises(IsolationError, match="sequences see each other"):
+        check_isolation(critic, "cpu", VOCABULARY)
