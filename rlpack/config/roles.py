@@ -7,6 +7,8 @@ from rlpack.packing.errors import PackingError
 
 # Built-in roles that only share their rows out over ranks.
 _WITHOUT_MICROBATCHES = ("rollout", "reward")
+# Built-in roles whose batching is set in a section of their own.
+_WITH_SECTIONS = ("critic", "reference", "reward_model")
 
 
 def role_batching(config: Config, role: str) -> Batching:
@@ -30,7 +32,7 @@ def role_batching(config: Config, role: str) -> Batching:
     try:
         return config.batching.override(**own.model_dump())
     except PackingError as error:
-        key = "reference.batching" if role == "reference" else f"roles.{role}.batching"
+        key = f"{role}.batching" if role in _WITH_SECTIONS else f"roles.{role}.batching"
         raise ConfigError([f"{key}, with what it inherits from batching: {error}"]) from error
 
 
@@ -38,7 +40,8 @@ def own_batching(config: Config, role: str) -> RoleBatching:
     """Return what a role sets for itself; the actor sets nothing, because `batching` is its own."""
     if role == "actor":
         return RoleBatching()
-    return config.reference.batching if role == "reference" else config.roles[role].batching
+    sections = {"critic": config.critic, "reference": config.reference, "reward_model": config.reward_model}
+    return sections[role].batching if role in sections else config.roles[role].batching
 
 
 def pool_of(config: Config, role: str) -> str:
@@ -51,15 +54,19 @@ def pool_of(config: Config, role: str) -> str:
 
 
 def started_roles(config: Config) -> list[str]:
-    """Return the roles that this run starts: no reference without a KL term, only the actor under sft.
+    """Return the roles that this run starts: no reference without a KL term, no critic without PPO, under sft the actor.
 
     >>> started_roles(Config(recipe="sft"))
     ['actor']
     """
     if config.recipe == "sft":
         return ["actor"]
-    idle = set() if config.algorithm.kl_coef > 0 else {"reference"}
-    return [role for role in config.roles if role not in idle]
+    wanted = {
+        "critic": config.recipe == "ppo",
+        "reference": config.algorithm.kl_coef > 0,
+        "reward_model": config.reward_model.path is not None,
+    }
+    return [role for role in config.roles if wanted.get(role, True)]
 
 
 def is_builtin(role: str) -> bool:

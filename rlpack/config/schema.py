@@ -9,10 +9,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rlpack.config.batching import ActorBatching, RoleBatching
+from rlpack.config.critic import Critic, Dapo, RewardModel
 from rlpack.config.optimization import Optimizer
 from rlpack.config.rewards import Reward
 from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
 from rlpack.packing.batching import Batching
+
+
+BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_model")
 
 
 class Trainer(Section):
@@ -69,8 +73,8 @@ class Algorithm(Section):
     advantage: str = Field(
         default="group_relative",
         description=(
-            "group_relative, length_weighted, batch_normalised, against_greedy (ReMax; a role of your own has to add "
-            "the column greedy_rewards), or package.module:function."
+            "group_relative, length_weighted, batch_normalised, against_greedy (recipe=remax), or "
+            "package.module:function."
         ),
     )
     advantage_arguments: dict[str, Any] = Field(
@@ -97,6 +101,13 @@ class Algorithm(Section):
     kl_straight_through: bool = Field(
         default=False, description="The KL term has kl_estimator's value and k2's gradient, the divergence's own."
     )
+    kl_placement: Literal["loss", "reward"] = Field(
+        default="loss", description="Where the KL term goes: into the loss, or off the rewards."
+    )
+    kl_target: Positive | None = Field(
+        default=None, description="KL of a response, in nats, that kl_coef is adapted to; null keeps kl_coef as it is."
+    )
+    kl_horizon: Positive = Field(default=10000.0, description="Responses over which kl_coef may change by a fifth.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum"] = Field(
         default="token_mean", description="How token losses become one number."
@@ -172,7 +183,7 @@ class Placement(Section):
     )
     pools: dict[str, Pool] = Field(default_factory=lambda: {"main": Pool()}, description="Pools of devices by name.")
     roles: dict[str, str] = Field(
-        default_factory=lambda: {"actor": "main", "reference": "main", "rollout": "main", "reward": "main"},
+        default_factory=lambda: dict.fromkeys(BUILTIN_ROLES, "main"),
         description="Pool of each role; roles of one pool share its processes. Others run in the first pool.",
     )
     start_timeout_s: Positive = Field(
@@ -200,8 +211,7 @@ class Role(Section):
 def builtin_roles() -> dict[str, Role]:
     """Return the classes of the built-in roles."""
     return {
-        name: Role(target=f"workers.{name}:{name.title()}Worker")
-        for name in ("actor", "reference", "rollout", "reward")
+        name: Role(target=f"workers.{name}:{name.title().replace('_', '')}Worker") for name in BUILTIN_ROLES
     }
 
 
@@ -226,7 +236,7 @@ class Checkpoint(Section):
 class Config(Section):
     """A whole run."""
 
-    recipe: Literal["grpo", "sft"] = Field(default="grpo", description="The algorithm: a file of recipes/.")
+    recipe: Literal["grpo", "dapo", "remax", "ppo", "sft"] = Field(default="grpo", description="The algorithm: a file of recipes/.")
     seed: int = Field(default=1, ge=0, lt=2**63, description="Seed of everything random.")
     run_dir: str | None = Field(default=None, description="Directory of the run; null makes runs/<date>-<recipe>.")
     resume: Literal["never", "auto"] = Field(
@@ -244,7 +254,10 @@ class Config(Section):
         default=Batching(), description="How the actor, and every role without its own, batches."
     )
     actor: Actor = Actor()
+    critic: Critic = Critic()
     reference: Reference = Reference()
+    reward_model: RewardModel = RewardModel()
+    dapo: Dapo = Dapo()
     placement: Placement = Placement()
     roles: dict[str, Role] = Field(default_factory=builtin_roles, description="Role classes by name; add your own.")
     logger: Logger = Logger()
