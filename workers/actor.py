@@ -15,12 +15,13 @@ from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.statistics import join
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.roles import role_batching
-from rlpack.config.schema import Actor, Config, Optimizer
+from rlpack.config.schema import Actor, Config
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.views import MicrobatchView
+from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
+from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
 from rlpack.models.parallel import accumulate, clip_grad_norm, full_state_dict, reshard
-from rlpack.models.policy import Policy
 from workers.base import RankContext, Worker, broadcast, sharded
 from workers.loading import build_policy
 from workers.objectives import Imitation, Objective, PolicyGradient, counted
@@ -28,22 +29,28 @@ from workers.scoring import Scorer
 
 
 class ActorWorker(Worker):
-    """One data-parallel rank of the trained policy (FSDP2) with its AdamW."""
+    """One data-parallel rank of the trained policy (FSDP2) with its optimizer."""
 
-    def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, objective: PolicyGradient) -> None:
+    def __init__(
+        self, context: RankContext, scorer: Scorer, settings: Actor, objective: PolicyGradient, *, seed: int = 0
+    ) -> None:
         super().__init__(context)
+        self._seed = seed
         self._scorer = scorer
         self._settings = settings
         self._objective = objective
-        self._optimizer = _adamw(scorer.policy, settings.optimizer)
+        self._optimizer = build_optimizer(scorer.policy.model, settings.optimizer)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy, check that packing isolates its sequences, and make the optimizer."""
         batching = role_batching(config, "actor")
-        policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
+        policy = build_policy(
+            config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed, trained=True
+        )
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
-        return cls(context, scorer, config.actor, PolicyGradient(config.algorithm, config.rollout.temperature))
+        objective = PolicyGradient(config.algorithm, config.rollout.temperature)
+        return cls(context, scorer, config.actor, objective, seed=config.seed)
 
     @sharded(mini_batches=True)
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
@@ -92,7 +99,7 @@ class ActorWorker(Worker):
     @broadcast
     def forget_moments(self) -> None:
         """Start the optimizer anew, as a recipe does after its supervised warm-up."""
-        self._optimizer = _adamw(self._scorer.policy, self._settings.optimizer)
+        self._optimizer = build_optimizer(self._scorer.policy.model, self._settings.optimizer)
 
     @broadcast
     def export_weights(self) -> dict[str, np.ndarray]:
@@ -129,16 +136,18 @@ class ActorWorker(Worker):
         statistics = self._statistics(views) if objective.needs_statistics else None
         policy = self._scorer.policy.train()
         self._optimizer.zero_grad(set_to_none=True)
-        sums = MetricSums()
+        sums, device = MetricSums(), self._scorer.device
+        place = (self._seed, steps_taken(self._optimizer), self.context.rank)
         for number, view in enumerate(views, start=1):
             accumulate(policy, last=number == len(views))
-            inputs = to_model_inputs(view, device=self._scorer.device, pad_token_id=self._scorer.pad_token_id)
-            scores = policy(
-                inputs,
-                select=counted(view.rows).to(self._scorer.device),
-                temperature=objective.temperature,
-                entropy=objective.needs_entropy,
-            )
+            inputs = to_model_inputs(view, device=device, pad_token_id=self._scorer.pad_token_id)
+            with dropout_seed(self._settings.lora, device, *place, number):
+                scores = policy(
+                    inputs,
+                    select=counted(view.rows).to(device),
+                    temperature=objective.temperature,
+                    entropy=objective.needs_entropy,
+                )
             loss = objective(scores, view.rows, statistics)
             loss.value.backward()
             sums.add(loss.metrics)
@@ -161,25 +170,9 @@ class ActorWorker(Worker):
         AdamW would move the weights by its momentum alone, and a NaN would spread to all of them.
         """
         skip = not np.isfinite(grad_norm) or grad_norm == 0
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         if not skip:
             self._optimizer.step()
         if self.context.rank > 0:
             return {}  # these are figures of the step, not parts of it: one rank reports them
         return {"actor/grad_norm": grad_norm, "actor/learning_rate": learning_rate, "actor/skipped_steps": float(skip)}
-
-
-def _adamw(policy: Policy, settings: Optimizer) -> torch.optim.AdamW:
-    """Return AdamW over the weights that are trained; vectors (norms, biases) are not decayed."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2))
-    for parameter in trained:
-        # What AdamW itself starts from. Without it a checkpoint before the first step would make torch invent one.
-        moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-    return optimizer

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rlpack.config.batching import ActorBatching, RoleBatching
-from rlpack.config.optimization import Optimizer
+from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.rewards import Reward
 from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
 from rlpack.packing.batching import Batching
@@ -48,6 +48,7 @@ class Actor(Section):
     """The policy that is trained."""
 
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="Compute type; weights and sums stay fp32.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")

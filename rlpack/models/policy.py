@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
@@ -35,8 +36,9 @@ class TokenScores(NamedTuple):
 class Policy(nn.Module):
     """A transformers model whose head runs through `linear_logprobs`, inside one module for FSDP2 to gather.
 
-    Dropout never acts, not in an update either: responses are sampled without it, so with it the first ratio would not
-    be 1; and the process's random state, which no checkpoint holds, would come into the weights.
+    The model's dropout never acts, not in an update either: responses are sampled without it, so with it the first ratio
+    would not be 1; and the process's random state, which no checkpoint holds, would come into the weights. That of
+    adapters, which has to be asked for, acts while training, inside `rlpack.models.adapters.dropout_seed`.
 
     Attributes:
         model: the wrapped model, built with the `rlpack` attention.
@@ -105,12 +107,14 @@ class Policy(nn.Module):
         return TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode that activation checkpointing goes by; all else stays as in evaluation."""
+        """Set the mode that activation checkpointing and adapters' dropout go by; all else stays as in evaluation."""
         super().train(False)
         self.training = mode
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = mode and module.gradient_checkpointing
+            elif is_adapter_dropout(name):
+                module.training = mode
         return self
 
     def checkpoint_activations(self) -> None:
