@@ -83,8 +83,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps an optimizer of `build_optimizer` has taken, those before a checkpoint included."""
-    states = list(optimizer.state.values())
-    return int(states[0]["step"]) if states else 0
+    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
 
 
 def _eight_bit(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:

@@ -36,9 +36,9 @@ class TokenScores(NamedTuple):
 class Policy(nn.Module):
     """A transformers model whose head runs through `linear_logprobs`, inside one module for FSDP2 to gather.
 
-    The model's dropout never acts, not in an update either: responses are sampled without it, so with it the first ratio
-    would not be 1; and the process's random state, which no checkpoint holds, would come into the weights. That of
-    adapters, which has to be asked for, acts while training, inside `rlpack.models.adapters.dropout_seed`.
+    The model's dropout never acts, not in an update either: responses are sampled without it, so with it the first
+    ratio would not be 1; and the process's random state, which no checkpoint holds, would come into the weights. That
+    of adapters, which has to be asked for, acts while training, inside `rlpack.models.adapters.dropout_seed`.
 
     Attributes:
         model: the wrapped model, built with the `rlpack` attention.
