@@ -1,5 +1,7 @@
 """What is looked at on the driver before any process starts: the same slip, found by a rank, costs minutes."""
 
+import copy
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +19,7 @@ from rlpack.distributed.host import load_class
 from rlpack.models.loading import outline
 from rlpack.packing import Batching
 from rlpack.rewards.scoring import check_signature, resolve
+from workers.loading import choose_trained
 from workers.objectives import PolicyGradient
 
 _ROWS_AT_A_TIME = 1024
@@ -30,7 +33,8 @@ def check_before_start(
     """Find what would stop a rank while it starts, or a supervised step hours later; return the model's outline.
 
     Raises:
-        ModelError: `model` describes no language model that the tokenizer fits.
+        ModelError: `model` describes no language model that the tokenizer fits, or `actor` names weights or layers that
+            it doesn't have.
         AlgorithmError: there is no such loss or advantage function, or it can't be called with its arguments.
         PlacementError: a role's class can't be loaded, or is none that a session can call, or this machine is too
             small for the pools.
@@ -38,6 +42,7 @@ def check_before_start(
         DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget.
     """
     model = outline(config.model, vocab_size=len(tokenizer))
+    choose_trained(copy.deepcopy(model), config.actor, seed=config.seed)
     names = started_roles(config)
     for name in names:
         _check_role(name, config.roles[name].target)

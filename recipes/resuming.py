@@ -14,8 +14,9 @@ from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from rlpack.observe.directory import flat
 
-# With another value of these the rest of the run would not be the rest of that run.
+# With another value of these the rest of the run would not be the rest of that run, or its optimizer's state not fit.
 FIXED_KEYS = ("recipe", "seed", "model", "data", "warm_up")
+FIXED_BELOW = ("actor.lora.", "actor.optimizer.name", "actor.optimizer.frozen", "actor.optimizer.undecayed")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,14 @@ def reference_folder(directory: Path) -> Path:
 
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that a run may not change when it goes on, dotted."""
-    return flat({key: config[key] for key in FIXED_KEYS})
+    optimizer = {key: value for key, value in flat(config).items() if key.startswith(FIXED_BELOW)}
+    return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
+
+
+def _actor_ranks(config: Mapping[str, Any]) -> int:
+    """Return how many ranks share the actor's weights out."""
+    pools, roles = config["placement"]["pools"], config["placement"]["roles"]
+    return pools[roles.get("actor", next(iter(pools)))]["ranks"]
 
 
 def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
@@ -73,6 +81,12 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
         for key in sorted(before.keys() | now.keys())
         if now.get(key) != before.get(key)
     ]
+    ranks = [_actor_ranks(values) for values in (saved, config.model_dump(mode="json"))]
+    if config.actor.optimizer.name == "adamw_8bit" and ranks[0] != ranks[1]:
+        differing.append(
+            f"the actor has {ranks[1]} ranks and the checkpoint in run_dir={config.run_dir} was written by {ranks[0]}; "
+            f"moments in 8 bits can't be shared out anew: set placement.pools.*.ranks as it was, or another run_dir"
+        )
     if config.algorithm.kl_coef > 0 and not has_reference:
         differing.append(
             f"algorithm.kl_coef is {config.algorithm.kl_coef}, and run_dir={config.run_dir} goes on without a "

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from recipes.checks import check_before_start
 from recipes.prompts import Split, in_store, load_splits
 from recipes.resuming import check_same_prompts, check_same_run, newest_checkpoint, reference_folder
+from recipes.schedules import learning_rate
 from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.roles import is_builtin, started_roles
@@ -114,11 +115,9 @@ class Session:
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the recipe's step under way: constant, or falling in a line over its steps."""
-        settings, total = self.config.actor.optimizer, self.config.trainer.steps
-        if settings.schedule == "constant" or self.step is None:
-            return settings.learning_rate
-        return settings.learning_rate * (1.0 - (self.step - 1) / total)
+        """Return the actor's learning rate in the recipe's step under way."""
+        assert self.step is not None, "a learning rate belongs to a step"
+        return learning_rate(self.config.actor.optimizer, self.step, self.config.trainer.steps)
 
     def steps(self, phase: Phase, total: int, evaluate: Callable[["Session"], None] | None = None) -> Iterator[int]:
         """Yield the steps of a phase that are still to do, from 1; between them, all that is not the algorithm.

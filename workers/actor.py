@@ -1,7 +1,6 @@
 """The actor: the policy that is trained."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -10,40 +9,47 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
-from rlpack.algorithms.metrics import MetricSums, merge_steps
+from rlpack.algorithms.metrics import merge_steps
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.statistics import join
-from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.roles import role_batching
-from rlpack.config.schema import Actor, Config, Optimizer
+from rlpack.config.schema import Actor, Config
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.views import MicrobatchView
+from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
-from rlpack.models.parallel import accumulate, clip_grad_norm, full_state_dict, reshard
-from rlpack.models.policy import Policy
+from rlpack.models.parallel import full_state_dict, reshard
+from rlpack.models.policy import TokenScores
 from workers.base import RankContext, Worker, broadcast, sharded
 from workers.loading import build_policy
-from workers.objectives import Imitation, Objective, PolicyGradient, counted
+from workers.objectives import Imitation, Loss, Objective, PolicyGradient, counted
 from workers.scoring import Scorer
+from workers.training import Learner
 
 
 class ActorWorker(Worker):
-    """One data-parallel rank of the trained policy (FSDP2) with its AdamW."""
+    """One data-parallel rank of the trained policy (FSDP2) with its optimizer."""
 
-    def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, objective: PolicyGradient) -> None:
+    def __init__(
+        self, context: RankContext, scorer: Scorer, settings: Actor, objective: PolicyGradient, *, seed: int = 0
+    ) -> None:
         super().__init__(context)
+        self._seed = seed
         self._scorer = scorer
         self._settings = settings
         self._objective = objective
-        self._optimizer = _adamw(scorer.policy, settings.optimizer)
+        self._learner = Learner("actor", scorer.policy, settings.optimizer, context)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy, check that packing isolates its sequences, and make the optimizer."""
         batching = role_batching(config, "actor")
-        policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
+        policy = build_policy(
+            config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed, trained=True
+        )
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
-        return cls(context, scorer, config.actor, PolicyGradient(config.algorithm, config.rollout.temperature))
+        objective = PolicyGradient(config.algorithm, config.rollout.temperature)
+        return cls(context, scorer, config.actor, objective, seed=config.seed)
 
     @sharded(mini_batches=True)
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
@@ -68,16 +74,20 @@ class ActorWorker(Worker):
         )
 
     @sharded(mini_batches=True, merge=merge_steps)
-    def update(self, shard: BatchedDataDict, learning_rate: float | None = None) -> list[dict[str, float]]:
+    def update(
+        self, shard: BatchedDataDict, learning_rate: float | None = None, kl_coef: float | None = None
+    ) -> list[dict[str, float]]:
         """Take one optimizer step for each mini-batch; return the metrics of each.
 
         Args:
             shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and
                 `loss_weight` and `token_weight` of the rows in their optimizer step.
             learning_rate: of these steps; None for the configuration's.
+            kl_coef: weight of the KL term; None for the configuration's.
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
-        return [self._step(shard, step, self._objective, rate) for step in range(shard.num_steps)]
+        objective = self._objective if kl_coef is None else self._objective.weighing_kl(kl_coef)
+        return [self._step(shard, step, objective, rate) for step in range(shard.num_steps)]
 
     @sharded(merge=merge_steps)
     def imitate(self, shard: BatchedDataDict, learning_rate: float) -> list[dict[str, float]]:
@@ -92,7 +102,7 @@ class ActorWorker(Worker):
     @broadcast
     def forget_moments(self) -> None:
         """Start the optimizer anew, as a recipe does after its supervised warm-up."""
-        self._optimizer = _adamw(self._scorer.policy, self._settings.optimizer)
+        self._learner.forget_moments()
 
     @broadcast
     def export_weights(self) -> dict[str, np.ndarray]:
@@ -103,18 +113,12 @@ class ActorWorker(Worker):
     @broadcast
     def save(self, folder: str) -> None:
         """Write this rank's part of weights and optimizer state into `folder`; a collective."""
-        save_training_state(self._scorer.policy, self._optimizer, Path(folder))
+        self._learner.save(folder)
 
     @broadcast
     def load(self, folder: str) -> None:
-        """Read weights and moments back, saved on any number of ranks; a collective.
-
-        The checkpoint's learning rate and decays give way to the configuration's, which may have changed since.
-        """
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        load_training_state(self._scorer.policy, self._optimizer, Path(folder))
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        """Read weights and moments back, saved on any number of ranks; a collective."""
+        self._learner.load(folder)
 
     @broadcast
     def export_model(self, folder: str) -> None:
@@ -124,26 +128,27 @@ class ActorWorker(Worker):
             self._scorer.policy.model.save_pretrained(folder, state_dict=state)
 
     def _step(self, shard: BatchedDataDict, step: int, objective: Objective, learning_rate: float) -> dict[str, float]:
-        """Run forward and backward over the step's microbatches, then the optimizer once."""
+        """Take one optimizer step over the step's microbatches."""
         views = list(shard.microbatches(step))
         statistics = self._statistics(views) if objective.needs_statistics else None
-        policy = self._scorer.policy.train()
-        self._optimizer.zero_grad(set_to_none=True)
-        sums = MetricSums()
-        for number, view in enumerate(views, start=1):
-            accumulate(policy, last=number == len(views))
-            inputs = to_model_inputs(view, device=self._scorer.device, pad_token_id=self._scorer.pad_token_id)
-            scores = policy(
+        place = (self._seed, self._learner.steps_taken, self.context.rank)
+
+        def loss_of(view: MicrobatchView, number: int) -> Loss:
+            return objective(self._scores(view, objective, (*place, number)), view.rows, statistics)
+
+        return self._learner.step(views, loss_of, learning_rate)
+
+    def _scores(self, view: MicrobatchView, objective: Objective, place: tuple[int, ...]) -> TokenScores:
+        """Return what the policy says about the tokens that count, with gradient; `place` fixes adapters' dropout."""
+        device = self._scorer.device
+        inputs = to_model_inputs(view, device=device, pad_token_id=self._scorer.pad_token_id)
+        with dropout_seed(self._settings.lora, device, *place):
+            return self._scorer.policy(
                 inputs,
-                select=counted(view.rows).to(self._scorer.device),
+                select=counted(view.rows).to(device),
                 temperature=objective.temperature,
                 entropy=objective.needs_entropy,
             )
-            loss = objective(scores, view.rows, statistics)
-            loss.value.backward()
-            sums.add(loss.metrics)
-        grad_norm = clip_grad_norm(policy, self._settings.optimizer.max_grad_norm)
-        return sums.result() | self._apply(grad_norm, learning_rate)
 
     @torch.no_grad()
     def _statistics(self, views: Sequence[MicrobatchView]) -> dict[str, float]:
@@ -154,32 +159,3 @@ class ActorWorker(Worker):
         every: list[PolicyTokens | None] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         return self._objective.statistics(join([tokens for tokens in every if tokens is not None]))
-
-    def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
-        """Take the optimizer step, unless no token had a gradient or the gradient is not a number: both are counted.
-
-        AdamW would move the weights by its momentum alone, and a NaN would spread to all of them.
-        """
-        skip = not np.isfinite(grad_norm) or grad_norm == 0
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        if not skip:
-            self._optimizer.step()
-        if self.context.rank > 0:
-            return {}  # these are figures of the step, not parts of it: one rank reports them
-        return {"actor/grad_norm": grad_norm, "actor/learning_rate": learning_rate, "actor/skipped_steps": float(skip)}
-
-
-def _adamw(policy: Policy, settings: Optimizer) -> torch.optim.AdamW:
-    """Return AdamW over the weights that are trained; vectors (norms, biases) are not decayed."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2))
-    for parameter in trained:
-        # What AdamW itself starts from. Without it a checkpoint before the first step would make torch invent one.
-        moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-    return optimizer

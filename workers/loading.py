@@ -12,8 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlpack.config.schema import Actor, Model
 from rlpack.data.tokenisation import eos_id, pad_id
 from rlpack.models import attention
+from rlpack.models.adapters import add_adapters
 from rlpack.models.isolation import check_isolation
 from rlpack.models.loading import build_causal_lm
+from rlpack.models.optimizers import freeze
 from rlpack.models.parallel import reshard, shard_policy
 from rlpack.models.policy import Policy
 from rlpack.packing import Batching
@@ -48,6 +50,7 @@ def build_policy(
     *,
     batching: Batching,
     seed: int,
+    trained: bool = False,
 ) -> Policy:
     """Return the policy, sharded over the pool's ranks and, where it is to be packed, checked for isolation.
 
@@ -59,12 +62,16 @@ def build_policy(
         tokenizer: whose ids the model reads.
         context: the rank's place.
         batching: the role's; a model that leaks when packed is right when padded, so only packing is checked.
-        seed: of a new model's weights.
+        seed: of a new model's weights, and of adapters.
+        trained: whether it gets the adapters, or the frozen weights, that the settings ask for.
 
     Raises:
+        ModelError: a pattern of the settings matches no weight or layer of this model.
         IsolationError: packed sequences see each other in this model.
     """
     lm = build_model(model, tokenizer, context, seed=seed)
+    if trained:
+        choose_trained(lm, settings, seed=seed)
     policy = Policy(lm, chunk=settings.logprob_chunk)
     if settings.gradient_checkpointing:
         policy.checkpoint_activations()
@@ -74,6 +81,17 @@ def build_policy(
         check_isolation(policy, context.torch_device, len(tokenizer))
         reshard(policy)
     return policy
+
+
+def choose_trained(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:
+    """Leave for training what the settings say: adapters alone where there are to be some, else all that isn't frozen.
+
+    Raises:
+        ModelError: a pattern matches no weight or layer of this model, or nothing is left to train.
+    """
+    if settings.lora.rank > 0:
+        add_adapters(lm, settings.lora, seed=seed)
+    freeze(lm, settings.optimizer)
 
 
 def to_tensors(weights: dict[str, np.ndarray]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ batched.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -82,6 +82,10 @@ class PolicyGradient:
     algorithm: Algorithm
     temperature: float
     needs_entropy: bool = True
+
+    def weighing_kl(self, coefficient: float) -> "PolicyGradient":
+        """Return this objective with another weight of the KL term."""
+        return replace(self, algorithm=self.algorithm.model_copy(update={"kl_coef": coefficient}))
 
     @cached_property
     def function(self) -> Callable[..., PolicyLoss]:

@@ -26,7 +26,7 @@ def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
         ConfigError: the run directory can't be used, a target can't be found, or a package isn't installed.
         DataError: a data file isn't there.
     """
-    problems = [*_run_dir(config, environment), *_targets(config)]
+    problems = [*_run_dir(config, environment), *_targets(config), *_packages(config)]
     try:
         check_packages(config.logger)
     except SinkError as error:
@@ -63,6 +63,14 @@ def _targets(config: Config) -> Iterator[str]:
         module = target.partition(":")[0]
         if reason := _why_not_importable(module):
             yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from here"
+
+
+def _packages(config: Config) -> Iterator[str]:
+    if config.actor.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield (
+            "actor.optimizer.name=adamw_8bit needs the package torchao, which is not installed; install "
+            "rlpack[eight-bit], on every node, or set actor.optimizer.name=adamw"
+        )
 
 
 def _why_not_importable(module: str) -> str:

@@ -54,7 +54,7 @@ def pool_of(config: Config, role: str) -> str:
 
 
 def started_roles(config: Config) -> list[str]:
-    """Return the roles that this run starts: no reference without a KL term, no critic without PPO, under sft the actor.
+    """Return the roles that this run starts: under sft the actor alone, a reference for a KL term, a critic for PPO.
 
     >>> started_roles(Config(recipe="sft"))
     ['actor']

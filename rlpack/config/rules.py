@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
@@ -18,6 +19,7 @@ from rlpack.config.secrets import secret_paths
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _FILES = (".jsonl", ".parquet")
+_NO_LORA = Lora()
 
 
 def broken_rules(config: Config) -> list[str]:
@@ -76,6 +78,33 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if algorithm.kl_coef > 0 and "reference" not in config.roles:
         yield f"algorithm.kl_coef is {algorithm.kl_coef} and needs the role reference; keep roles.reference"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    yield from _schedule("actor.optimizer", config.actor.optimizer, config.trainer.steps)
+    lora, optimizer = config.actor.lora, config.actor.optimizer
+    if lora.rank > 0 and optimizer.frozen:
+        yield (
+            f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.frozen "
+            "is set too; leave it [] and choose by actor.lora.targets which layers get adapters, or set "
+            "actor.lora.rank=0"
+        )
+    unused = [name for name, value in lora if value != dict(_NO_LORA)[name]] if lora.rank == 0 else []
+    if unused:
+        yield f"actor.lora.{unused[0]} is set, but actor.lora.rank is 0, which makes no adapters; set it, to 16 say"
+
+
+def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
+    if optimizer.schedule == "constant" and optimizer.floor > 0:
+        yield (
+            f"{key}.floor is {optimizer.floor:g}, but {key}.schedule is constant, which doesn't fall; "
+            f"set {key}.schedule=cosine or linear, or leave {key}.floor=0"
+        )
+    if 0 < steps <= optimizer.warmup_steps:
+        yield (
+            f"{key}.warmup_steps is {optimizer.warmup_steps}, and trainer.steps {steps} end before the rate is up; "
+            "lower the one or raise the other"
+        )
 
 
 def _object_store(config: Config) -> Iterator[str]:
@@ -239,6 +268,7 @@ def _token_budget(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _batch_sizes,
     _algorithm,
+    _optimizer,
     _object_store,
     _model,
     _data,

@@ -10,11 +10,10 @@ from pydantic import Field
 
 from rlpack.config.batching import ActorBatching, RoleBatching
 from rlpack.config.critic import Critic, Dapo, RewardModel
-from rlpack.config.optimization import Optimizer
+from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.rewards import Reward
 from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
 from rlpack.packing.batching import Batching
-
 
 BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_model")
 
@@ -52,6 +51,7 @@ class Actor(Section):
     """The policy that is trained."""
 
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     precision: Literal["fp32", "bf16"] = Field(default="fp32", description="Compute type; weights and sums stay fp32.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
@@ -210,9 +210,7 @@ class Role(Section):
 
 def builtin_roles() -> dict[str, Role]:
     """Return the classes of the built-in roles."""
-    return {
-        name: Role(target=f"workers.{name}:{name.title().replace('_', '')}Worker") for name in BUILTIN_ROLES
-    }
+    return {name: Role(target=f"workers.{name}:{name.title().replace('_', '')}Worker") for name in BUILTIN_ROLES}
 
 
 class Logger(Section):
@@ -236,7 +234,9 @@ class Checkpoint(Section):
 class Config(Section):
     """A whole run."""
 
-    recipe: Literal["grpo", "dapo", "remax", "ppo", "sft"] = Field(default="grpo", description="The algorithm: a file of recipes/.")
+    recipe: Literal["grpo", "dapo", "remax", "ppo", "sft"] = Field(
+        default="grpo", description="The algorithm: a file of recipes/."
+    )
     seed: int = Field(default=1, ge=0, lt=2**63, description="Seed of everything random.")
     run_dir: str | None = Field(default=None, description="Directory of the run; null makes runs/<date>-<recipe>.")
     resume: Literal["never", "auto"] = Field(

@@ -33,6 +33,11 @@ class TokenHead(PackedModel):
         else:
             self.head = head
 
+    @property
+    def named(self) -> nn.Module:
+        """Return this module: its names are those of the whole language model, and the head's."""
+        return self
+
     def forward(self, inputs: ModelInputs, *, before: bool) -> Tensor:
         """Return a number for each real token of a microbatch, in row order: fp32 [T].
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 
@@ -16,8 +17,9 @@ from rlpack.models.inputs import ModelInputs
 class PackedModel(nn.Module):
     """A transformers model and a head of ours. A subclass has the head, and says what packing is checked on.
 
-    Dropout never acts, not in an update either: responses are sampled without it, so with it the first ratio would not
-    be 1; and the process's random state, which no checkpoint holds, would come into the weights.
+    The model's dropout never acts, not in an update either: responses are sampled without it, so with it the first
+    ratio would not be 1; and the process's random state, which no checkpoint holds, would come into the weights. That
+    of adapters, which has to be asked for, acts while training, inside `rlpack.models.adapters.dropout_seed`.
 
     Attributes:
         model: the wrapped model, built with the `rlpack` attention.
@@ -30,6 +32,11 @@ class PackedModel(nn.Module):
         self.model = model
         self.reshard_after_forward = True
         self.compute_dtype = model.dtype
+
+    @property
+    def named(self) -> nn.Module:
+        """Return the module by whose names of weights a user knows them: the wrapped model."""
+        return self.model
 
     def hidden(self, inputs: ModelInputs) -> Tensor:
         """Return the hidden state of each slot, after the last norm, [N, d].
@@ -54,12 +61,14 @@ class PackedModel(nn.Module):
         raise TypeError(f"{type(self).__name__} does not say what its isolation is checked on; give it an own_probe")
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode that activation checkpointing goes by; all else stays as in evaluation."""
+        """Set the mode that activation checkpointing and adapters' dropout go by; all else stays as in evaluation."""
         super().train(False)
         self.training = mode
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = mode and module.gradient_checkpointing
+            elif is_adapter_dropout(name):
+                module.training = mode
         return self
 
     def checkpoint_activations(self) -> None:

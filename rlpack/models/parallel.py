@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlpack.models.adapters import adapters_of, plain_name
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 
@@ -111,17 +112,25 @@ def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
 def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tensor]:
     """Return whole weights on the CPU under the wrapped model's own names; all ranks call.
 
-    A tied weight comes once, under its first name, as `named_parameters` has it.
+    A tied weight comes once, under its first name, as `named_parameters` has it. An adapter's product is added to the
+    weight that it stands beside, W + scale·B·A, in the copy alone.
 
     Args:
         policy: sharded or not.
         keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
     """
     state: dict[str, Tensor] = {}
-    for name, tensor in _weights(policy):
+    weights, adapters = dict(_weights(policy)), adapters_of(policy.model)
+    for name, tensor in weights.items():
+        plain = plain_name(name)
+        if plain is None:
+            continue
         whole = _gathered(tensor)
+        if (adapter := adapters.get(name)) is not None:
+            down, up = _gathered(weights[adapter.down]), _gathered(weights[adapter.up])
+            whole = whole + adapter.scale * (up @ down)
         if keep:
-            state[name] = whole.to("cpu", copy=True)
+            state[plain] = whole.to("cpu", copy=True)
     return state
 
 

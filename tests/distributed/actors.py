@@ -41,7 +41,7 @@ def new_actor(config: Config, rank: int, size: int, *, rate: float | None = None
         config = config.model_copy(update={"actor": config.actor.model_copy(update={"optimizer": optimizer})})
     actor = ActorWorker.from_settings(RankContext("main", rank, size), config, tiny_tokenizer())
     if rate is not None:
-        actor._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)
+        actor._learner._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)
     return actor
 
 
@@ -94,9 +94,31 @@ def save_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDat
     return [saved, outcome(actor, [actor.update(shards[rank])])]
 
 
-def load_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> list[Outcome]:
-    """Load into an actor with other weights, and take a step; return what was loaded and what came after."""
-    actor = new_actor(config.model_copy(update={"seed": config.seed + 1}), rank, mesh.size())
+def load_and_go_on(
+    mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path, reseed: bool = True
+) -> list[Outcome]:
+    """Load into an actor with other weights, and take a step; return what was loaded and what came after.
+
+    The other weights are those of another seed, or of a step that the checkpoint knows nothing of.
+    """
+    seed = config.seed + 1 if reseed else config.seed
+    actor = new_actor(config.model_copy(update={"seed": seed}), rank, mesh.size())
+    if not reseed:
+        actor.update(shards[rank])
+        actor.update(shards[rank])
     actor.load(str(folder))
     loaded = outcome(actor, [])
     return [loaded, outcome(actor, [actor.update(shards[rank])])]
+
+
+def export(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> dict[str, np.ndarray]:
+    """Take a step, write the model's folder and export the weights, take another step and export again.
+
+    The first export is returned by the weights' names, and the second with `after/` before them.
+    """
+    actor = new_actor(config, rank, mesh.size())
+    actor.update(shards[rank])
+    actor.export_model(str(folder))
+    before = actor.export_weights()
+    actor.update(shards[rank])
+    return before | {f"after/{name}": weight for name, weight in actor.export_weights().items()}

@@ -1,0 +1,143 @@
+"""LoRA against its definition: the same model with W + (alpha / rank)·B·A in the place of W."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlpack.config.optimization import Lora
+from rlpack.models.adapters import adapter_layers, add_adapters, dropout_seed
+from rlpack.models.errors import ModelError
+from rlpack.models.inputs import pack_rows
+from rlpack.models.parallel import full_state_dict
+from rlpack.models.policy import Policy
+from tests.unit.models.tiny import KINDS, pad_rows, reference_scores, tiny_model, tiny_rows
+
+ROWS = tiny_rows([9, 1, 13, 6])
+LORA = Lora(rank=3, alpha=6.0)
+
+
+def adapted(kind: str = "qwen2", settings: Lora = LORA, *, wild: bool = True) -> Policy:
+    """Return a policy with adapters, whose matrices B are random where it is to be wild."""
+    model = tiny_model(kind)
+    add_adapters(model, settings, seed=5)
+    model.double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if wild and "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype) / 8)
+    return Policy(model, chunk=5)
+
+
+def of_kind(policy: Policy, part: str) -> dict[str, Tensor]:
+    """Return the matrices A or B by the names that their layers have in the plain model."""
+    return {
+        name.replace(f".{part}.default", ""): weight
+        for name, weight in policy.model.named_parameters()
+        if f".{part}." in name
+    }
+
+
+def by_definition(kind: str, policy: Policy):
+    """Return the plain model with the adapters' products added to its weights."""
+    model = tiny_model(kind, implementation="eager" if kind == "gemma2" else "sdpa")
+    weights = dict(model.named_parameters())
+    down, up = of_kind(policy, "lora_A"), of_kind(policy, "lora_B")
+    with torch.no_grad():
+        for name in down:
+            weights[name] += LORA.alpha / LORA.rank * up[name] @ down[name]
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapted_model_packed_or_padded_scores_as_one_with_the_product_in_its_weights(kind: str):
+    policy = adapted(kind)
+    model = by_definition(kind, policy)
+    expected = torch.cat([reference_scores(model, row)[0] for row in ROWS])
+    plain = torch.cat([reference_scores(tiny_model(kind), row)[0] for row in ROWS])
+    assert (expected - plain).abs().max() > 0.1
+    for inputs in (pack_rows(ROWS), pad_rows(ROWS, width=15)):
+        assert torch.allclose(policy(inputs).logprobs, expected, rtol=0, atol=5e-6 if "gemma" in kind else 1e-12)
+    merged = full_state_dict(policy)
+    assert list(merged) == [name for name, _ in model.named_parameters()]
+    for name, weight in model.named_parameters():
+        assert torch.allclose(merged[name], weight, rtol=0, atol=1e-14), name
+
+
+def test_gradients_flow_into_adapters_alone_and_are_those_of_the_product():
+    policy = adapted()
+    model = by_definition("qwen2", policy)
+    for lm in (policy, Policy(model)):
+        scores = lm(pack_rows(ROWS))
+        (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
+    through = {name: weight.grad for name, weight in model.named_parameters()}
+    down, up, scale = of_kind(policy, "lora_A"), of_kind(policy, "lora_B"), LORA.alpha / LORA.rank
+    assert len(down) == 14
+    for name in down:
+        expected_down, expected_up = scale * up[name].T @ through[name], scale * through[name] @ down[name].T
+        assert (down[name].grad - expected_down).norm() < 1e-10 * expected_down.norm(), name
+        assert (up[name].grad - expected_up).norm() < 1e-10 * expected_up.norm(), name
+    others = [name for name, weight in policy.model.named_parameters() if weight.grad is None]
+    assert not any("lora_" in name for name in others)
+    assert len(others) == len(list(model.named_parameters()))
+
+
+def test_new_adapters_leave_a_model_as_it_was_bit_for_bit_and_are_the_same_for_the_same_seed():
+    policy, plain = adapted(wild=False), Policy(tiny_model(), chunk=5)
+    assert torch.equal(policy(pack_rows(ROWS)).logprobs, plain(pack_rows(ROWS)).logprobs)
+    assert all(torch.equal(weight, full_state_dict(plain)[name]) for name, weight in full_state_dict(policy).items())
+    before = torch.random.get_rng_state()
+    again = adapted(wild=False)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for name, weight in of_kind(policy, "lora_A").items():
+        assert weight.abs().max() > 0
+        assert torch.equal(weight, of_kind(again, "lora_A")[name])
+
+
+def test_targets_choose_layers_of_the_decoder_and_never_the_head():
+    model = tiny_model("llama")
+    assert len(adapter_layers(model, LORA)) == 14
+    chosen = adapter_layers(model, Lora(rank=1, targets=("*.[qv]_proj", "model.layers.1.mlp.*")))
+    assert chosen == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.v_proj",
+        *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ]
+    policy = adapted("llama", Lora(rank=1, targets=("*.[qv]_proj", "model.layers.1.mlp.*")))
+    assert sorted(of_kind(policy, "lora_A")) == sorted(f"{name}.weight" for name in chosen)
+
+
+@pytest.mark.parametrize(("target", "near"), [("lm_head", ""), ("q_porj", r"self_attn\.q_proj")])
+def test_a_target_of_no_layer_is_an_error_that_lists_near_ones(target: str, near: str):
+    with pytest.raises(ModelError, match=rf"actor\.lora\.targets holds '{target}', .*{near}"):
+        adapter_layers(tiny_model(), Lora(rank=1, targets=(target,)))
+
+
+def test_a_model_whose_decoder_has_no_linear_layer_is_refused():
+    model = tiny_model()
+    model._no_split_modules = set()
+    with pytest.raises(ModelError, match=r"no linear layers .*set actor\.lora\.rank=0"):
+        adapter_layers(model, LORA)
+
+
+def test_dropout_acts_in_training_alone_and_follows_from_its_numbers():
+    settings = LORA.model_copy(update={"dropout": 0.5})
+    policy, plain = adapted("qwen2", settings), adapted("qwen2")
+    inputs = pack_rows(ROWS)
+    assert torch.equal(policy.eval()(inputs).logprobs, plain.eval()(inputs).logprobs)
+    policy.train()
+
+    def scores(*numbers: int) -> Tensor:
+        with dropout_seed(settings, torch.device("cpu"), *numbers):
+            return policy(inputs).logprobs.detach()
+
+    before = torch.random.get_rng_state()
+    first, second, again = scores(3, 1), scores(3, 2), scores(3, 1)
+    assert torch.equal(first, again)
+    assert (first - second).abs().max() > 1e-3
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(copy.deepcopy(policy).eval()(inputs).logprobs, plain(inputs).logprobs)

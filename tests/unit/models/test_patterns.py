@@ -1,0 +1,35 @@
+import pytest
+
+from rlpack.models.errors import ModelError
+from rlpack.models.patterns import chosen
+
+NAMES = [
+    "model.embed_tokens.weight",
+    *(f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(12) for part in "qkv"),
+    "lm_head.weight",
+]
+
+
+def test_a_pattern_is_a_whole_name_in_which_a_star_also_stands_for_dots():
+    assert chosen(["lm_head.weight", "model.layers.1.*"], NAMES, "k") == {
+        "lm_head.weight",
+        *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"),
+    }
+    assert len(chosen(["model.layers.[0-3].*"], NAMES, "k")) == 12
+    assert len(chosen(["*.q_proj.*", "*_proj.weight"], NAMES, "k")) == 36
+    assert chosen([], NAMES, "k") == set()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("*embed_token.*", r"model\.embed_tokens\.weight"),
+        ("q_porj", r"model\.layers\.0\.self_attn\.q_proj\.weight"),
+        ("model.layer.3.*", r"model\.layers\.0\.self_attn"),
+        ("LM_HEAD.weight", r"lm_head\.weight"),
+        ("zzz", r"model\.embed_tokens\.weight"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_named_with_what_is_near_it(pattern: str, near: str):
+    with pytest.raises(ModelError, match=rf"actor\.x holds '{pattern.replace('*', '.')}', .* none of 38 names.*{near}"):
+        chosen(["*", pattern], NAMES, "actor.x")
