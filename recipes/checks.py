@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from recipes.machine import check_machine
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
+from rlpack.algorithms.shaping import soft_overlong
 from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, builtin_roles
 from rlpack.data.errors import DataError
@@ -65,8 +66,13 @@ def _check_algorithm(config: Config) -> None:
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
     PolicyGradient(settings, config.rollout.temperature).evaluate(tokens)
-    if all(is_builtin(name) for name in started_roles(config)):  # a role of one's own may add what it asks for
-        find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *dict(settings)})
+    own = [name for name in started_roles(config) if not is_builtin(name)]  # such a role may add what it asks for
+    if config.recipe != "ppo" and not own:
+        greedy = ("greedy_rewards",) if config.recipe == "remax" else ()
+        find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *greedy, *dict(settings)})
+    if config.recipe == "dapo":
+        longest, dapo = config.rollout.max_new_tokens, config.dapo
+        soft_overlong(torch.zeros(1), longest=longest, buffer=dapo.overlong_buffer, penalty=dapo.overlong_penalty)
 
 
 def _check_role(name: str, target: str) -> None:

@@ -18,6 +18,7 @@ from recipes.resuming import check_same_prompts, check_same_run, newest_checkpoi
 from recipes.schedules import learning_rate
 from rlpack.algorithms.metrics import reducer_of
 from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.config.optimization import Optimizer
 from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
@@ -30,6 +31,7 @@ from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
 from rlpack.packing import MicrobatchPlan, warm
 from workers.actor import ActorWorker
+from workers.critic import CriticWorker
 from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
@@ -37,6 +39,11 @@ from workers.rollout import RolloutWorker
 logger = logging.getLogger(__name__)
 
 Phase = Literal["warm_up", "train"]
+# Roles that are trained, and so have a part in a checkpoint.
+_SAVED = {"actor": ActorWorker.save, "critic": CriticWorker.save}
+_LOADED = {"actor": ActorWorker.load, "critic": CriticWorker.load}
+# Built-in roles that score.
+_SCORERS = ("reward", "reward_model")
 # What is summed over the parts of an optimizer step is a mean over its tokens or rows, and over several steps too.
 _OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
 
@@ -51,6 +58,7 @@ class Progress:
         policy_version: optimizer steps that are done, over all phases.
         prompts_seen: prompts that rollouts were drawn for.
         demonstrations_seen: demonstrations that supervised steps took, over all phases.
+        kl_coef: the KL coefficient, where it is adapted; None before the first such step.
     """
 
     phase: Phase = "warm_up"
@@ -58,6 +66,7 @@ class Progress:
     policy_version: int = 0
     prompts_seen: int = 0
     demonstrations_seen: int = 0
+    kl_coef: float | None = None
 
     @property
     def took_recipe_steps(self) -> bool:
@@ -104,20 +113,35 @@ class Session:
         return self.groups["rollout"]
 
     @property
+    def critic(self) -> WorkerGroup[CriticWorker]:
+        """Return the critic's ranks."""
+        return self.groups["critic"]
+
+    @property
     def reference(self) -> WorkerGroup[ReferenceWorker] | None:
         """Return the frozen policy's ranks, if the loss has a KL term."""
         return self.groups.get("reference")
 
     @property
     def scorers(self) -> list[WorkerGroup[RewardWorker]]:
-        """Return all roles that score: the built-in reward and the user's own."""
-        return [group for name, group in self.groups.items() if name == "reward" or not is_builtin(name)]
+        """Return all roles that score: the reward functions, the model of rewards, and the user's own."""
+        return [group for name, group in self.groups.items() if name in _SCORERS or not is_builtin(name)]
 
     @property
     def learning_rate(self) -> float:
         """Return the actor's learning rate in the recipe's step under way."""
-        assert self.step is not None, "a learning rate belongs to a step"
-        return learning_rate(self.config.actor.optimizer, self.step, self.config.trainer.steps)
+        return self._rate(self.config.actor.optimizer)
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """Return the critic's, likewise."""
+        return self._rate(self.config.critic.optimizer)
+
+    @property
+    def kl_coef(self) -> float:
+        """Return the weight of the KL term in the step under way: the configuration's, or what it was adapted to."""
+        adapted = self.progress.kl_coef
+        return self.config.algorithm.kl_coef if adapted is None else adapted
 
     def steps(self, phase: Phase, total: int, evaluate: Callable[["Session"], None] | None = None) -> Iterator[int]:
         """Yield the steps of a phase that are still to do, from 1; between them, all that is not the algorithm.
@@ -155,13 +179,14 @@ class Session:
     def took_steps(self, metrics: list[dict[str, float]]) -> None:
         """Count optimizer steps and take over their figures: the mean over the steps, the extreme, or the count.
 
-        Skipped steps left the policy as it was and make no version of it.
+        Skipped steps left the policy as it was and make no version of it; nor do the critic's.
         """
-        self.progress.policy_version += len(metrics) - round(sum(step["actor/skipped_steps"] for step in metrics))
+        taken = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
+        self.progress.policy_version += round(sum(taken))
         self.metrics["policy_version"] = self.progress.policy_version
         for name in dict.fromkeys(name for step in metrics for name in step):
             values = [step[name] for step in metrics if name in step]
-            merge = np.sum if name == "actor/skipped_steps" else _OVER_STEPS[reducer_of(name)]
+            merge = np.sum if name.endswith("/skipped_steps") else _OVER_STEPS[reducer_of(name)]
             shown = name.replace("actor/", "warm_up/") if self.progress.phase == "warm_up" else name
             self.metrics[shown] = float(merge(values))
 
@@ -175,7 +200,9 @@ class Session:
         """Write and commit a checkpoint of weights, optimizer and progress; older ones go."""
         root = self.run.directory / "checkpoints" / self.progress.phase
         with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
-            self.actor.run(ActorWorker.save, str(staging.path / "actor"))
+            for name, method in _SAVED.items():
+                if name in self.groups:
+                    self.groups[name].run(method, str(staging.path / name))
             state = {
                 "progress": asdict(self.progress),
                 "config": without_secrets(self.config.model_dump(mode="json")),
@@ -199,6 +226,10 @@ class Session:
         """
         if self.run.interrupted:
             raise KeyboardInterrupt
+
+    def _rate(self, settings: Optimizer) -> float:
+        assert self.step is not None, "a learning rate belongs to a step"
+        return learning_rate(settings, self.step, self.config.trainer.steps)
 
     def _save_if_due(self, is_last: bool) -> None:
         """Write a checkpoint every so often, at the end of a phase, and before a Ctrl-C ends the run."""
@@ -245,7 +276,9 @@ def open_session(config: Config) -> Iterator[Session]:
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()
         if resumed is not None:
-            session.actor.run(ActorWorker.load, str(resumed.path / "actor"))
+            for name, method in _LOADED.items():
+                if name in groups:
+                    groups[name].run(method, str(resumed.path / name))
             run.note(f"resumed after step {progress.step} of {progress.phase} from {resumed.path}")
         try:
             yield session

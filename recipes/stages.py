@@ -16,6 +16,7 @@ from recipes.resuming import reference_folder
 from recipes.session import Session
 from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import zero_group_fraction
+from rlpack.algorithms.kl import next_coefficient
 from rlpack.algorithms.registry import row_advantages
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.sampler import prompt_positions, row_seeds
@@ -41,12 +42,13 @@ class Draw(NamedTuple):
     positions: np.ndarray
 
 
-def draw_prompts(session: Session, step: int) -> Draw:
-    """Return the prompts of a step, `trainer.prompts_per_step` rows, and their positions in the run.
+def draw_prompts(session: Session, step: int, count: int | None = None) -> Draw:
+    """Return the prompts of a step, `count` rows or `trainer.prompts_per_step`, and their positions in the run.
 
     They follow the last ones drawn, so a resumed run may change their number and still skip and repeat none.
     """
-    start, count = session.progress.prompts_seen, session.config.trainer.prompts_per_step
+    start = session.progress.prompts_seen
+    count = session.config.trainer.prompts_per_step if count is None else count
     epochs, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
     session.progress.prompts_seen = start + count
     session.metrics |= {"prompts_seen": start + count, "epoch": float(epochs[-1])}
@@ -97,6 +99,12 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     """
     with session.run.timer("reward"):
         rewards, valid, extras = scores(session.scorers, rollouts)
+    report_rewards(session, rewards, valid)
+    return rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
+
+
+def report_rewards(session: Session, rewards: Tensor, valid: Tensor) -> None:
+    """Take over the figures of the step's rewards, f32 [B], quarantined rows left out."""
     kept = rewards[valid]
     session.metrics |= {
         "reward/mean": kept.mean().item() if kept.numel() else 0.0,
@@ -105,7 +113,6 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
         "reward/max": kept.max().item() if kept.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
-    return rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
 
 
 class Judgement(NamedTuple):
@@ -152,43 +159,70 @@ def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict
 
 
 def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `reference_logprobs` f32 [T]; without a KL term there is no reference and nothing to add."""
+    """Add `reference_logprobs` f32 [T] and `kl_sum` f64 [B]; nothing without a KL term: there is no reference then."""
     if session.reference is None:
         return rollouts
     with session.run.timer("reference"):
-        return rollouts.union(session.reference.run(ReferenceWorker.logprobs, rollouts.keep(SCORED)))
+        found = session.reference.run(ReferenceWorker.logprobs, rollouts.keep([*SCORED, "logprobs"]))
+    kept = found["kl_sum"][rollouts["valid"]]
+    session.metrics["reference/kl"] = kept.mean().item() if kept.numel() else 0.0
+    session.metrics["reference/kl_coef"] = session.kl_coef
+    return rollouts.union(found)
 
 
 def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Add `advantages`, and `loss_weight` and `token_weight` in the row's optimizer step: for all its tokens, f32 [B].
 
-    The advantage function gets the columns of rows that it names, those that roles added among them. The figures are
-    of the rows that train, quarantined ones left out.
+    The advantage function gets the columns of rows that it names, those that roles added among them; rewards are less
+    the KL term, where that is its place. The figures are of the rows that train, quarantined ones left out.
     """
     settings = session.config.algorithm
     with session.run.timer("advantages"):
         columns = {name: rollouts[name] for name in rollouts.names_of("per-row")}
+        if reward_kl_coef(session) > 0:
+            columns["rewards"] = (columns["rewards"] - reward_kl_coef(session) * columns["kl_sum"]).float()
         per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
-        plan = session.actor.plan(rollouts, mini_batches=True)
-        weights = step_weights(rollouts["response_tokens"].where(rollouts["valid"], 0), plan, settings)
     kept = per_row[rollouts["valid"]]
     session.metrics |= {
         "advantage/mean": kept.mean().item() if kept.numel() else 0.0,
         "advantage/std": kept.std(unbiased=False).item() if kept.numel() else 0.0,
         "advantage/zero_group_fraction": zero_group_fraction(per_row, rollouts["group_ids"]),
     }
+    return weighed(session, rollouts.union({"advantages": per_row}))
+
+
+def reward_kl_coef(session: Session) -> float:
+    """Return what a nat of divergence from the reference takes off a reward: 0 where the KL term is in the loss."""
+    return session.kl_coef if session.config.algorithm.kl_placement == "reward" else 0.0
+
+
+def weighed(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `loss_weight` and `token_weight` of the actor's update: for all of a row's tokens, f32 [B]."""
+    plan = session.actor.plan(rollouts, mini_batches=True)
+    counts = rollouts["response_tokens"].where(rollouts["valid"], 0)
     session.report_plan(plan, keep=True)
-    return rollouts.union({"advantages": per_row, **weights})
+    return rollouts.union(step_weights(counts, plan, session.config.algorithm))
 
 
 def update(session: Session, rollouts: BatchedDataDict) -> None:
     """Take the optimizer steps of every mini-batch, `trainer.epochs` times over the batch."""
-    names = [*_UPDATE, *(["reference_logprobs"] if session.reference else [])]
-    batch = rollouts.keep(names)
+    has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
+    batch = rollouts.keep([*_UPDATE, *(["reference_logprobs"] if has_kl else [])])
     with session.run.timer("update"):
-        rate = session.learning_rate
-        epochs = [session.actor.run(ActorWorker.update, batch, rate) for _ in range(session.config.trainer.epochs)]
+        args = session.learning_rate, session.kl_coef if has_kl else 0.0
+        epochs = [session.actor.run(ActorWorker.update, batch, *args) for _ in range(session.config.trainer.epochs)]
     session.took_steps([step for epoch in epochs for step in epoch])
+    _adapt_kl(session, rollouts.num_rows)
+
+
+def _adapt_kl(session: Session, rows: int) -> None:
+    """Bring the next step's KL coefficient nearer to where the divergence has its target."""
+    settings = session.config.algorithm
+    if settings.kl_target is not None and session.reference is not None:
+        measured, horizon = session.metrics["reference/kl"], settings.kl_horizon
+        session.progress.kl_coef = next_coefficient(
+            session.kl_coef, measured, target=settings.kl_target, horizon=horizon, rows=rows
+        )
 
 
 def demonstrations(session: Session, count: int) -> BatchedDataDict:

@@ -1,6 +1,7 @@
 """Building a model on a rank, from configuration and from weights that came over the wire."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -9,17 +10,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.config.schema import Actor, Model
+from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenisation import eos_id, pad_id
 from rlpack.models import attention
 from rlpack.models.adapters import add_adapters
+from rlpack.models.heads import TokenHead
 from rlpack.models.isolation import check_isolation
-from rlpack.models.loading import build_causal_lm
+from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.optimizers import freeze
+from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard, shard_policy
 from rlpack.models.policy import Policy
 from rlpack.packing import Batching
 from workers.base import RankContext
+
+M = TypeVar("M", bound=PackedModel)
 
 
 def build_model(
@@ -72,15 +77,53 @@ def build_policy(
     lm = build_model(model, tokenizer, context, seed=seed)
     if trained:
         choose_trained(lm, settings, seed=seed)
-    policy = Policy(lm, chunk=settings.logprob_chunk)
+    return _prepared(Policy(lm, chunk=settings.logprob_chunk), settings, tokenizer, context, batching)
+
+
+def build_critic(
+    config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext, *, batching: Batching
+) -> TokenHead:
+    """Return a critic with a new head, sharded as the policy is and, where it is to be packed, checked for isolation.
+
+    A collective.
+
+    Raises:
+        ModelError: a pattern of `critic.optimizer` matches no weight.
+        IsolationError: packed sequences see each other in this model.
+    """
+    path, settings = config.critic.path, config.actor
+    lm = build_model(config.model if path is None else Model(path=path), tokenizer, context, seed=config.seed)
+    critic = TokenHead(lm.base_model)
+    freeze(critic.named, config.critic.optimizer, "critic.optimizer")
+    return _prepared(critic, settings, tokenizer, context, batching)
+
+
+def build_reward_model(
+    config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext, *, batching: Batching
+) -> TokenHead:
+    """Return the classifier of `reward_model.path`, sharded and checked as the policy is; a collective.
+
+    Raises:
+        ModelError: it has more than one label, or no linear head.
+        IsolationError: packed sequences see each other in this model.
+    """
+    classifier = load_classifier(config.reward_model, vocab_size=len(tokenizer)).to(context.torch_device)
+    model = TokenHead(classifier.base_model, linear_head(classifier))
+    return _prepared(model, config.actor, tokenizer, context, batching)
+
+
+def _prepared(
+    model: M, settings: Actor, tokenizer: PreTrainedTokenizerBase, context: RankContext, batching: Batching
+) -> M:
+    """Checkpoint activations, shard, and check isolation, as the settings say; a collective."""
     if settings.gradient_checkpointing:
-        policy.checkpoint_activations()
+        model.checkpoint_activations()
     mesh = init_device_mesh(context.device, (context.num_ranks,), mesh_dim_names=("data",))
-    shard_policy(policy, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
+    shard_policy(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
     if settings.isolation_check and batching.mode == "packed":
-        check_isolation(policy, context.torch_device, len(tokenizer))
-        reshard(policy)
-    return policy
+        check_isolation(model, context.torch_device, len(tokenizer))
+        reshard(model)
+    return model
 
 
 def choose_trained(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:

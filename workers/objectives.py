@@ -59,7 +59,7 @@ def counted(rows: BatchedDataDict) -> Tensor:
     return mask.values & (rows["loss_weight"] > 0)[mask.segment_ids]
 
 
-def _of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
+def of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
     """Return the column `name`, [T], 0 outside the response, on the device and of the type of `like`.
 
     A column of rows, [B], holds for all response tokens of a row.
@@ -117,13 +117,13 @@ class PolicyGradient:
     def tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
         """Return what the loss reads of these rows, of which `logprobs` are the policy's, [T]."""
         names = ("token_weight", "logprobs", "advantages")
-        share, old, advantages = (_of_tokens(rows, name, logprobs) for name in names)
+        share, old, advantages = (of_tokens(rows, name, logprobs) for name in names)
         return PolicyTokens(logprobs, old, advantages, share > 0, rows["response_mask"].lengths.to(logprobs.device))
 
     def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
         """Return Σ weight · (policy loss + kl_coef · KL - entropy_coef · entropy) over the response tokens."""
         settings = self.algorithm
-        weight, share = (_of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
+        weight, share = (of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
         tokens = self.tokens(scores.logprobs, rows)
         entropy = torch.where(tokens.mask, scores.entropy, 0.0)
         policy = self.evaluate(tokens, statistics)
@@ -138,7 +138,7 @@ class PolicyGradient:
         }
         loss = policy_loss
         if settings.kl_coef > 0:
-            reference = _of_tokens(rows, "reference_logprobs", weight)
+            reference = of_tokens(rows, "reference_logprobs", weight)
             kl = kl_estimate(
                 scores.logprobs,
                 reference,
@@ -163,5 +163,5 @@ class Imitation:
 
     def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
         """Return -Σ weight · log p."""
-        loss = -(_of_tokens(rows, "loss_weight", scores.logprobs) * scores.logprobs).sum()
+        loss = -(of_tokens(rows, "loss_weight", scores.logprobs) * scores.logprobs).sum()
         return Loss(loss, {"actor/loss": loss.detach()})

@@ -4,6 +4,8 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.algorithms.aggregation import row_sums
+from rlpack.algorithms.kl import KLEstimator, kl_estimate
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.data.batch import BatchedDataDict
@@ -16,21 +18,32 @@ from workers.scoring import Scorer
 class ReferenceWorker(Worker):
     """One data-parallel rank of the frozen policy."""
 
-    def __init__(self, context: RankContext, scorer: Scorer) -> None:
+    def __init__(self, context: RankContext, scorer: Scorer, estimator: KLEstimator = "k3") -> None:
         super().__init__(context)
         self._scorer = scorer
+        self._estimator: KLEstimator = estimator
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy; nothing in it is trained."""
         batching = role_batching(config, "reference")
         policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
-        return cls(context, Scorer.of(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer))
+        scorer = Scorer.of(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer)
+        return cls(context, scorer, config.algorithm.kl_estimator)
 
     @sharded()
     def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return the column `reference_logprobs`."""
-        return self._scorer.logprobs(shard, "reference_logprobs")
+        """Return the column `reference_logprobs`, and `kl_sum` f64 [B]: each response's divergence from the reference.
+
+        Args:
+            shard: `input_ids`, `response_mask`, and the policy's `logprobs`; without these there is no `kl_sum`.
+        """
+        scored = self._scorer.logprobs(shard, "reference_logprobs")
+        if "logprobs" not in shard:
+            return scored
+        mask, own = shard["response_mask"], shard["logprobs"].values
+        kl = kl_estimate(own, scored["reference_logprobs"].values, self._estimator, mask=mask.values)
+        return scored.union({"kl_sum": row_sums(kl, mask)})
 
     @broadcast
     def load_model(self, folder: str) -> None:

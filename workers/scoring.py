@@ -1,5 +1,6 @@
 """Log-probabilities of a shard's tokens: what the actor and the reference both do."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,7 @@ from rlpack.data.tokenisation import pad_id
 from rlpack.data.views import MicrobatchView
 from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import to_model_inputs
+from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import Policy
 
@@ -46,21 +48,35 @@ class Scorer:
         select = view.rows["response_mask"].values.to(self.device)
         return self.policy(inputs, select=select, temperature=temperature, entropy=False).logprobs.float().cpu()
 
-    @torch.no_grad()
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `name`: log p(token | tokens before it) of response tokens, f32, zero elsewhere.
 
         Rows are in the shard's order.
-
-        Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
         """
-        temperature = self.temperature if temperature is None else temperature
-        values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
-        for step in range(shard.num_steps):
-            for view in shard.microbatches(step):
-                values.append(self.score(view, temperature=temperature))
-                order.append(view.index)
-        reshard(self.policy)
-        scored = shard.keep(["response_mask"]).select(np.concatenate(order))
-        column = scored["response_mask"].with_values(torch.cat(values))
-        return shard.keep([]).restore([scored.keep([]).union({name: column})])
+        chosen = self.temperature if temperature is None else temperature
+        return per_token(shard, name, self.policy, lambda view: self.score(view, temperature=chosen))
+
+
+@torch.no_grad()
+def per_token(
+    shard: BatchedDataDict, name: str, model: PackedModel, score: Callable[[MicrobatchView], Tensor]
+) -> BatchedDataDict:
+    """Return the column `name`, f32 [T], of what `score` says of each microbatch; rows in the shard's order.
+
+    Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
+
+    Args:
+        shard: `response_mask`, and what `score` reads.
+        name: of the column.
+        model: what is run; its gathered weights are freed at the end.
+        score: from a microbatch to a number for each of its tokens, f32 [T], on the CPU.
+    """
+    values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
+    for step in range(shard.num_steps):
+        for view in shard.microbatches(step):
+            values.append(score(view))
+            order.append(view.index)
+    reshard(model)
+    scored = shard.keep(["response_mask"]).select(np.concatenate(order))
+    column = scored["response_mask"].with_values(torch.cat(values))
+    return shard.keep([]).restore([scored.keep([]).union({name: column})])

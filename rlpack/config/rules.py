@@ -107,6 +107,45 @@ def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
         )
 
 
+def _kl(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_coef == 0 and (algorithm.kl_target is not None or algorithm.kl_placement == "reward"):
+        yield (
+            f"algorithm.kl_coef is 0, so algorithm.kl_target={algorithm.kl_target} and algorithm.kl_placement="
+            f"{algorithm.kl_placement} do nothing; set algorithm.kl_coef above 0, where it begins"
+        )
+
+
+def _recipe(config: Config) -> Iterator[str]:
+    algorithm, recipe = config.algorithm, config.recipe
+    if recipe == "ppo" and (algorithm.advantage != "group_relative" or algorithm.advantage_arguments):
+        yield (
+            f"algorithm.advantage is {algorithm.advantage!r}, and recipe=ppo takes its advantages from the critic "
+            "(critic.discount, critic.trace_decay, critic.whiten); leave it out, or choose another recipe"
+        )
+    if recipe == "ppo":
+        yield from _cut_alike(config)
+    if recipe == "dapo" and config.trainer.group_size == 1:
+        yield "trainer.group_size is 1, and recipe=dapo trains on groups whose rewards differ; set it to 2 or more"
+
+
+def _cut_alike(config: Config) -> Iterator[str]:
+    """Refuse an actor and a critic that leave out or cut other rows, or at other lengths."""
+    cuts = []
+    for role in ("actor", "critic"):
+        try:
+            batching = role_batching(config, role)
+        except ConfigError:
+            return  # another rule says why
+        cutting = batching.overlong in {"truncate", "drop"}
+        cuts.append((batching.overlong, batching.max_tokens, batching.mode) if cutting else None)
+    if cuts[0] != cuts[1]:
+        yield (
+            "the actor's batching and critic.batching cut over-long sequences differently, so tokens would be trained "
+            "without a value; give both the same mode, max_tokens and overlong, or overlong=error"
+        )
+
+
 def _object_store(config: Config) -> Iterator[str]:
     placement = config.placement
     if placement.address is not None and placement.object_store_gb is not None:
@@ -268,6 +307,8 @@ def _token_budget(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _batch_sizes,
     _algorithm,
+    _kl,
+    _recipe,
     _optimizer,
     _object_store,
     _model,

@@ -10,7 +10,9 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Cost
 
 # Roles whose work is a forward pass of the trained model over whole sequences.
-_RUN_THE_MODEL = ("actor", "reference")
+_RUN_THE_MODEL = ("actor", "critic", "reference")
+# Roles that take optimizer steps, whose batches are cut into mini-batches.
+_TRAINED = ("actor", "critic")
 
 
 def start_roles(
@@ -18,8 +20,7 @@ def start_roles(
 ) -> dict[str, WorkerGroup[Any]]:
     """Start the roles `names` and return their handles.
 
-    Each rank builds its role by `Class.from_settings(context, *settings)`. Only the actor takes optimizer steps, so
-    only its batches are cut into mini-batches.
+    Each rank builds its role by `Class.from_settings(context, *settings)`.
 
     Args:
         cluster: where they start.
@@ -38,7 +39,7 @@ def start_roles(
     for name in names:
         ranks = pools[pool_of(config, name)]
         ranks.start(name, config.roles[name].target, settings)
-        mini_batch_size = config.trainer.mini_batch_size if name == "actor" else None
+        mini_batch_size = config.trainer.mini_batch_size if name in _TRAINED else None
         groups[name] = WorkerGroup(
             name,
             ranks,

@@ -22,12 +22,14 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from rlpack.config.critic import RewardModel
 from rlpack.config.schema import Model
 from rlpack.models import attention
 from rlpack.models.errors import ModelError
@@ -80,16 +82,52 @@ def build_causal_lm(
                 "has its own config, so leave one of them out"
             )
         arguments = _hub_arguments(model.path, model)
-        if arguments.get("local_files_only"):  # where peft is installed, transformers looks for adapters by itself
-            arguments["adapter_kwargs"] = {"local_files_only": True}
         built = _load(
             AutoModelForCausalLM,
             model.path,
             "model.path",
-            arguments | {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True},
+            _alone(arguments)
+            | {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True},
         )
     _check_vocabulary(built, vocab_size)
     return built.to(device)
+
+
+def load_classifier(settings: RewardModel, *, vocab_size: int) -> PreTrainedModel:
+    """Load a sequence classifier with one label; weights are fp32.
+
+    Args:
+        settings: with a path.
+        vocab_size: of the tokenizer whose ids it will read.
+
+    Raises:
+        ModelError: the path gives no such model, or the tokenizer has more tokens than it.
+    """
+    attention.register()
+    assert settings.path is not None, "a reward model is started with a path alone"
+    key = "reward_model.path"
+    arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
+    options = {"attn_implementation": attention.NAME, "dtype": torch.float32, "use_safetensors": True}
+    built = _load(AutoModelForSequenceClassification, settings.path, key, _alone(arguments) | options)
+    linear_head(built)
+    _check_vocabulary(built, vocab_size)
+    return built
+
+
+def linear_head(classifier: PreTrainedModel) -> nn.Linear:
+    """Return the head of a sequence classifier.
+
+    Raises:
+        ModelError: it has none, or more than one label.
+    """
+    heads = [module for module in classifier.children() if isinstance(module, nn.Linear)]
+    if len(heads) != 1 or heads[0].out_features != 1:
+        labels = [head.out_features for head in heads]
+        raise ModelError(
+            f"reward_model.path holds a {type(classifier).__name__} with heads of {labels} labels; a model of rewards "
+            "has one linear head of one label"
+        )
+    return heads[0]
 
 
 def outline(model: Model, *, vocab_size: int | None = None) -> PreTrainedModel:
@@ -172,6 +210,14 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
         _log.warning("the hub can't be reached (%s); %s is taken from the local cache", type(error).__name__, name)
         arguments["local_files_only"] = True
     return arguments
+
+
+def _alone(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments that keep a model's loading off the network where the rest of them does.
+
+    Where peft is installed, transformers looks for adapters by itself, and would not know.
+    """
+    return arguments | ({"adapter_kwargs": {"local_files_only": True}} if arguments.get("local_files_only") else {})
 
 
 def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:

@@ -159,6 +159,16 @@ def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> No
             weight.copy_(full)
 
 
+def load_base_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
+    """Copy a language model's weights, its head left out, into a model that wraps the same one without it.
+
+    Raises:
+        ModelError: a weight is missing or has another shape.
+    """
+    prefix = f"{model.model.base_model_prefix}."
+    load_full_state_dict(model, {n.removeprefix(prefix): w for n, w in state.items() if n.startswith(prefix)})
+
+
 def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
     reshard(policy)

@@ -1,0 +1,46 @@
+"""PPO with a critic (Schulman et al., 2017, arXiv:1707.06347).
+
+for each step:
+    rollouts   = rollout.generate(prompts × n)
+    reward     = reward.score(rollouts)
+    old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
+    values     = critic.values(rollouts)
+    advantages = gae(reward - β·KL, values)
+    critic.update(rollouts)           # every mini-batch, μ times
+    actor.update(rollouts)            # likewise, once the critic is warm
+    rollout.load(actor.weights)
+
+Before the first step, `warm_up.steps` supervised steps (recipes/sft.py) teach a new model what answers look like, and
+the critic begins as that policy.
+"""
+
+from recipes import sft, stages, valuing
+from recipes.evaluation import evaluate
+from recipes.session import Session, open_session
+from rlpack.config.schema import Config
+
+
+def main(config: Config) -> None:
+    """Run the recipe from start, or from where its run directory stopped, to its report."""
+    with open_session(config) as session:
+        sft.warm_up(session)
+        train(session)
+
+
+def train(session: Session) -> None:
+    """Take `trainer.steps` rollout steps."""
+    stages.freeze_reference(session)
+    valuing.begin_critic(session)
+    stages.load_rollout_weights(session)
+    for step in session.steps("train", session.config.trainer.steps, evaluate):
+        prompts = stages.draw_prompts(session, step)
+        rollouts = stages.generate(session, prompts)
+        rollouts = stages.score(session, rollouts)
+        rollouts = stages.old_logprobs(session, rollouts)
+        rollouts = stages.reference_logprobs(session, rollouts)
+        rollouts = valuing.values(session, rollouts)
+        rollouts = valuing.advantages(session, rollouts)
+        valuing.update_critic(session, rollouts)
+        if step > session.config.critic.warm_up_steps:
+            stages.update(session, rollouts)
+            stages.load_rollout_weights(session)

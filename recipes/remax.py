@@ -1,0 +1,40 @@
+"""ReMax (Li et al., 2023, arXiv:2310.10505).
+
+for each step:
+    rollouts   = rollout.generate(prompts × n)
+    greedy     = rollout.generate(prompts, the likeliest tokens)
+    reward     = reward.score(rollouts), reward.score(greedy)
+    old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
+    advantages = reward - the greedy response's reward
+    actor.update(rollouts)            # every mini-batch, μ times
+    rollout.load(actor.weights)
+"""
+
+from recipes import sft, stages
+from recipes.evaluation import evaluate
+from recipes.sampling import greedy_rewards
+from recipes.session import Session, open_session
+from rlpack.config.schema import Config
+
+
+def main(config: Config) -> None:
+    """Run the recipe from start, or from where its run directory stopped, to its report."""
+    with open_session(config) as session:
+        sft.warm_up(session)
+        train(session)
+
+
+def train(session: Session) -> None:
+    """Take `trainer.steps` rollout steps."""
+    stages.freeze_reference(session)
+    stages.load_rollout_weights(session)
+    for step in session.steps("train", session.config.trainer.steps, evaluate):
+        prompts = stages.draw_prompts(session, step)
+        rollouts = stages.generate(session, prompts)
+        rollouts = stages.score(session, rollouts)
+        rollouts = greedy_rewards(session, prompts, rollouts)
+        rollouts = stages.old_logprobs(session, rollouts)
+        rollouts = stages.reference_logprobs(session, rollouts)
+        rollouts = stages.advantages(session, rollouts)
+        stages.update(session, rollouts)
+        stages.load_rollout_weights(session)

@@ -1,0 +1,161 @@
+"""The critic: values of what lies before each token, and the advantages that follow from them (PPO)."""
+
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.algorithms.aggregation import row_sums
+from rlpack.algorithms.gae import estimate, token_rewards
+from rlpack.algorithms.kl import kl_estimate
+from rlpack.algorithms.metrics import merge_steps
+from rlpack.algorithms.value_loss import squared_error
+from rlpack.config.roles import role_batching
+from rlpack.config.schema import Algorithm, Config, Critic
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.ragged import Ragged
+from rlpack.data.tokenisation import pad_id
+from rlpack.data.views import MicrobatchView
+from rlpack.models.heads import TokenHead
+from rlpack.models.inputs import to_model_inputs
+from rlpack.models.parallel import load_base_weights
+from workers.base import RankContext, Worker, broadcast, sharded
+from workers.loading import build_critic, to_tensors
+from workers.objectives import Loss, counted, of_tokens
+from workers.scoring import per_token
+from workers.training import Learner
+
+
+class CriticWorker(Worker):
+    """One data-parallel rank of the critic (FSDP2) with its optimizer."""
+
+    def __init__(
+        self, context: RankContext, critic: TokenHead, settings: Critic, algorithm: Algorithm, *, pad_token_id: int
+    ) -> None:
+        super().__init__(context)
+        self._critic = critic
+        self._settings = settings
+        self._algorithm = algorithm
+        self._pad_token_id = pad_token_id
+        self._learner = Learner("critic", critic, settings.optimizer, context)
+
+    @classmethod
+    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Build and shard the critic, check that packing isolates its sequences, and make the optimizer."""
+        critic = build_critic(config, tokenizer, context, batching=role_batching(config, "critic"))
+        return cls(context, critic, config.critic, config.algorithm, pad_token_id=pad_id(tokenizer))
+
+    @sharded(mini_batches=True)
+    def values(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return `values`, f32 [T], 0 outside responses, and `value_tokens`, the response tokens that the plan keeps.
+
+        Entry t is the value of what lies before token t. The microbatches are those of `update`, so that the first
+        value of an update is the one that advantages were computed with.
+
+        Args:
+            shard: `input_ids`, `response_mask`.
+        """
+        self._critic.eval()
+
+        def score(view: MicrobatchView) -> Tensor:
+            return self._values(view).where(view.rows["response_mask"].values, 0.0)
+
+        mask = shard["response_mask"]
+        counts = row_sums(torch.ones(mask.values.shape), mask).long()
+        return per_token(shard, "values", self._critic, score).union({"value_tokens": counts})
+
+    @sharded(mini_batches=True)
+    def advantages(self, shard: BatchedDataDict, kl_coef: float = 0.0) -> BatchedDataDict:
+        """Return `advantages` and `returns`, f32 [T], 0 outside responses, by generalised advantage estimation.
+
+        With them come sums over each row's tokens, f64 [B], from which figures of the whole batch are made:
+        `advantage_sum` and `advantage_squares`, `return_sum` and `return_squares`, `error_sum` and `error_squares` (of
+        returns less values).
+
+        Args:
+            shard: `response_mask`, `values`, `rewards`, `valid`; with a coefficient `logprobs` and
+                `reference_logprobs`.
+            kl_coef: what the divergence of a token from the reference costs of its reward.
+        """
+        mask = shard["response_mask"]
+        kept = mask.with_values(mask.values & shard["valid"][mask.segment_ids])
+        penalties = None
+        if kl_coef > 0:
+            logprobs, reference = shard["logprobs"].values, shard["reference_logprobs"].values
+            penalties = kl_coef * kl_estimate(logprobs, reference, self._algorithm.kl_estimator, mask=kept.values)
+        found = estimate(
+            shard["values"].values,
+            token_rewards(shard["rewards"], kept, penalties),
+            kept,
+            discount=self._settings.discount,
+            trace_decay=self._settings.trace_decay,
+        )
+        errors = found.returns - shard["values"].values
+        columns: dict[str, Ragged | Tensor] = {
+            "advantages": mask.with_values(found.advantages),
+            "returns": mask.with_values(found.returns),
+        }
+        for name, values in (("advantage", found.advantages), ("return", found.returns), ("error", errors)):
+            columns |= {
+                f"{name}_sum": row_sums(values, kept),
+                f"{name}_squares": row_sums(values.double().square(), kept),
+            }
+        return shard.keep([]).union(columns)
+
+    @sharded(mini_batches=True)
+    def whiten(self, shard: BatchedDataDict, mean: float, std: float) -> BatchedDataDict:
+        """Return `advantages` less the batch's mean, over its standard deviation; 0 outside responses."""
+        mask, advantages = shard["response_mask"], shard["advantages"].values
+        whitened = torch.where(mask.values, (advantages - mean) / (std + 1e-8), 0.0)
+        return shard.keep([]).union({"advantages": mask.with_values(whitened)})
+
+    @sharded(mini_batches=True, merge=merge_steps)
+    def update(self, shard: BatchedDataDict, learning_rate: float | None = None) -> list[dict[str, float]]:
+        """Take one optimizer step for each mini-batch; return the metrics of each.
+
+        Args:
+            shard: `input_ids`, `response_mask`, `values`, `returns`, and `loss_weight` of the rows in their optimizer
+                step.
+            learning_rate: of these steps; None for the configuration's.
+        """
+        rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
+        return [self._learner.step(list(shard.microbatches(at)), self._loss, rate) for at in range(shard.num_steps)]
+
+    @broadcast
+    def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
+        """Take over a policy's weights, all but its head; a new critic begins as the policy of that version."""
+        load_base_weights(self._critic, to_tensors(weights))
+
+    @broadcast
+    def save(self, folder: str) -> None:
+        """Write this rank's part of weights and optimizer state into `folder`; a collective."""
+        self._learner.save(folder)
+
+    @broadcast
+    def load(self, folder: str) -> None:
+        """Read weights and moments back, saved on any number of ranks; a collective."""
+        self._learner.load(folder)
+
+    def _values(self, view: MicrobatchView) -> Tensor:
+        """Return the values of a microbatch's tokens, f32 [T], on the CPU."""
+        inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
+        return self._critic(inputs, before=True).cpu()
+
+    def _loss(self, view: MicrobatchView, number: int) -> Loss:
+        """Return Σ weight · squared error over the response tokens, and its metrics."""
+        rows = view.rows
+        values = self._values(view)
+        weight, old, returns = (of_tokens(rows, name, values) for name in ("loss_weight", "values", "returns"))
+        found = squared_error(values, old, returns, clip=self._settings.value_clip)
+        inside = counted(rows)
+        loss = (weight * torch.where(inside, found.token_losses, 0.0)).sum()
+        return Loss(
+            loss,
+            {
+                "critic/loss": loss.detach(),
+                "critic/value_mean": (weight * torch.where(inside, values.detach(), 0.0)).sum(),
+                "critic/clip_fraction": (weight * (found.clipped & inside)).sum(),
+            },
+        )

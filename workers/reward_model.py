@@ -1,0 +1,56 @@
+"""A model of rewards: a sequence classifier with one label, run packed like any other role of the model's kind."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.roles import role_batching
+from rlpack.config.schema import Config
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.tokenisation import pad_id
+from rlpack.data.views import MicrobatchView
+from rlpack.models.heads import TokenHead
+from rlpack.models.inputs import to_model_inputs
+from workers.base import RankContext, Worker, sharded
+from workers.loading import build_reward_model
+from workers.scoring import per_token
+
+
+class RewardModelWorker(Worker):
+    """One data-parallel rank of the classifier (FSDP2); nothing in it is trained."""
+
+    def __init__(self, context: RankContext, model: TokenHead, weight: float, *, pad_token_id: int) -> None:
+        super().__init__(context)
+        self._model = model.eval()
+        self._weight = weight
+        self._pad_token_id = pad_token_id
+
+    @classmethod
+    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Load and shard the classifier, and check that packing isolates its sequences."""
+        model = build_reward_model(config, tokenizer, context, batching=role_batching(config, "reward_model"))
+        return cls(context, model.requires_grad_(False), config.reward_model.weight, pad_token_id=pad_id(tokenizer))
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return `rewards` f32 [B], the weighted score at each row's last token, and `quarantined` bool [B].
+
+        A row without a token, or whose score is no finite number, is quarantined.
+
+        Args:
+            shard: `input_ids`, prompts and responses; `response_mask`.
+        """
+        scored = per_token(shard, "scores", self._model, self._scores)["scores"]
+        ends = scored.lengths.cumsum(0) - 1
+        found = torch.full((shard.num_rows,), torch.nan)
+        found[scored.lengths > 0] = scored.values[ends[scored.lengths > 0]]
+        rewards = self._weight * found
+        broken = ~rewards.isfinite()
+        return shard.keep([]).union({"rewards": rewards.where(~broken, 0.0), "quarantined": broken})
+
+    def _scores(self, view: MicrobatchView) -> Tensor:
+        """Return the head's number at each token of a microbatch, f32 [T], on the CPU."""
+        inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
+        return self._model(inputs, before=False).cpu()
