@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: train test test-long lint types unit bench peers install clean help
+.PHONY: train test test-long test-recipes lint types unit bench peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
 	@echo "make test-long                           plans' guarantees on 10,000 random requests"
+	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
 	@echo "make peers                               time TRL's and verl's packing beside ours"
 	@echo "make lint | types | unit | clean"
@@ -45,6 +46,9 @@ test: lint types
 
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_planning.py -q
+
+test-recipes: $(INSTALLED)
+	$(BIN)/python -m benchmarks.recipes
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.report --skip peers

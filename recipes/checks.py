@@ -11,13 +11,13 @@ from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.algorithms.shaping import soft_overlong
 from rlpack.config.roles import is_builtin, role_batching, started_roles
-from rlpack.config.schema import Config, builtin_roles
+from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from rlpack.distributed.dispatch import dispatch_of
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.host import load_class
-from rlpack.models.loading import outline
+from rlpack.models.loading import check_classifier, outline
 from rlpack.packing import Batching
 from rlpack.rewards.scoring import check_signature, resolve
 from workers.loading import choose_trained
@@ -49,6 +49,10 @@ def check_before_start(
         _check_role(name, config.roles[name].target)
     if "reward" in names:
         _check_reward(config, prompts, held_out)
+    if "reward_model" in names:
+        check_classifier(config.reward_model, tokenizer)
+    if "critic" in names and config.critic.path is not None:
+        outline(Model(path=config.critic.path), vocab_size=len(tokenizer))
     check_machine(config)
     if config.recipe != "sft":
         _check_algorithm(config)

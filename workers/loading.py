@@ -1,7 +1,7 @@
 """Building a model on a rank, from configuration and from weights that came over the wire."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ def build_critic(
     """
     path, settings = config.critic.path, config.actor
     lm = build_model(config.model if path is None else Model(path=path), tokenizer, context, seed=config.seed)
-    critic = TokenHead(lm.base_model)
+    critic = TokenHead(cast(PreTrainedModel, lm.base_model))
     freeze(critic.named, config.critic.optimizer, "critic.optimizer")
     return _prepared(critic, settings, tokenizer, context, batching)
 
@@ -107,8 +107,9 @@ def build_reward_model(
         ModelError: it has more than one label, or no linear head.
         IsolationError: packed sequences see each other in this model.
     """
-    classifier = load_classifier(config.reward_model, vocab_size=len(tokenizer)).to(context.torch_device)
-    model = TokenHead(classifier.base_model, linear_head(classifier))
+    vocab_size, device = len(tokenizer), context.torch_device
+    classifier = load_classifier(config.reward_model, vocab_size=vocab_size, device=device)
+    model = TokenHead(cast(PreTrainedModel, classifier.base_model), linear_head(classifier))
     return _prepared(model, config.actor, tokenizer, context, batching)
 
 

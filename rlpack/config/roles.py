@@ -40,8 +40,12 @@ def own_batching(config: Config, role: str) -> RoleBatching:
     """Return what a role sets for itself; the actor sets nothing, because `batching` is its own."""
     if role == "actor":
         return RoleBatching()
-    sections = {"critic": config.critic, "reference": config.reference, "reward_model": config.reward_model}
-    return sections[role].batching if role in sections else config.roles[role].batching
+    own = {
+        "critic": config.critic.batching,
+        "reference": config.reference.batching,
+        "reward_model": config.reward_model.batching,
+    }
+    return own[role] if role in own else config.roles[role].batching
 
 
 def pool_of(config: Config, role: str) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -81,24 +82,20 @@ def build_causal_lm(
                 f"model.path={model.path} and model.config ({', '.join(model.config)}) are both set; a loaded model "
                 "has its own config, so leave one of them out"
             )
-        arguments = _hub_arguments(model.path, model)
-        built = _load(
-            AutoModelForCausalLM,
-            model.path,
-            "model.path",
-            _alone(arguments)
-            | {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True},
-        )
+        arguments = _alone(_hub_arguments(model.path, model))
+        options = {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True}
+        built = _load(AutoModelForCausalLM, model.path, "model.path", arguments | options)
     _check_vocabulary(built, vocab_size)
     return built.to(device)
 
 
-def load_classifier(settings: RewardModel, *, vocab_size: int) -> PreTrainedModel:
+def load_classifier(settings: RewardModel, *, vocab_size: int, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load a sequence classifier with one label; weights are fp32.
 
     Args:
         settings: with a path.
         vocab_size: of the tokenizer whose ids it will read.
+        device: where the model goes.
 
     Raises:
         ModelError: the path gives no such model, or the tokenizer has more tokens than it.
@@ -111,7 +108,34 @@ def load_classifier(settings: RewardModel, *, vocab_size: int) -> PreTrainedMode
     built = _load(AutoModelForSequenceClassification, settings.path, key, _alone(arguments) | options)
     linear_head(built)
     _check_vocabulary(built, vocab_size)
-    return built
+    return built.to(device)
+
+
+def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """See before anything starts that `load_classifier` will find a model of rewards that reads the policy's tokens.
+
+    Raises:
+        ModelError: the path gives no sequence classifier of one label, or it has a tokenizer of its own.
+    """
+    assert settings.path is not None, "a reward model is started with a path alone"
+    key = "reward_model.path"
+    arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
+    config = _load(AutoConfig, settings.path, key, arguments)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.num_labels != 1:
+        raise ModelError(
+            f"{key} is {settings.path!r}, a {config.model_type} of {config.num_labels} labels; give a sequence "
+            "classifier with one label"
+        )
+    folder = Path(settings.path).expanduser()
+    if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return  # nothing says that it reads other tokens; whether it has as many is seen when it is loaded
+    own = _load(AutoTokenizer, settings.path, key, arguments)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"{key} is {settings.path!r}, whose tokenizer has {len(own)} tokens and is not the policy's, of "
+            f"{len(tokenizer)}; a model of rewards scores the policy's own tokens: write a role that tokenises texts "
+            "anew (roles.<name>.target), or take another model"
+        )
 
 
 def linear_head(classifier: PreTrainedModel) -> nn.Linear:

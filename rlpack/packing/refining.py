@@ -190,7 +190,7 @@ def _sweep(
         if best.receiver >= 0:
             _exchange(members, slots, costs, used, loads, giver, best)
             made += 1
-    return made, work
+    return made, int(work)
 
 
 @compiled

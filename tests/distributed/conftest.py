@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlpack.config.roles import builtin_roles
+from rlpack.config.roles import builtin_roles, started_roles
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.roles import start_roles
@@ -97,5 +97,4 @@ def store(cluster: Cluster) -> RayStore:
 def groups(cluster: Cluster) -> dict[str, WorkerGroup[Any]]:
     """Return the running roles of `ray_config`."""
     config = ray_config()
-    names = [name for name in config.roles if name != "reference"]
-    return start_roles(cluster, config, names, (config, tiny_tokenizer()))
+    return start_roles(cluster, config, started_roles(config), (config, tiny_tokenizer()))

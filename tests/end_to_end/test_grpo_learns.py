@@ -126,7 +126,7 @@ def test_the_last_checkpoint_is_whole_and_knows_where_the_run_stands(run):
     progress = load_state(checkpoint)["progress"]
     assert progress == {
         "phase": "train", "step": STEPS, "policy_version": WARM_UP + STEPS, "prompts_seen": 16 * STEPS,
-        "demonstrations_seen": 32 * WARM_UP,
+        "demonstrations_seen": 32 * WARM_UP, "kl_coef": None,
     }  # fmt: skip
     assert not list((run.run_dir / "checkpoints").glob("*/.*"))
 

@@ -42,7 +42,8 @@ def test_a_preset_that_needs_a_value_says_which(group, choice):
 def test_the_recipe_group_sets_the_recipe_key_and_goes_with_every_batching(recipe, mode):
     config = compose([f"recipe={recipe}", f"batching={mode}"])
     # Presets of an algorithm without a loop of its own run GRPO's.
-    assert (config.recipe, config.batching.mode) == ("sft" if recipe == "sft" else "grpo", mode)
+    loop = recipe if recipe in {"sft", "dapo", "ppo", "remax"} else "grpo"
+    assert (config.recipe, config.batching.mode) == (loop, mode)
     assert (config.warm_up.steps > 0) == (recipe != "sft")
 
 
@@ -85,7 +86,7 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
     ("override", "message"),
     [
         ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
-        ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dr_grpo, grpo, gspo, opo"),
+        ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, grpo, gspo, opo"),
         ("batching=[packed,dynamic]", "makes more than one choice; batching takes one of: dynamic, fixed, packed"),
         ("trainer.steps=???", "trainer.steps is missing; set trainer.steps=… (rollout steps of the recipe)"),
         ("run_dir=${no.such.key}", "run_dir: "),

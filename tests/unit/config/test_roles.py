@@ -43,8 +43,8 @@ def test_a_users_role_takes_its_batching_from_its_own_section():
 
 
 def test_an_unknown_role_is_named_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"no role 'critic'; roles has: actor, reference"):
-        role_batching(Config(), "critic")
+    with pytest.raises(ConfigError, match=r"no role 'umpire'; roles has: actor, critic, reference"):
+        role_batching(Config(), "umpire")
 
 
 @pytest.mark.parametrize(

@@ -71,5 +71,7 @@ def test_every_metric_that_the_code_names_is_in_the_table() -> None:
 def test_every_metric_in_the_table_is_reported_somewhere() -> None:
     texts, timers = texts_and_timers()
     reported = texts | {f"time/{timer}_s" for timer in timers}
-    reported |= {text.replace("actor/", "warm_up/") for text in texts}
+    # What a learner says of its steps goes by the name of its role (workers/training.py).
+    reported |= {f"{role}/{text}" for role in ("actor", "critic") for text in texts}
+    reported |= {text.replace("actor/", "warm_up/") for text in reported}
     assert {name for name in METRICS if name not in reported and not name.startswith("packing/")} == set()

@@ -1,0 +1,51 @@
+"""Every algorithm learns, in twenty short steps; `make test-recipes` has them learn the whole task."""
+
+import math
+
+import pytest
+
+from rlpack.observe.names import unknown_names
+from tests.end_to_end.commands import curve, done, records, steps
+from tests.end_to_end.settings import EASY
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+STEPS = 20
+# What only this recipe does, or has in its records.
+OWN = {
+    "ppo": ("critic/loss", "critic/explained_variance", "critic/grad_norm", "reference/kl"),
+    "dapo": ("sampling/rounds", "sampling/informative_fraction"),
+    "gspo": (),
+    "rloo": (),
+    "reinforce_plus_plus": (),
+    "remax": ("reward/greedy_mean", "reference/kl"),
+}
+
+
+@pytest.mark.parametrize("recipe", OWN)
+def test_a_recipe_learns(tmp_path, recipe: str) -> None:
+    run = done(
+        tmp_path,
+        *EASY,
+        "data.generator.noise=0.5",
+        f"recipe={recipe}",
+        "warm_up.steps=80",
+        "warm_up.batch_size=32",
+        "warm_up.learning_rate=2e-3",
+        f"trainer.steps={STEPS}",
+        "trainer.prompts_per_step=16",
+        "trainer.group_size=8",
+        "trainer.mini_batch_size=64",
+        "actor.optimizer.learning_rate=5e-4",
+        f"evaluation.every={STEPS}",
+        f"checkpoint.every={STEPS}",
+        "dapo.overlong_buffer=2",
+    )
+    rewards = curve(run.run_dir, "reward/mean")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
+    assert steps(run.run_dir, "train") == list(range(1, STEPS + 1))
+    for record in records(run.run_dir):
+        figures = {name: value for name, value in record.items() if name not in {"step", "phase", "time_s"}}
+        assert unknown_names(figures) == []
+        assert all(math.isfinite(value) for value in figures.values()), record
+    for name in OWN[recipe]:
+        assert len(curve(run.run_dir, name)) == STEPS
