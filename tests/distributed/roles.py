@@ -32,6 +32,12 @@ class Echo(Worker):
         ranks = torch.full((back.num_rows,), self.context.rank)
         return back.keep(["uid"]).union({"times": tokens.with_values(tokens.values * factor), "rank": ranks})
 
+    @sharded()
+    def scores(self, shard: BatchedDataDict, width: int) -> BatchedDataDict:
+        """Return a tensor of several numbers a row."""
+        firsts = torch.stack([row[0] for row in shard["input_ids"].rows()])
+        return shard.keep([]).union({"scores": firsts[:, None] + torch.arange(width)})
+
     @sharded(merge=list)
     def keep_shard(self, shard: BatchedDataDict) -> int:
         self.kept = shard

@@ -84,6 +84,17 @@ def test_rows_that_are_dropped_come_back_as_zeros(groups: Groups, store: RayStor
     assert found["times"].lengths.tolist() == rollouts()["input_ids"].lengths.tolist()
 
 
+def test_several_numbers_a_row_stay_in_the_store_and_are_counted(groups: Groups, store: RayStore):
+    batch, width = rollouts(), 1000
+    with store.step():
+        before = store.in_flight
+        found = groups["packed"].run(Echo.scores, batch, width)
+        assert store.in_flight - before == 8 * len(SIZES) * (width + 1)
+        assert isinstance(found["scores"], Remote)
+        firsts = torch.stack([row[0] for row in batch["input_ids"].rows()])
+        assert torch.equal(store.take(found)["scores"], firsts[:, None] + torch.arange(width))
+
+
 def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore):
     tokens = Ragged(torch.arange(3 * 700), torch.full((700,), 3))
     whole = BatchedDataDict({"input_ids": tokens, "uid": [str(row) for row in range(700)]})
