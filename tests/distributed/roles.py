@@ -109,6 +109,13 @@ class Echo(Worker):
     def undecorated(self) -> None: ...
 
 
+class ExportError(Exception):
+    """Can be pickled, and not be read again: as exceptions are whose text is not their only argument."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"no {what}: {why}")
+
+
 class Faulty(Worker):
     """Fails on one rank, while the others wait in a collective for it."""
 
@@ -136,7 +143,7 @@ class Faulty(Worker):
     @broadcast
     def export(self, rank: int = 1) -> dict[str, Tensor]:
         if self.context.rank == rank:
-            raise ValueError("nothing to export")
+            raise ExportError("weights", "nothing to export")
         return {}
 
     @broadcast

@@ -66,7 +66,7 @@ def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups:
 
 def test_a_result_without_room_is_refused_before_it_is_put_away(groups: Groups, spared: RayStore):
     spared.budget = spared.in_flight + 100
-    with pytest.raises(StoreFullError, match=r"role packed, some rank, in times: 0\.0 MB of tokens and texts") as full:
+    with pytest.raises(StoreFullError, match=r"^role packed, in times: \d+ bytes of tokens and texts") as full:
         groups["packed"].run(Echo.times, rollouts(), 2)
     assert full.value.short > 0
     assert "lower trainer.prompts_per_step" in str(full.value)
