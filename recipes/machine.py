@@ -6,6 +6,7 @@ import torch
 
 from rlpack.config.roles import pool_of, started_roles
 from rlpack.config.schema import Config
+from rlpack.distributed.cluster import check_object_store
 from rlpack.distributed.errors import PlacementError
 
 # Ranks may share a core, for a trial; a mistyped number of them would only exhaust the machine's memory.
@@ -13,10 +14,11 @@ RANKS_A_CORE = 32
 
 
 def check_machine(config: Config) -> None:
-    """Refuse pools that this machine can't hold; a cluster that is joined is asked once it answers.
+    """Refuse pools and an object store that this machine can't hold; a cluster that is joined is asked once it answers.
 
     Raises:
-        PlacementError: more GPUs are asked for than there are, or more ranks than any machine of its size could run.
+        PlacementError: more GPUs are asked for than there are, more ranks than any machine of its size could run, or
+            more memory for objects than is free.
     """
     placement = config.placement
     if placement.address is not None:
@@ -40,3 +42,4 @@ def check_machine(config: Config) -> None:
             f"to {RANKS_A_CORE} ranks may share one, which makes {limit:,}; lower placement.pools.*.ranks or "
             ".cpus_per_rank, or join a cluster by placement.address"
         )
+    check_object_store(placement)

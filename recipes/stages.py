@@ -17,8 +17,9 @@ from recipes.session import Session
 from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_coefficient
-from rlpack.algorithms.registry import row_advantages
+from rlpack.algorithms.registry import advantage_parameters, row_advantages
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.remote import Remote
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.worker_group import WorkerGroup
@@ -178,7 +179,7 @@ def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     """
     settings = session.config.algorithm
     with session.run.timer("advantages"):
-        columns = {name: rollouts[name] for name in rollouts.names_of("per-row")}
+        columns = dict(_columns_for_advantages(session, rollouts))
         if reward_kl_coef(session) > 0:
             columns["rewards"] = (columns["rewards"] - reward_kl_coef(session) * columns["kl_sum"]).float()
         per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
@@ -202,6 +203,15 @@ def weighed(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     counts = rollouts["response_tokens"].where(rollouts["valid"], 0)
     session.report_plan(plan, keep=True)
     return rollouts.union(step_weights(counts, plan, session.config.algorithm))
+
+
+def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Return the columns of rows, of those that lie in the store (several numbers a row) only what is asked for."""
+    offered = rollouts.keep(rollouts.names_of("per-row"))
+    asked = advantage_parameters(session.config.algorithm.advantage)
+    return session.store.take(
+        offered.drop([name for name, column in offered.items() if isinstance(column, Remote) and name not in asked])
+    )
 
 
 def update(session: Session, rollouts: BatchedDataDict) -> None:

@@ -56,6 +56,15 @@ def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[
     return function
 
 
+def advantage_parameters(target: str) -> set[str]:
+    """Return the names that the advantage function asks for.
+
+    Raises:
+        AlgorithmError: there is no such function.
+    """
+    return set(inspect.signature(_find("algorithm.advantage", target, ADVANTAGES)).parameters)
+
+
 def row_advantages(
     target: str, arguments: Mapping[str, Any], settings: Mapping[str, Any], columns: Mapping[str, Tensor]
 ) -> Tensor:
@@ -65,7 +74,7 @@ def row_advantages(
         target: the function's name.
         arguments: `algorithm.advantage_arguments`.
         settings: of `algorithm`; the function gets those that it names.
-        columns: one number a row, [B]: `rewards`, `group_ids`, `valid`, and all others that roles left.
+        columns: of rows, [B] or [B, k]: `rewards`, `group_ids`, `valid`, and others that roles left.
 
     Raises:
         AlgorithmError: the function asks for a column that isn't there, or returns something else.

@@ -3,61 +3,37 @@
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
+from rlpack.cli.plan_options import ALGORITHMS, MODES, PICTURES, check_options, rank_counts
 from rlpack.cli.tables import table
 from rlpack.data.errors import DataError
 from rlpack.data.lengths import read_lengths
 from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, PackingError, lower_bound, make_plan, warm
 from rlpack.packing.fitting import fit
 from rlpack.packing.lengths import align
-from rlpack.packing.planning import MAX_RANKS
-from rlpack.packing.simulation import Device, forecast, suggest
+from rlpack.packing.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
 from rlpack.packing.traces import TRACES, trace
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
-MODES: tuple[Mode, ...] = get_args(Mode)
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-
-
-def add_arguments(plan: argparse.ArgumentParser, simulate: argparse.ArgumentParser) -> None:
-    """Declare the arguments of both commands."""
-    for parser in (plan, simulate):
-        parser.add_argument(
-            "lengths",
-            help=f".jsonl, .npy or .parquet of lengths, a run's directory, or a synthetic trace: {', '.join(TRACES)}",
-        )
-        parser.add_argument("--column", default="length", help="where a row of the file holds its length (%(default)s)")
-        parser.add_argument("--rows", type=int, default=16384, help="rows of a synthetic trace (%(default)s)")
-        parser.add_argument("--longest", type=int, default=8192, help="its longest row (%(default)s)")
-        parser.add_argument("--seed", type=int, default=0, help="its seed (%(default)s)")
-        parser.add_argument("--max-tokens", type=int, default=16384, help="token budget (%(default)s)")
-        parser.add_argument("--mini-batch-size", type=int, help="rows of an optimizer step (all)")
-        parser.add_argument("--pad-to-multiple", type=int, default=1, help="alignment of packed rows (%(default)s)")
-        parser.add_argument("--length-multiple", type=int, default=1, help="alignment of padded widths (%(default)s)")
-        parser.add_argument("--fixed-rows", type=int, default=16, help="rows of a fixed microbatch (%(default)s)")
-        parser.add_argument("--hidden-size", type=int, default=4096, help="of the model (%(default)s)")
-        parser.add_argument("--layers", type=int, default=32, help="of the model (%(default)s)")
-        parser.add_argument("--tflops", type=float, default=400.0, help="a device sustains (%(default)s)")
-        parser.add_argument("--overhead-ms", type=float, default=10.0, help="every microbatch takes (%(default)s)")
-        parser.add_argument("--memory-gb", type=float, default=80.0, help="of a device (%(default)s)")
-        parser.add_argument("--fixed-gb", type=float, default=0.0, help="weights and optimizer on it (%(default)s)")
-        parser.add_argument(
-            "--kb-per-slot", type=float, help="activations that a token slot keeps (34 bytes × hidden size × layers)"
-        )
-    plan.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (%(default)s)")
-    plan.add_argument("--mode", choices=MODES, default="packed")
-    plan.add_argument("--algorithm", choices=ALGORITHMS, default="best_fit_decreasing")
-    plan.add_argument("--compare", action="store_true", help="show all algorithms and modes")
-    plan.add_argument("--suggest", action="store_true", help="search mode, budget and alignment for the least time")
-    plan.add_argument("--fit", action="store_true", help="take times from the steps of the run that is named")
-    plan.add_argument("--picture", type=Path, metavar="PNG", help="draw the first optimizer step")
-    simulate.add_argument("--ranks", default="8,64,512", help="numbers of ranks, with commas (%(default)s)")
+# What the columns of both commands hold.
+_LEGEND = {
+    "microbatches": "of each rank",
+    "waste %": "slots without a token",
+    "tokens +%": "how much more the fullest rank computes than the mean",
+    "lock step +%": "how much longer a step takes because ranks meet at every microbatch",
+    "idle %": "of the ranks' time, waiting for a slower rank",
+    "time s": "modelled, forward and backward, all optimizer steps",
+    "memory GB": "of the fullest rank: --fixed-gb and its largest microbatch",
+    "tokens/s a rank": "real ones",
+    "plan ms": "to make the plan",
+}
+_PLAN_COLUMNS = ("microbatches", "waste %", "tokens +%", "lock step +%", "time s", "memory GB", "plan ms")
+_SIMULATE_COLUMNS = ("microbatches", "waste %", "idle %", "time s", "memory GB", "tokens/s a rank")
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
@@ -73,7 +49,7 @@ def simulate_command(arguments: argparse.Namespace) -> int:
 def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     assert callable(run)
     try:
-        _check_options(arguments)
+        check_options(arguments)
         run(arguments)
     except DataError as error:
         print(f"rlpack {name}: {error}", file=sys.stderr)
@@ -84,82 +60,118 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     return 0
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that nothing can be computed with, by the names that the user knows.
-
-    Raises:
-        PackingError: one is out of its range.
-    """
-    ranks = arguments.ranks if isinstance(arguments.ranks, str) else str(arguments.ranks)
-    for count in _ranks(ranks):
-        if not 1 <= count <= MAX_RANKS:
-            raise PackingError(f"--ranks is {count}; it has to be from 1 to {MAX_RANKS}")
-    for name in ("tflops", "memory_gb", "hidden_size", "layers"):
-        value = vars(arguments)[name]
-        if value <= 0:
-            raise PackingError(f"--{name.replace('_', '-')} is {value:g}; it has to be above 0")
-    if arguments.fixed_gb >= arguments.memory_gb:
-        raise PackingError(
-            f"--fixed-gb is {arguments.fixed_gb:g}, and --memory-gb {arguments.memory_gb:g} leaves nothing for "
-            "activations; lower the one or raise the other"
-        )
-
-
 def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.picture is not None:
+        _check_picture(arguments.picture)
     lengths, cost = _lengths(arguments), _cost(arguments)
     device = _device(arguments)
     if arguments.fit:
         cost, device = _fitted(Path(arguments.lengths), device)
-    chosen = _batching(arguments, arguments.mode, arguments.algorithm)
-    choices = [chosen]
-    if arguments.compare:
-        choices = [_batching(arguments, "packed", algorithm) for algorithm in ALGORITHMS]
-        choices += [_batching(arguments, mode) for mode in MODES[1:]]
+    choices = list(_choices(arguments))
     print(_headline(lengths, arguments))
     warm()
     rows, plans = [], {}
-    for batching in choices:
-        name = f"{batching.mode}, {batching.algorithm}" if batching.mode == "packed" else batching.mode
-        began = time.perf_counter()
-        plans[name] = make_plan(
-            lengths, batching, dp_size=arguments.ranks, mini_batch_size=arguments.mini_batch_size, cost=cost
-        )
-        rows.append([name, *_figures(plans[name], 1000 * (time.perf_counter() - began), cost, device)])
-    print(table(["batching", "microbatches", "waste %", "tokens +%", "lock step +%", "time s", "plan ms"], rows))
+    for ranks in rank_counts(arguments.ranks):
+        for name, batching in choices:
+            began = time.perf_counter()
+            plans[name] = plan = _made(lengths, batching, ranks, arguments, cost)
+            milliseconds = 1000 * (time.perf_counter() - began)
+            rows.append([f"{ranks:,} × {name}", *_cells(_PLAN_COLUMNS, plan, cost, device, milliseconds)])
+    _print_table(_PLAN_COLUMNS, rows, device)
+    _print_remarks(lengths, arguments)
     if arguments.suggest:
-        _print_suggestion(arguments, lengths, cost, device)
+        for ranks in rank_counts(arguments.ranks):
+            _print_suggestion(arguments, lengths, ranks, cost, device)
     if arguments.picture is not None:
         _draw(arguments, lengths, plans)
 
 
-def _figures(plan: MicrobatchPlan, milliseconds: float, cost: Cost, device: Device) -> list[str]:
+def _choices(arguments: argparse.Namespace) -> Iterator[tuple[str, Batching]]:
+    """Yield the batchings that `plan` shows, by name."""
+    if not arguments.compare:
+        yield _named(_batching(arguments, arguments.mode, arguments.algorithm))
+        return
+    for algorithm in ALGORITHMS:
+        yield _named(_batching(arguments, "packed", algorithm))
+    for mode in MODES[1:]:
+        yield _named(_batching(arguments, mode))
+
+
+def _named(batching: Batching) -> tuple[str, Batching]:
+    return (f"{batching.mode}, {batching.algorithm}" if batching.mode == "packed" else batching.mode), batching
+
+
+def _made(
+    lengths: np.ndarray, batching: Batching, ranks: int, arguments: argparse.Namespace, cost: Cost | None = None
+) -> MicrobatchPlan:
+    return make_plan(lengths, batching, dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost)
+
+
+def _cells(
+    columns: tuple[str, ...], plan: MicrobatchPlan, cost: Cost, device: Device, milliseconds: float = 0.0
+) -> list[str]:
     """Return the cells of one plan."""
-    metrics = plan.metrics
-    return [
-        str(plan.counts.shape[1]),
-        f"{100 * metrics.waste_ratio:.2f}",
-        f"{100 * metrics.rank_imbalance:.2f}",
-        f"{100 * metrics.lockstep_overhead:.2f}",
-        f"{forecast(plan, cost, device).step_s:.3f}",
-        f"{milliseconds:.1f}",
-    ]
+    metrics, found = plan.metrics, forecast(plan, cost, device)
+    cells = {
+        "microbatches": f"{found.microbatches:,}",
+        "waste %": f"{100 * found.padding_share:.2f}",
+        "tokens +%": f"{100 * metrics.rank_imbalance:.2f}",
+        "lock step +%": f"{100 * metrics.lockstep_overhead:.2f}",
+        "idle %": f"{100 * found.idle_share:.1f}",
+        "time s": f"{found.step_s:.3f}",
+        "memory GB": f"{found.memory_bytes / 1e9:.1f}" + ("!" if found.memory_bytes > device.memory_bytes else " "),
+        "tokens/s a rank": f"{found.tokens_per_s:,.0f}",
+        "plan ms": f"{milliseconds:.1f}",
+    }
+    return [cells[column] for column in columns]
 
 
-def _print_suggestion(arguments: argparse.Namespace, lengths: np.ndarray, cost: Cost, device: Device) -> None:
+def _print_table(columns: tuple[str, ...], rows: list[list[str]], device: Device) -> None:
+    """Print a table, and what its columns hold."""
+    print(table(["ranks × batching", *columns], rows))
+    print()
+    width = max(map(len, columns))
+    for column in columns:
+        print(f"{column.ljust(width)}  {_LEGEND[column]}")
+    if any("!" in cell for row in rows for cell in row):
+        print(f"{'!'.ljust(width)}  more than the {device.memory_bytes / 1e9:g} GB of a device (--memory-gb)")
+
+
+def _print_remarks(lengths: np.ndarray, arguments: argparse.Namespace) -> None:
+    """Say which ranks have nothing to do."""
+    rows = min(lengths.size, arguments.mini_batch_size or lengths.size)
+    for ranks in rank_counts(arguments.ranks):
+        if rows < ranks:
+            print(f"{ranks:,} ranks share {rows:,} sequences of an optimizer step: at least {ranks - rows:,} have none")
+
+
+def _print_suggestion(
+    arguments: argparse.Namespace, lengths: np.ndarray, ranks: int, cost: Cost, device: Device
+) -> None:
     best = suggest(
         lengths,
-        _batching(arguments, "packed", arguments.algorithm),
-        dp_size=arguments.ranks,
+        _batching(arguments, arguments.mode, arguments.algorithm),
+        dp_size=ranks,
         cost=cost,
         device=device,
         mini_batch_size=arguments.mini_batch_size,
+        modes=(arguments.mode,) if "mode" in arguments.given else ("packed", "dynamic"),
     )
-    found = best.batching
-    alignment = "pad_to_multiple" if found.mode == "packed" else "length_multiple"
-    multiple = found.pad_to_multiple if found.mode == "packed" else found.length_multiple
+    found, there = best.batching, f"on {ranks:,} ranks: "
+    if not best.is_worth_it:
+        print(f"{there}no change worth making: nothing that was tried saves {LEAST_GAIN:.0%} of the modelled time")
+        return
+    keys = [f"batching.mode={found.mode}"]
+    if found.mode == "packed":
+        keys += [f"batching.algorithm={found.algorithm}", f"batching.pad_to_multiple={found.pad_to_multiple}"]
+    else:
+        keys += [f"batching.length_multiple={found.length_multiple}"]
+    keys.append(f"batching.rows={found.rows}" if found.mode == "fixed" else f"batching.max_tokens={found.max_tokens}")
+    gain = "" if best.gain is None else f", {best.gain:.1%} less than as asked"
     print(
-        f"suggested: batching.mode={found.mode} batching.max_tokens={found.max_tokens} batching.{alignment}={multiple} "
-        f"({best.forecast.step_s:.3f} s, {best.forecast.memory_bytes / 1e9:.1f} GB on a rank)"
+        f"{there}suggested: {' '.join(keys)} ({best.forecast.step_s:.3f} s{gain}; "
+        f"{best.forecast.memory_bytes / 1e9:.1f} GB on the fullest rank, {MEMORY_MARGIN:.0%} of what is left beside "
+        "--fixed-gb kept free)"
     )
 
 
@@ -181,51 +193,71 @@ def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
     return found.cost, replace(device, flops_per_s=1.0, overhead_s=found.microbatch_s)
 
 
+def _check_picture(path: Path) -> None:
+    """Refuse a picture that can't be written, and make its folder.
+
+    Raises:
+        PackingError: it is of no known kind, or there is no place for it.
+    """
+    if path.suffix.removeprefix(".").lower() not in PICTURES:
+        raise PackingError(f"--picture {path} ends in {path.suffix or 'nothing'}; give one of .{', .'.join(PICTURES)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()  # what follows may fail
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> PackingError:
+    return PackingError(f"--picture {path} can't be written: {error.strerror or error}; name another place")
+
+
 def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, MicrobatchPlan]) -> None:
-    """Draw the chosen plan, and above it what padding in arrival order would take."""
+    """Draw the plan that was chosen, or one of each mode, and above it what padding in arrival order would take."""
     from rlpack.observe.packing_picture import packing_picture
 
-    name = f"packed, {arguments.algorithm}" if arguments.mode == "packed" else arguments.mode
-    fixed = make_plan(
-        lengths, _batching(arguments, "fixed"), dp_size=arguments.ranks, mini_batch_size=arguments.mini_batch_size
-    )
-    plans = {"fixed (padded, in arrival order)": fixed} | ({} if name == "fixed" else {name: plans[name]})
-    arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    print(f"picture: {packing_picture(plans, arguments.picture)}")
+    (ranks,) = rank_counts(arguments.ranks)
+    chosen = {
+        name: plan
+        for name, plan in plans.items()
+        if plan.batching.mode != "packed" or plan.batching.algorithm == arguments.algorithm
+    }
+    fixed = chosen.pop("fixed", None) or _made(lengths, _batching(arguments, "fixed"), ranks, arguments)
+    drawn = {"fixed (padded, in arrival order)": fixed} | dict(reversed(chosen.items()))
+    try:
+        packing_picture(drawn, arguments.picture)
+    except OSError as error:
+        raise _unwritable(arguments.picture, error) from error
+    print(f"picture of {'; '.join(drawn)}: {arguments.picture}")
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
-    lengths, cost, device = _lengths(arguments), _cost(arguments), _device(arguments)
-    batchings = [_batching(arguments, mode) for mode in MODES]
-    print(_headline(lengths, arguments))
+    cost, device = _cost(arguments), _device(arguments)
+    whole = None if arguments.rows_per_rank is not None else _lengths(arguments)
+    if whole is not None:
+        print(_headline(whole, arguments))
     rows = []
-    for ranks in _ranks(arguments.ranks):
-        for batching in batchings:
-            plan = make_plan(lengths, batching, dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost)
-            found = forecast(plan, cost, device)
-            rows.append(
-                [
-                    f"{ranks:,} × {batching.mode}",
-                    f"{found.step_s:.3f}",
-                    f"{100 * found.idle_share:.1f}",
-                    f"{100 * found.padding_share:.1f}",
-                    f"{found.memory_bytes / 1e9:.1f}" + (" !" if found.memory_bytes > device.memory_bytes else ""),
-                    str(found.microbatches),
-                    f"{found.tokens_per_s:,.0f}",
-                ]
-            )
-    header = ["ranks × mode", "time s", "idle %", "padding %", "memory GB", "microbatches", "tokens/s a rank"]
-    print(table(header, rows))
-    if any("!" in row[4] for row in rows):
-        print(f"! more than the {device.memory_bytes / 1e9:g} GB of a device")
+    for ranks in rank_counts(arguments.ranks):
+        lengths = _grown(arguments, ranks) if whole is None else whole
+        if whole is None:
+            print(f"{ranks:,} ranks: {_headline(lengths, arguments)}")
+        for mode in MODES:
+            plan = _made(lengths, _batching(arguments, mode), ranks, arguments, cost)
+            rows.append([f"{ranks:,} × {mode}", *_cells(_SIMULATE_COLUMNS, plan, cost, device)])
+    _print_table(_SIMULATE_COLUMNS, rows, device)
+    if whole is not None:
+        _print_remarks(whole, arguments)
 
 
-def _ranks(text: str) -> Sequence[int]:
-    """Return the numbers of ranks that a list with commas names."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise PackingError(f"--ranks is {text!r}; give whole numbers with commas, such as 8,64,512") from error
+def _grown(arguments: argparse.Namespace, ranks: int) -> np.ndarray:
+    """Return as many lengths as `--rows-per-rank` asks for: of a longer trace, or those of a file again and again."""
+    count = ranks * arguments.rows_per_rank
+    if arguments.lengths in TRACES:
+        return trace(arguments.lengths, count, arguments.longest, seed=arguments.seed)
+    return np.resize(_lengths(arguments), count)
 
 
 def _headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
@@ -254,11 +286,13 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
     path = Path(arguments.lengths)
     if path.is_dir():
         from rlpack.observe.directory import LENGTHS
-        from rlpack.observe.plan_record import read_plan
+        from rlpack.observe.plan_record import PlanRecord
 
-        record = read_plan(path / LENGTHS)
-        if record is None:
+        if not (path / LENGTHS).exists():
             raise DataError(f"{path} holds no {LENGTHS}; give a run's directory, or a file of lengths")
+        record = PlanRecord.read(path / LENGTHS)
+        if not record.lengths:
+            raise DataError(f"{path / LENGTHS} holds no length; give a run that took a step, or a file of lengths")
         return np.asarray(record.lengths, dtype=np.int64)
     if not path.exists() and not path.suffix:
         raise DataError(

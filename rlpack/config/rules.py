@@ -153,6 +153,12 @@ def _object_store(config: Config) -> Iterator[str]:
             f"placement.object_store_gb is {placement.object_store_gb:g}, and placement.address joins a cluster whose "
             "store is there already; leave it null, and give ray start --object-store-memory"
         )
+    size, in_flight = placement.object_store_gb, placement.in_flight_gb
+    if placement.address is None and size is not None and in_flight is not None and in_flight > size:
+        yield (
+            f"placement.in_flight_gb is {in_flight:g}, over placement.object_store_gb of {size:g}; lower the one or "
+            "raise the other"
+        )
 
 
 def _model(config: Config) -> Iterator[str]:

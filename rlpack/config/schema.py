@@ -195,9 +195,11 @@ class Placement(Section):
         ge=0.08,
         description="Object store of a cluster that the run starts, in GB; null leaves it to Ray: 30 % of memory.",
     )
-    in_flight_gb: Positive | None = Field(
+    in_flight_gb: float | None = Field(
         default=None,
-        description="Most tokens and texts of batches in the object store at once, in GB; null takes 60 % of it.",
+        ge=0.001,
+        description="Most tokens and texts of batches in the stores of all nodes together, in GB; a call waits for "
+        "room that another step frees, and fails where none will be. null takes 60 % of the stores.",
     )
 
 

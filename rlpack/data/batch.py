@@ -29,8 +29,8 @@ from rlpack.packing import MicrobatchPlan, RankPlan
 class BatchedDataDict(MutableMapping[str, Any]):
     """A mapping from name to column, all of the same number of rows; one row is one sequence.
 
-    A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects; the latter two
-    may lie elsewhere (`Remote`). Columns of `rlpack.data.fields` have to be of the kind and type that stands there.
+    A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects; all but tensors
+    [B] may lie elsewhere (`Remote`). Columns of `rlpack.data.fields` have to be of the kind and type that stands there.
 
     >>> batch = BatchedDataDict({"rewards": torch.tensor([0.5, 1.0]), "uid": ["a", "b"]})
     >>> batch.select([1])["uid"], batch.num_rows
@@ -122,7 +122,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def dense(self, name: str) -> Tensor:
         """Return a column that has to be a tensor [B, ...]."""
-        column = self[name]
+        column = self._here(name)
         if not isinstance(column, Tensor):
             raise DataError(f"column {name!r} is {describe(column)[0]}; a per-row tensor is needed")
         return column

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.data.bits import put, take
 from rlpack.data.copying import can_copy, copy_from, new_values
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column
@@ -84,7 +85,7 @@ def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Te
         device = column.values.device if isinstance(column, Ragged) else column.device
         index = torch.from_numpy(rows).to(device)
         if isinstance(column, Tensor):
-            picked[name] = column.index_select(0, index)
+            picked[name] = take(column, index)
             continue
         lengths = cut[name].to(device) if name in cut else column.lengths[index]
         picked[name] = _take(column, index, lengths, known)
@@ -97,10 +98,10 @@ def _take(column: Ragged, rows: Tensor, lengths: Tensor, known: list[tuple[Tenso
         return column.gather(rows, lengths)
     for source, target, wanted, tokens in known:
         if source.device == lengths.device and torch.equal(source, column.lengths) and torch.equal(target, lengths):
-            return Ragged(column.values.index_select(0, tokens), wanted)
+            return Ragged(take(column.values, tokens), wanted)
     tokens = spans(column.offsets[:-1][rows], lengths)
     known.append((column.lengths, lengths, lengths, tokens))
-    return Ragged(column.values.index_select(0, tokens), lengths)
+    return Ragged(take(column.values, tokens), lengths)
 
 
 def concat(name: str, parts: Sequence[Column]) -> Column:
@@ -189,7 +190,7 @@ def _spread(column: Column, positions: np.ndarray, num_rows: int) -> Column:
         return placed
     index = torch.from_numpy(positions)
     if isinstance(column, Tensor):
-        return column.new_zeros((num_rows, *column.shape[1:])).index_copy(0, index.to(column.device), column)
+        return put(column.new_zeros((num_rows, *column.shape[1:])), index.to(column.device), column)
     assert isinstance(column, Ragged), "columns that lie elsewhere are placed, not moved"
     lengths = column.lengths.new_zeros(num_rows).index_copy(0, index.to(column.lengths.device), column.lengths)
     return Ragged(column.values, lengths)

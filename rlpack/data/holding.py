@@ -1,7 +1,7 @@
 """Take what grows with tokens out of a batch: what is left says where it is, and is all that the driver gets.
 
-A ragged column grows with tokens, and so may a list; tensors have one entry a row, and the lists of names in
-`rlpack.data.fields` have short ones. These stay.
+A ragged column grows with tokens, and so may a list, and a tensor [B, k] with k; tensors [B] have one number a row, and
+the lists of names in `rlpack.data.fields` short ones. These stay.
 """
 
 import pickle
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.columns import as_sent, select
@@ -44,9 +46,9 @@ class Outline:
 
 
 def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:
-    """Return what is left of a batch, and the parts that were taken out: its ragged columns, and its lists.
+    """Return what is left of a batch, and the parts that were taken out.
 
-    Texts are a part of their own, since unlike tensors they are not read in place.
+    Ragged columns and tensors [B, k, ...] are one, lists another, since unlike tensors they are not read in place.
 
     >>> import torch
     >>> rows = BatchedDataDict({"input_ids": Ragged.from_rows([[1, 2]], torch.int64), "uid": ["a"], "note": ["so"]})
@@ -59,7 +61,7 @@ def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:
     """
     parts = _parts(batch)
     remote: dict[str, Column] = {
-        name: Remote.whole(number, name, column) for number, part in enumerate(parts) for name, column in part.items()
+        name: Remote.whole(number, name, batch[name]) for number, part in enumerate(parts) for name in part
     }
     rows = BatchedDataDict({**dict(batch), **remote}, row_ids=batch.row_ids)
     return Outline(rows, [_size(part) for part in parts]), parts
@@ -74,10 +76,17 @@ def _parts(batch: BatchedDataDict) -> list[Columns]:
     for name, column in batch.items():
         if isinstance(column, Remote):
             raise DataError(f"column {name!r} lies elsewhere already: {column}; it can't be put away again")
-    tokens = {name: column for name, column in batch.items() if isinstance(column, Ragged)}
+    tokens = {name: held for name, column in batch.items() if (held := _held(column)) is not None}
     names = {name for name, field in FIELDS.items() if field.is_name}
     lists = {name: column for name, column in batch.items() if isinstance(column, list) and name not in names}
     return [part for part in (tokens, lists) if part]
+
+
+def _held(column: Any) -> Ragged | None:
+    """Return as what a ragged column, or a tensor of several numbers a row, is put away; None for another column."""
+    if isinstance(column, Tensor) and column.ndim > 1:
+        return Ragged(column, torch.ones(len(column), dtype=torch.int64, device=column.device))
+    return column if isinstance(column, Ragged) else None
 
 
 def _size(part: Columns) -> int:

@@ -11,18 +11,20 @@ from rlpack.data.errors import DataError
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import check_lengths
 
+_COLUMN = "length"
 SUFFIXES = (".jsonl", ".npy", ".parquet")
 
 
-def read_lengths(path: Path, column: str = "length") -> np.ndarray:
+def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
     """Return the lengths in a file, int64 [B].
 
     Args:
         path: `.jsonl` with a number, or an object with `column`, in each line; `.npy` with one dimension; `.parquet`.
-        column: where a row holds its length.
+        column: where a row holds its length; None takes `length`.
 
     Raises:
-        DataError: the file is missing, empty or of another kind, or a value is no length; names line and value.
+        DataError: the file is missing, empty or of another kind, a value is no length, or a column was given for
+            plain numbers; names line and value.
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}; give lengths as {', '.join(SUFFIXES)}, or a run's directory")
@@ -31,7 +33,7 @@ def read_lengths(path: Path, column: str = "length") -> np.ndarray:
     if path.suffix == ".npy":
         lengths = _checked(path, _npy(path), 0)
     elif path.suffix == ".parquet":
-        lengths = _checked(path, _parquet(path, column), 0)
+        lengths = _checked(path, _parquet(path, column or _COLUMN), 0)
     else:
         lengths = _jsonl(path, column)
     if not lengths.size:
@@ -39,9 +41,9 @@ def read_lengths(path: Path, column: str = "length") -> np.ndarray:
     return lengths
 
 
-def _jsonl(path: Path, column: str) -> np.ndarray:
+def _jsonl(path: Path, asked: str | None) -> np.ndarray:
     """Return the lengths of a file with one JSON value a line; blank lines are skipped."""
-    found, numbers = [], []
+    found, numbers, column, plain = [], [], asked or _COLUMN, 0
     for number, value in _values(path):
         if isinstance(value, dict):
             if column not in value:
@@ -49,8 +51,12 @@ def _jsonl(path: Path, column: str) -> np.ndarray:
                     f"{path}:{number} has no {column!r}; it has {', '.join(value) or 'nothing'}; set --column"
                 )
             value = value[column]
+        else:
+            plain += 1
         found.append(value)
         numbers.append(number)
+    if asked is not None and found and plain == len(found):
+        raise DataError(f"{path} holds plain numbers, which have no column {asked!r}; leave --column out")
     try:
         return check_lengths(found)
     except PackingError:
@@ -96,9 +102,12 @@ def _parquet(path: Path, column: str) -> list[Any]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if (count := names.count(column)) > 1:
+                raise DataError(f"{path} has {count} columns {column!r}; rename one, or set --column to another")
+            if not count:
+                raise DataError(f"{path} has no column {column!r}; it has {', '.join(names)}; set --column")
+            return file.read(columns=[column]).column(column).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} can't be read as Parquet: {error}; write the file again") from error
-    if column not in table.column_names:
-        raise DataError(f"{path} has no column {column!r}; it has {', '.join(table.column_names)}; set --column")
-    return table.column(column).to_pylist()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.data.bits import put, take
 from rlpack.data.copying import can_copy, copy_runs, new_values
 from rlpack.data.errors import DataError
 from rlpack.data.wire import from_array, to_array
@@ -141,7 +142,7 @@ class Ragged:
         if rows and (int(lengths.min()) < 0 or int(lengths.max()) > width):
             raise DataError(f"lengths go from {int(lengths.min())} to {int(lengths.max())}; rows have {width} entries")
         starts = torch.arange(rows, device=padded.device) * width
-        return cls(padded.reshape(rows * width, *padded.shape[2:]).index_select(0, spans(starts, lengths)), lengths)
+        return cls(take(padded.reshape(rows * width, *padded.shape[2:]), spans(starts, lengths)), lengths)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor | Iterable[Any]], dtype: torch.dtype | None = None) -> "Ragged":
@@ -232,7 +233,7 @@ class Ragged:
             values = new_values(self.values, int(lengths.sum()))
             copy_runs(self.values, values, self.offsets[:-1][rows], lengths.cumsum(0) - lengths, lengths)
             return Ragged(values, lengths)
-        return Ragged(self.values.index_select(0, spans(self.offsets[:-1][rows], lengths)), lengths)
+        return Ragged(take(self.values, spans(self.offsets[:-1][rows], lengths)), lengths)
 
     def repeat_interleave(self, n: int) -> "Ragged":
         """Return every row `n` times, copies side by side.
@@ -267,8 +268,8 @@ class Ragged:
             )
         kept = torch.minimum(self.lengths, lengths)
         filled = self.values.new_zeros((int(lengths.sum()), *self.values.shape[1:]))
-        filled[spans(lengths.cumsum(0) - lengths, kept)] = self.values[spans(self.offsets[:-1], kept)]
-        return Ragged(filled, lengths)
+        tokens = take(self.values, spans(self.offsets[:-1], kept))
+        return Ragged(put(filled, spans(lengths.cumsum(0) - lengths, kept), tokens), lengths)
 
     def to_padded(self, pad_value: float = 0, length: int | None = None) -> Tensor:
         """Return the rows side by side, filled up at their end with `pad_value`: [B, L, ...].
@@ -288,7 +289,7 @@ class Ragged:
             raise DataError(f"row {int(self.lengths.argmax())} has {longest} tokens, over the length of {width}")
         padded = self.values.new_full((self.num_rows * width, *self.values.shape[1:]), pad_value)
         starts = torch.arange(self.num_rows, device=self.values.device) * width
-        padded[spans(starts, self.lengths)] = self.values
+        padded = put(padded, spans(starts, self.lengths), self.values)
         return padded.view(self.num_rows, width, *self.values.shape[1:])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Ragged":

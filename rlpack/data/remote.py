@@ -20,6 +20,7 @@ from torch import Tensor
 from rlpack.data.copying import copy_from, new_values
 from rlpack.data.errors import DataError
 from rlpack.data.ragged import Ragged
+from rlpack.data.wire import from_array, to_array
 
 Part = Hashable
 # Returns the columns of each part.
@@ -28,15 +29,18 @@ Fetch = Callable[[Sequence[Part]], Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True, eq=False)
 class Remote:
-    """Where each row of a ragged column, or of a list, lies.
+    """Where each row of a ragged column, of a tensor [B, k, ...] or of a list lies.
+
+    A tensor lies in its parts as a ragged column of one entry a row.
 
     Attributes:
         parts: handles of what the rows lie in.
         names: the column's name in each part.
         part: the row's part, int32 [B]; -1 for a row of zeros (None in a list).
         row: its row there, int64 [B].
-        taken: how many of its tokens are taken, from the first on, int64 [B]; zeros follow. Zeros for a list.
-        lengths: tokens of each row, int64 [B]; None for a list.
+        taken: how many of its tokens are taken, from the first on, int64 [B]; zeros follow. Zeros for a list, ones for
+            a tensor.
+        lengths: tokens of each row, int64 [B]; None for a list and for a tensor.
         empty: the column without a row: its kind, type and shape.
     """
 
@@ -46,41 +50,41 @@ class Remote:
     row: np.ndarray
     taken: np.ndarray
     lengths: Tensor | None
-    empty: Ragged | list
+    empty: Ragged | Tensor | list
 
     @classmethod
-    def whole(cls, part: Part, name: str, column: Ragged | list) -> "Remote":
+    def whole(cls, part: Part, name: str, column: Ragged | Tensor | list) -> "Remote":
         """Return a column that lies in `part` row by row."""
         count, lengths = len(column), column.lengths.cpu() if isinstance(column, Ragged) else None
-        taken = np.zeros(count, dtype=np.int64) if lengths is None else lengths.numpy()
-        empty = column.select([]).to("cpu") if isinstance(column, Ragged) else []
+        taken = np.full(count, isinstance(column, Tensor), dtype=np.int64) if lengths is None else lengths.numpy()
+        empty: Ragged | Tensor | list = []
+        if isinstance(column, Ragged):
+            empty = column.select([]).to("cpu")
+        elif isinstance(column, Tensor):
+            empty = torch.empty((0, *column.shape[1:]), dtype=column.dtype)
         return cls((part,), (name,), np.zeros(count, dtype=np.int32), np.arange(count), taken, lengths, empty)
 
     def __len__(self) -> int:
         return self.row.size
 
     def __repr__(self) -> str:
-        kind = "a list" if self.lengths is None else str(self.ragged_empty.values.dtype).removeprefix("torch.")
+        kind = "a list" if isinstance(self.empty, list) else str(self._no_values.dtype).removeprefix("torch.")
         return f"Remote({kind}, {len(self)} rows in {len(self.parts)} parts)"
 
     def __reduce__(self) -> tuple[Any, ...]:
         lengths = None if self.lengths is None else self.lengths.numpy()
-        return _rebuild, (self.parts, self.names, self.part, self.row, self.taken, lengths, self.empty)
+        empty = to_array(self.empty) if isinstance(self.empty, Tensor) else self.empty
+        return _rebuild, (self.parts, self.names, self.part, self.row, self.taken, lengths, empty)
 
     @property
     def _places(self) -> list[tuple[Part, str]]:
         return list(zip(self.parts, self.names, strict=True))
 
     @property
-    def ragged_empty(self) -> Ragged:
-        """Return the ragged column without a row.
-
-        Raises:
-            DataError: the column is a list.
-        """
-        if not isinstance(self.empty, Ragged):
-            raise DataError("the column is a list; a per-token (Ragged) column is needed")
-        return self.empty
+    def _no_values(self) -> Tensor:
+        """Return the values of no row, of the column's type and shape."""
+        assert not isinstance(self.empty, list)
+        return self.empty.values if isinstance(self.empty, Ragged) else self.empty
 
     def gather(self, rows: np.ndarray, lengths: Tensor | None = None) -> "Remote":
         """Return the given rows (int64 [n], may repeat) in this order, cut to `lengths` (int64 [n]) if given.
@@ -144,17 +148,18 @@ class Remote:
             lengths[torch.from_numpy(where)] = joined.lengths
         return replace(joined, part=part, row=row, taken=taken, lengths=lengths)
 
-    def resolve(self, fetch: Fetch) -> Ragged | list:
+    def resolve(self, fetch: Fetch) -> Ragged | Tensor | list:
         """Return the column itself, of the tokens that `fetch` finds; each is copied once."""
         used, part = _used(self.part, len(self.parts))
         found = fetch([self.parts[number] for number in used]) if used else []
         sources = [columns[self.names[number]] for number, columns in zip(used, found, strict=True)]
-        if self.lengths is None:
+        if isinstance(self.empty, list):
             places = zip(part.tolist(), self.row.tolist(), strict=True)
             return [sources[p][r] if p >= 0 else None for p, r in places]
-        starts = self.lengths.cumsum(0) - self.lengths
-        values = new_values(self.ragged_empty.values, int(self.lengths.sum()))
-        if not np.array_equal(self.taken, self.lengths.numpy()):
+        lengths = torch.ones(len(self), dtype=torch.int64) if self.lengths is None else self.lengths
+        starts = lengths.cumsum(0) - lengths
+        values = new_values(self._no_values, int(lengths.sum()))
+        if not np.array_equal(self.taken, lengths.numpy()):
             values.zero_()
         rows = np.flatnonzero(part >= 0)
         # Where a row starts: offsets of all parts end to end, of which each part has its own stretch.
@@ -163,7 +168,7 @@ class Remote:
         there = offsets[torch.from_numpy(firsts + self.row[rows])]
         runs = torch.from_numpy(part[rows].astype(np.int64)), there, starts[torch.from_numpy(rows)]
         copy_from([source.values for source in sources], values, *runs, torch.from_numpy(self.taken[rows]))
-        return Ragged(values, self.lengths)
+        return values if self.lengths is None else Ragged(values, self.lengths)
 
 
 def _used(part: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
@@ -185,8 +190,11 @@ def _rows_of_parts(part: np.ndarray, count: int) -> Iterator[np.ndarray]:
         yield order[first:last]
 
 
-def _kind(empty: Ragged | list) -> str:
-    return "list" if isinstance(empty, list) else f"{empty.values.dtype} {list(empty.values.shape[1:])}"
+def _kind(empty: Ragged | Tensor | list) -> str:
+    if isinstance(empty, list):
+        return "list"
+    values, rows = (empty.values, "ragged") if isinstance(empty, Ragged) else (empty, "one entry a row")
+    return f"{rows} {values.dtype} {list(values.shape[1:])}"
 
 
 def _rebuild(
@@ -196,7 +204,8 @@ def _rebuild(
     row: np.ndarray,
     taken: np.ndarray,
     lengths: np.ndarray | None,
-    empty: Ragged | list,
+    empty: Ragged | tuple[np.ndarray, str] | list,
 ) -> Remote:
     """Put a pickled column together again; what came by Ray may be read-only memory, so lengths are copied."""
-    return Remote(parts, names, part, row, taken, None if lengths is None else torch.from_numpy(lengths.copy()), empty)
+    none = from_array(*empty) if isinstance(empty, tuple) else empty
+    return Remote(parts, names, part, row, taken, None if lengths is None else torch.from_numpy(lengths.copy()), none)

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlpack.data.bits import numpy_ready
 from rlpack.data.errors import DataError
-
-_BITS = {1: torch.uint8, 2: torch.uint16}
-_NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 class _Writable:
@@ -30,25 +28,24 @@ class _Writable:
 def to_array(tensor: Tensor) -> tuple[np.ndarray, str]:
     """Return `tensor` as a contiguous array on the host, with the name of its type.
 
-    Types that NumPy lacks go as their bits. Memory is shared where the tensor is contiguous on the CPU.
+    Types that NumPy lacks go as their bits. Memory is shared where the tensor is contiguous on the CPU, and no
+    conjugate or negative that is yet to be computed.
 
     >>> to_array(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
-    (array([16256, 16384], dtype=uint16), 'bfloat16')
+    (array([16256, 16384], dtype=int16), 'bfloat16')
 
     Raises:
         DataError: the tensor is on the autograd graph, which can't leave the process.
     """
     if tensor.requires_grad:
         raise DataError("a tensor on the autograd graph can't be pickled; detach() it first")
-    host = tensor.cpu().contiguous()
-    bits = host.view(_BITS[host.element_size()]) if host.dtype in _NO_NUMPY else host
-    return bits.numpy(), str(host.dtype).removeprefix("torch.")
+    return numpy_ready(tensor.cpu()).numpy(), str(tensor.dtype).removeprefix("torch.")
 
 
 def from_array(array: np.ndarray, dtype: str) -> Tensor:
     """Return the tensor that `to_array` took apart, on the same memory.
 
-    >>> from_array(np.array([16256, 16384], dtype=np.uint16), "bfloat16")
+    >>> from_array(np.array([16256, 16384], dtype=np.int16), "bfloat16")
     tensor([1., 2.], dtype=torch.bfloat16)
     """
     writable = array if array.flags.writeable else np.asarray(_Writable(array))

@@ -14,11 +14,12 @@ from typing import Self
 
 import ray
 from ray._private import services
-from ray._private.utils import detect_fate_sharing_support
+from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
+from ray._private.utils import detect_fate_sharing_support, estimate_available_memory, get_shared_memory_bytes
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlpack.config.schema import Placement, Pool
-from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.store import RayStore
 
@@ -34,19 +35,18 @@ class Cluster:
         """Join the cluster at `placement.address`, or start one on this machine.
 
         Raises:
-            PlacementError: there is no cluster at the address.
+            PlacementError: there is no cluster at the address, or no room for the object store or for the batches.
         """
         self._placement = placement
         self._pools: dict[str, RayRanks] = {}
+        check_object_store(placement)
         with _own_sigterm():
             _connect(placement)
-        budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
-        self.store = RayStore(budget, wait_s=placement.call_timeout_s)
-        if self.store.budget > self.store.size:
-            raise PlacementError(
-                f"placement.in_flight_gb is {placement.in_flight_gb:g}, the object store has "
-                f"{self.store.size / 1e9:.3g} GB; lower it, or raise placement.object_store_gb"
-            )
+        try:
+            self.store = _store(placement)
+        except BaseException:
+            ray.shutdown()  # nobody else knows yet that it runs
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +89,41 @@ class Cluster:
             )
         self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
         return self._pools[name]
+
+
+def check_object_store(placement: Placement) -> None:
+    """Refuse an object store that this machine has no memory for, before Ray is started.
+
+    Raises:
+        PlacementError: says how much there is.
+    """
+    if placement.address is not None or placement.object_store_gb is None:
+        return
+    size, memory, shared = 1e9 * placement.object_store_gb, estimate_available_memory(), get_shared_memory_bytes()
+    # A small store Ray puts on the disk where shared memory lacks room, as in a container, and warns.
+    goes_to_disk = size <= REQUIRE_SHM_SIZE_THRESHOLD or "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE" in os.environ
+    for room, what in ((memory, "memory free"), (math.inf if goes_to_disk else shared, "shared memory (/dev/shm)")):
+        if size > room:
+            raise PlacementError(
+                f"placement.object_store_gb is {placement.object_store_gb:g}, and this machine has {in_units(room)} of "
+                f"{what}; lower it, or leave it null, which takes 30 % of memory"
+            )
+
+
+def _store(placement: Placement) -> RayStore:
+    """Return the store of the cluster, within the budget that a user gave.
+
+    Raises:
+        PlacementError: the budget is more than the store has.
+    """
+    budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
+    store = RayStore(budget, wait_s=placement.call_timeout_s)
+    if store.budget > store.size:
+        raise PlacementError(
+            f"placement.in_flight_gb is {placement.in_flight_gb:g}, and the object stores of all nodes have "
+            f"{in_units(store.size)}; lower it, or raise placement.object_store_gb"
+        )
+    return store
 
 
 def _connect(placement: Placement) -> None:

@@ -1,8 +1,30 @@
 """What can go wrong between the driver and its ranks."""
 
+# What `RoleError` calls the process that no role runs in.
+DRIVER = "driver"
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
 
 class PlacementError(ValueError):
     """Roles, pools or devices that the cluster cannot give; the text says what is free."""
+
+
+class RankError(RuntimeError):
+    """Stands for an exception of a role that can't be sent to the driver.
+
+    Attributes:
+        kind: name of its type.
+        message: its text.
+        traceback: where it came from, as Python prints it.
+    """
+
+    def __init__(self, kind: str, message: str, traceback: str) -> None:
+        super().__init__(kind, message, traceback)
+        self.kind, self.message, self.traceback = kind, message, traceback
+
+    def __str__(self) -> str:
+        """Return what the exception itself would read as, type first."""
+        return f"{self.kind}: {self.message}"
 
 
 class RoleError(RuntimeError):
@@ -25,9 +47,13 @@ class RoleError(RuntimeError):
 
     def __str__(self) -> str:
         """Return one line: role, rank, method, step and cause."""
-        where = f"rank {self.rank}" if self.rank is not None else "some rank"
         when = "" if self.step is None else f", step {self.step} of {self.phase}"
-        return f"role {self.role}, {where}, in {self.method}{when}: {self.cause}"
+        return f"{self._where()}, in {self.method}{when}: {self.cause}"
+
+    def _where(self) -> str:
+        if self.role == DRIVER:
+            return "the driver"
+        return f"role {self.role}, {'some rank' if self.rank is None else f'rank {self.rank}'}"
 
 
 class StoreFullError(RoleError):
@@ -40,8 +66,8 @@ class StoreFullError(RoleError):
 
     def __init__(self, role: str, method: str, size: int, short: float, in_flight: int, budget: float) -> None:
         cause = (
-            f"{size / 1e6:,.1f} MB of tokens and texts have no room in the object store: {in_flight / 1e6:,.1f} of "
-            f"{budget / 1e6:,.1f} MB for batches are taken, {short / 1e6:,.1f} MB are missing; lower "
+            f"{in_units(size)} of tokens and texts have no room in the object store: {in_units(in_flight)} of "
+            f"{in_units(budget)} for batches are taken, {in_units(short)} are missing; lower "
             "trainer.prompts_per_step, trainer.group_size or rollout.max_new_tokens (in an evaluation: "
             "evaluation.samples), or raise placement.object_store_gb (on a cluster that is joined: ray start "
             "--object-store-memory) or placement.in_flight_gb"
@@ -49,3 +75,18 @@ class StoreFullError(RoleError):
         super().__init__(role, None, method, cause)
         self.args = (role, method, size, short, in_flight, budget)
         self.size, self.short = size, short
+
+    def _where(self) -> str:
+        return "the driver" if self.role == DRIVER else f"role {self.role}"  # all of its ranks together
+
+
+def in_units(size: float) -> str:
+    """Return a number of bytes as it is read.
+
+    >>> in_units(1234), in_units(56_000_000), in_units(7)
+    ('1.23 kB', '56 MB', '7 bytes')
+    """
+    for unit, name in _UNITS:
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} bytes"

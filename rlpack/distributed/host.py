@@ -6,6 +6,10 @@ No Ray in this file: `rlpack.distributed.cluster` makes Ray actors of this class
 import importlib
 import logging
 import os
+import pickle
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +23,7 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
 from rlpack.data.holding import Outline, outline
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.errors import PlacementError, RankError
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +57,16 @@ class RankHost:
 
     def start(self, role: str, target: str, settings: tuple[Any, ...]) -> None:
         """Build the role's object by its class's `from_settings` and keep it under its name."""
-        self._roles[role] = load_class(target).from_settings(self._context, *settings)
+        with _sendable_errors():
+            self._roles[role] = load_class(target).from_settings(self._context, *settings)
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run a method of a role.
 
         `args` stay single arguments, because Ray puts values in the place of references only there.
         """
-        return getattr(self._roles[role], method)(*args, **kwargs)
+        with _sendable_errors():
+            return getattr(self._roles[role], method)(*args, **kwargs)
 
     def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
         """Run a method that returns rows; keep their tokens and texts here until `parts` is asked for the ticket's.
@@ -68,7 +74,8 @@ class RankHost:
         Raises:
             DataError: it returns something else.
         """
-        result = getattr(self._roles[role], method)(*args, **kwargs)
+        with _sendable_errors():
+            result = getattr(self._roles[role], method)(*args, **kwargs)
         if not isinstance(result, BatchedDataDict):
             raise DataError(
                 f"{type(self._roles[role]).__name__}.{method} returned a {type(result).__name__}; a method under "
@@ -98,6 +105,37 @@ class RankHost:
         self._roles.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _sendable_errors() -> Iterator[None]:
+    """Turn an exception that can't be pickled, or not be read again, into one that says the same.
+
+    Raises:
+        RankError: stands for such an exception.
+    """
+    try:
+        yield
+    except Exception as error:  # a user's role: anything may come
+        if _is_sendable(error):
+            raise
+        lines = "".join(traceback.format_exception(error))
+        raise RankError(type(error).__name__, _text_of(error), lines) from error
+
+
+def _is_sendable(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling calls the error's own code
+        return False
+    return True
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as other:  # noqa: BLE001 - the error's own code
+        return f"(its text can't be had: {type(other).__name__})"
 
 
 def _interface_of(node_ip: str) -> str:

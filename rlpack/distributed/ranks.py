@@ -23,7 +23,7 @@ from rlpack.config.schema import Placement, Pool
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import Outline, cut
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import RoleError, StoreFullError
+from rlpack.distributed.errors import RankError, RoleError, StoreFullError
 from rlpack.distributed.host import RankHost
 from rlpack.distributed.parts import Reader, localised, parts_of
 from rlpack.distributed.store import RayStore
@@ -294,6 +294,8 @@ def _first_cause(
 def _describe(error: RayError) -> str:
     """Return what happened in one line; a task's own exception comes with its type."""
     if isinstance(error, RayTaskError):
+        if isinstance(error.cause, RankError):
+            return str(error.cause)
         return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, RayActorError):
         return (

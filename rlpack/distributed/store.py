@@ -27,7 +27,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import outline
-from rlpack.distributed.errors import RoleError, StoreFullError
+from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
 from rlpack.distributed.parts import Reader, StoredPart, localised
 
 # Ray writes objects to disk from 80 % of a node's store on; weights on their way to the sampler need room, too.
@@ -164,9 +164,9 @@ class RayStore:
                 _CURRENT.set(before)
         found, parts = outline(batch)
         node = ray.get_runtime_context().get_node_id()
-        with self.reserve({node: sum(found.sizes)}, "driver", "put") as room:
+        with self.reserve({node: sum(found.sizes)}, DRIVER, "put") as room:
             sized = zip(parts, found.sizes, strict=True)
-            return found.at([room.keep(ray.put(part), size, node, None, ("driver", None)) for part, size in sized])
+            return found.at([room.keep(ray.put(part), size, node, None, (DRIVER, None)) for part, size in sized])
 
     def take(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return the batch with all of its columns here: for a few rows to be shown, not for a step's.
@@ -179,7 +179,7 @@ class RayStore:
         try:
             return BatchedDataDict(dict(here), row_ids=here.row_ids)
         except RayError as error:
-            role, rank = self.maker_of(error) or ("driver", None)
+            role, rank = self.maker_of(error) or (DRIVER, None)
             raise RoleError(role, rank, "take", f"tokens or texts can't be read: {type(error).__name__}") from error
 
     def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:

@@ -7,7 +7,7 @@ ranks meet at every microbatch. All plans share one scale, so a shorter bar is a
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import matplotlib
@@ -23,6 +23,8 @@ from rlpack.observe.style import INK, SETTINGS, TEXT_SIZE, WAITING, WASTE, seque
 from rlpack.packing.plan import Microbatch, MicrobatchPlan
 
 MOST_RANKS = 8
+# Boxes of more sequences on a rank are too narrow to tell apart: the others are counted, not drawn.
+MOST_SEQUENCES = 100
 WIDTH, BAND, RANK_HEIGHT, PANEL_TEXT, MARGINS = 10.0, 0.84, 0.62, 0.66, 1.34  # inches, but BAND is a share of a row
 DPI = 180
 
@@ -58,15 +60,20 @@ class Boxes:
 
 
 def packing_picture(plans: Mapping[str, MicrobatchPlan], path: Path, step: int = 0) -> Path:
-    """Draw one optimizer step of several plans of the same lengths, and return the path of the PNG.
+    """Draw one optimizer step of several plans of the same lengths, and return the path of the picture.
+
+    Its kind is that of the path's suffix, of those that matplotlib writes.
 
     Args:
         plans: plans by title, drawn from top to bottom.
         path: the file to write.
         step: the optimizer step to draw; a plan without it is drawn empty.
+
+    Raises:
+        OSError: the file can't be written.
     """
     with matplotlib.rc_context(SETTINGS):
-        draw(plans, step).savefig(path, dpi=DPI, format="png")
+        draw(plans, step).savefig(path, dpi=DPI)
     return path
 
 
@@ -77,14 +84,16 @@ def draw(plans: Mapping[str, MicrobatchPlan], step: int = 0) -> Figure:
     panel = ranks * RANK_HEIGHT + PANEL_TEXT
     height = MARGINS + panel * max(1, len(plans))
     figure = Figure(figsize=(WIDTH, height))
-    end = max((found.end for found in boxes.values()), default=1.0) or 1.0
+    whole = max((found.end for found in boxes.values()), default=1.0) or 1.0
+    end = min(whole, *(_legible(found) for found in boxes.values())) if boxes else whole
     for number, (title, plan) in enumerate(plans.items()):
         bottom = height - 0.42 - panel * number - PANEL_TEXT + 0.3 - ranks * RANK_HEIGHT
         axes = figure.add_axes((0.085, bottom / height, 0.9, ranks * RANK_HEIGHT / height))
-        _draw_panel(axes, boxes[title], min(plan.num_ranks, MOST_RANKS), end)
+        _draw_panel(axes, _cut(boxes[title], end), min(plan.num_ranks, MOST_RANKS), end)
         _title_panel(axes, title, boxes[title])
         if number == len(plans) - 1:
-            axes.set_xlabel("token slots that a rank computes, one after another (one scale for all)")
+            part = "" if end == whole else f"; shown are the first {end:,.0f} of {whole:,.0f}"
+            axes.set_xlabel(f"token slots that a rank computes, one after another (one scale for all){part}")
         else:
             axes.tick_params(labelbottom=False)
     _title_figure(figure, plans, step, height)
@@ -112,6 +121,26 @@ def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
                 boxes.waiting.append((boxes.end + width, rank, longest - width, BAND))
         boxes.end += longest
     return boxes
+
+
+def _legible(boxes: Boxes) -> float:
+    """Return the slot up to which at most `MOST_SEQUENCES` sequences lie side by side on any rank, infinity for all."""
+    starts: dict[int, list[float]] = {}
+    for _, x, y, *_ in boxes.sequences:
+        # Of the lines of a padded microbatch, which lie on top of each other, one counts.
+        if y == int(y):
+            starts.setdefault(int(y), []).append(x)
+    ends = [sorted(found)[MOST_SEQUENCES] for found in starts.values() if len(found) > MOST_SEQUENCES]
+    return min(ends, default=float("inf"))
+
+
+def _cut(boxes: Boxes, end: float) -> Boxes:
+    """Return the boxes that begin before slot `end`; the figures stay those of all."""
+    return replace(
+        boxes,
+        sequences=[box for box in boxes.sequences if box[1] < end],
+        **{name: [box for box in vars(boxes)[name] if box[0] < end] for name in ("padding", "waiting", "outlines")},
+    )
 
 
 def slots_of(microbatch: Microbatch, plan: MicrobatchPlan) -> int:

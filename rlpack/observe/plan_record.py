@@ -4,12 +4,14 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
+from rlpack.data.errors import DataError
 from rlpack.packing.batching import Batching, Mode
 from rlpack.packing.cost import Cost
+from rlpack.packing.lengths import check_count, check_lengths
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.packing.planning import make_plan
 
@@ -54,13 +56,40 @@ class PlanRecord:
         """Return what `write` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: the file isn't such a record.
+            DataError: the file can't be read or isn't such a record; names file and value.
         """
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        lengths = tuple(int(length) for length in kept["lengths"])
-        cost = Cost(**kept["cost"]) if kept.get("cost") else None
-        batching = Batching(**kept["batching"])
-        return cls(kept["step"], lengths, batching, kept["num_ranks"], kept["mini_batch_size"], cost)
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"{path} can't be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not JSON: {error}; a run writes it anew with its next step") from error
+        try:
+            return cls._of(kept)
+        except KeyError as error:
+            raise DataError(f"{path} has no {error}; a run writes it anew with its next step") from error
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path} is no record of a plan: {error}") from error
+
+    @classmethod
+    def _of(cls, kept: Any) -> Self:
+        """Return the record that was read from a file.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none.
+        """
+        if not isinstance(kept, dict):
+            raise ValueError(f"it holds a {type(kept).__name__}, and should an object")
+        lengths = tuple(check_lengths(kept["lengths"]).tolist())
+        size = kept["mini_batch_size"]
+        return cls(
+            step=check_count(kept["step"], "step") if kept["step"] else 0,
+            lengths=lengths,
+            batching=Batching(**kept["batching"]),
+            num_ranks=check_count(kept["num_ranks"], "num_ranks"),
+            mini_batch_size=None if size is None else check_count(size, "mini_batch_size"),
+            cost=Cost(**kept["cost"]) if kept.get("cost") else None,
+        )
 
     def write(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -91,6 +120,6 @@ def read_plan(path: Path) -> PlanRecord | None:
         return None
     try:
         return PlanRecord.read(path)
-    except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s can't be read and the packing picture is left out: %s", path, error)
+    except DataError as error:
+        logger.warning("the packing picture is left out: %s", error)
         return None

@@ -71,10 +71,11 @@ class ResumePoint:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics file in order, metrics that are not finite as floats again.
 
-    A line that can't be read, as a crash may leave behind, is left out with a warning.
+    Lines that can't be read, as a crash may leave one behind, are left out with one warning that counts them.
     """
     if not path.exists():
         return
+    broken: list[int] = []
     with path.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(stream, start=1):
             try:
@@ -85,7 +86,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                     "time_s": float(record["time_s"]),
                 } | {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
             except (ValueError, KeyError, TypeError):
-                logger.warning("%s:%d is not a record and is left out", path, number)
+                broken.append(number)
+    if broken:
+        logger.warning("%s: lines left out that are no records: %d, the first is line %d", path, len(broken), broken[0])
 
 
 class JsonlSink:

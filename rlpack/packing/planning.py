@@ -124,6 +124,8 @@ def _checked(
 ) -> Request:
     if not isinstance(batching, Batching):
         raise PackingError(f"batching is a {type(batching).__name__}; give a Batching")
+    if cost is not None and not isinstance(cost, Cost):
+        raise PackingError(f"cost is a {type(cost).__name__}; give a Cost, or None to count slots")
     counts = check_lengths(lengths)
     ids = None if groups is None else check_integers(groups, "group")
     if ids is not None and ids.size != counts.size:

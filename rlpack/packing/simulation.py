@@ -4,12 +4,13 @@ A microbatch takes the FLOPs of its sequences, three times those of a forward pa
 long as its dearest rank, since sharded ranks wait for each other there (DESIGN: Σ_i max_rank).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 import numpy as np
 
-from rlpack.packing.batching import Batching
+from rlpack.packing.batching import Algorithm, Batching, Mode
 from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import MAX_LENGTH, align
@@ -20,6 +21,8 @@ FORWARD_AND_BACKWARD = 3.0
 # Budgets that are tried, in steps of this factor below the memory limit.
 _BUDGET_STEP = 2**0.5
 _ALIGNMENTS = (1, 8, 64)
+# Share of the memory for activations that a suggestion leaves free, and of the step time that it has to save.
+MEMORY_MARGIN, LEAST_GAIN = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,22 @@ def _grid(plan: MicrobatchPlan, cost: Cost) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The batching with the least expected time, and what it is expected to take."""
+    """The batching with the least expected time, and what it is expected to take.
+
+    Attributes:
+        batching: the batching.
+        forecast: what it is expected to take.
+        gain: share of the asked batching's time that it saves; None where that one doesn't fit into memory.
+    """
 
     batching: Batching
     forecast: Forecast
+    gain: float | None = None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it saves more than such a model can tell."""
+        return self.gain is None or self.gain >= LEAST_GAIN
 
 
 def suggest(
@@ -128,45 +143,64 @@ def suggest(
     cost: Cost,
     device: Device,
     mini_batch_size: int | None = None,
+    modes: Sequence[Mode] = ("packed", "dynamic"),
 ) -> Suggestion:
-    """Return the mode, token budget and alignment with the least expected step time that fit into memory.
+    """Return the mode, token budget, alignment and packer with the least expected step time that fit into memory.
+
+    A tenth of what the fixed bytes leave stays free, for what the model of memory doesn't know of.
 
     Args:
         lengths: of the sequences, int64 [B].
-        batching: everything else; its alignment is the least one that is tried.
+        batching: the one that is asked for, and what else stays; its alignment is the least one that is tried.
         dp_size: data-parallel ranks.
         cost: FLOPs of a sequence's forward pass.
         device: of each rank.
         mini_batch_size: rows of an optimizer step; None for all.
+        modes: those that are searched.
 
     Raises:
         PackingError: the longest sequence doesn't fit into memory.
     """
-    best: Suggestion | None = None
-    for candidate in _candidates(int(lengths.max(initial=1)), batching, device):
+
+    def found(candidate: Batching) -> Suggestion:
         plan = make_plan(lengths, candidate, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)
-        found = Suggestion(candidate, forecast(plan, cost, device))
-        if best is None or found.forecast.step_s < best.forecast.step_s * (1 - 1e-9):
-            best = found
-    if best is None:
+        return Suggestion(candidate, forecast(plan, cost, device))
+
+    room = int(device.most_slots * (1 - MEMORY_MARGIN))
+    longest = int(lengths.max(initial=1))
+    tried = [found(candidate) for mode in modes for candidate in _candidates(mode, longest, batching, room)]
+    if not tried:
         raise PackingError(
-            f"the longest sequence has {int(lengths.max(initial=1))} tokens, and {device.most_slots} slots fit into "
-            f"memory ({device.memory_bytes / 1e9:g} GB less {device.fixed_bytes / 1e9:g}, "
+            f"the longest sequence has {longest} tokens, and {room} slots fit into {1 - MEMORY_MARGIN:.0%} of memory "
+            f"({device.memory_bytes / 1e9:g} GB less {device.fixed_bytes / 1e9:g}, "
             f"{device.bytes_per_slot / 1e3:,.0f} kB a slot); give more memory, keep fewer activations (--kb-per-slot: "
             "with checkpointing a tenth of that and less), or drop the sequence"
         )
-    return best
+    best = _least(tried)
+    if best.batching.mode == "packed":
+        best = _least([best, *(found(replace(best.batching, algorithm=name)) for name in get_args(Algorithm))])
+    asked = found(replace(batching, overlong="own_microbatch"))
+    if asked.forecast.memory_bytes > device.memory_bytes:
+        return best
+    return replace(best, gain=1 - best.forecast.step_s / asked.forecast.step_s if asked.forecast.step_s else 0.0)
 
 
-def _candidates(longest: int, batching: Batching, device: Device) -> Iterator[Batching]:
-    """Yield batchings whose budget holds the longest sequence and fits into memory, the largest budgets first."""
+def _least(tried: Sequence[Suggestion]) -> Suggestion:
+    """Return the first of those with the least time, but for rounding."""
+    least = min(each.forecast.step_s for each in tried)
+    return next(each for each in tried if each.forecast.step_s <= least * (1 + 1e-6))
+
+
+def _candidates(mode: Mode, longest: int, batching: Batching, room: int) -> Iterator[Batching]:
+    """Yield batchings of a mode whose microbatches hold the longest sequence in `room` slots, the largest first."""
     for alignment in _ALIGNMENTS:
-        budget = device.most_slots
-        multiple = batching.pad_to_multiple * alignment
-        padded = batching.length_multiple * alignment
-        while budget >= longest:
-            if budget >= -(-longest // multiple) * multiple:
-                yield replace(batching, mode="packed", max_tokens=budget, pad_to_multiple=multiple)
-            if budget >= -(-longest // padded) * padded:
-                yield replace(batching, mode="dynamic", max_tokens=budget, length_multiple=padded)
+        multiple = alignment * (batching.pad_to_multiple if mode == "packed" else batching.length_multiple)
+        least = -(-longest // multiple) * multiple
+        aligned = {"pad_to_multiple" if mode == "packed" else "length_multiple": multiple}
+        budget = room
+        while budget >= least:
+            if mode == "fixed":
+                yield replace(batching, mode=mode, max_tokens=None, rows=budget // least, **aligned)
+            else:
+                yield replace(batching, mode=mode, max_tokens=budget, **aligned)
             budget = int(budget / _BUDGET_STEP)

@@ -10,6 +10,9 @@ import numpy as np
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import check_count, check_seed
 
+# What takes a plan some seconds, and a gigabyte.
+MAX_ROWS = 2**24
+
 
 def zipf(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
     """Return multiples of 64 by Zipf's law with exponent 1.5: mostly short, with a very long tail."""
@@ -81,11 +84,12 @@ def trace(name: str, rows: int, longest: int, *, seed: int = 0) -> np.ndarray:
     array([5, 5, 7, 9])
 
     Raises:
-        PackingError: there is no such trace, a count is below 1, or the seed below 0.
+        PackingError: there is no such trace, a count is below 1, there are more rows than `MAX_ROWS`, or the seed is
+            below 0.
     """
     if name not in TRACES:
         raise PackingError(f"trace is {name!r}; choose one of {', '.join(TRACES)}")
-    check_count(rows, "rows")
+    check_count(rows, "rows", MAX_ROWS)
     check_count(longest, "longest")
     if check_seed(seed) < 0:
         raise PackingError(f"seed is {seed}; it has to be at least 0")

@@ -32,6 +32,12 @@ class Echo(Worker):
         ranks = torch.full((back.num_rows,), self.context.rank)
         return back.keep(["uid"]).union({"times": tokens.with_values(tokens.values * factor), "rank": ranks})
 
+    @sharded()
+    def scores(self, shard: BatchedDataDict, width: int) -> BatchedDataDict:
+        """Return a tensor of several numbers a row."""
+        firsts = torch.stack([row[0] for row in shard["input_ids"].rows()])
+        return shard.keep([]).union({"scores": firsts[:, None] + torch.arange(width)})
+
     @sharded(merge=list)
     def keep_shard(self, shard: BatchedDataDict) -> int:
         self.kept = shard
@@ -103,6 +109,13 @@ class Echo(Worker):
     def undecorated(self) -> None: ...
 
 
+class ExportError(Exception):
+    """Can be pickled, and not be read again: as exceptions are whose text is not their only argument."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"no {what}: {why}")
+
+
 class Faulty(Worker):
     """Fails on one rank, while the others wait in a collective for it."""
 
@@ -130,7 +143,7 @@ class Faulty(Worker):
     @broadcast
     def export(self, rank: int = 1) -> dict[str, Tensor]:
         if self.context.rank == rank:
-            raise ValueError("nothing to export")
+            raise ExportError("weights", "nothing to export")
         return {}
 
     @broadcast

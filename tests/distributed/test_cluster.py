@@ -65,3 +65,13 @@ def test_more_devices_than_there_are_is_said_at_once():
 def test_an_address_without_a_cluster_is_said():
     with pytest.raises(PlacementError, match=r"no Ray cluster answers at placement\.address=127\.0\.0\.1:1"):
         Cluster(Placement(address="127.0.0.1:1"))
+
+
+def test_a_budget_over_the_store_is_said_and_leaves_no_process():
+    before = own_processes()
+    with pytest.raises(
+        PlacementError, match=r"in_flight_gb is 1e\+06, and the object stores of all nodes have .*; lower"
+    ):
+        Cluster(Placement(in_flight_gb=1e6))
+    assert not ray.is_initialized()
+    assert not psutil.wait_procs(own_processes() - before, timeout=10)[1]

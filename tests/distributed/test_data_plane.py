@@ -66,7 +66,7 @@ def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups:
 
 def test_a_result_without_room_is_refused_before_it_is_put_away(groups: Groups, spared: RayStore):
     spared.budget = spared.in_flight + 100
-    with pytest.raises(StoreFullError, match=r"role packed, some rank, in times: 0\.0 MB of tokens and texts") as full:
+    with pytest.raises(StoreFullError, match=r"^role packed, in times: \d+ bytes of tokens and texts") as full:
         groups["packed"].run(Echo.times, rollouts(), 2)
     assert full.value.short > 0
     assert "lower trainer.prompts_per_step" in str(full.value)
@@ -82,6 +82,17 @@ def test_rows_that_are_dropped_come_back_as_zeros(groups: Groups, store: RayStor
     kept = rollouts()["input_ids"].lengths <= 16
     assert [bool(row.any()) for row in found["times"].rows()] == kept.tolist()
     assert found["times"].lengths.tolist() == rollouts()["input_ids"].lengths.tolist()
+
+
+def test_several_numbers_a_row_stay_in_the_store_and_are_counted(groups: Groups, store: RayStore):
+    batch, width = rollouts(), 1000
+    with store.step():
+        before = store.in_flight
+        found = groups["packed"].run(Echo.scores, batch, width)
+        assert store.in_flight - before == 8 * len(SIZES) * (width + 1)
+        assert isinstance(found["scores"], Remote)
+        firsts = torch.stack([row[0] for row in batch["input_ids"].rows()])
+        assert torch.equal(store.take(found)["scores"], firsts[:, None] + torch.arange(width))
 
 
 def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore):

@@ -145,6 +145,6 @@ def test_a_process_that_is_killed_is_one_error_and_ends_the_pool(groups: Groups)
 def test_a_transfer_that_fails_names_who_failed(groups: Groups):
     with failure_within(4) as failure:
         groups["exports"].transfer(Faulty.export, groups["imports"], Faulty.load, 1)
-    assert str(failure.value) == "role exports, rank 1, in export: ValueError: nothing to export"
+    assert str(failure.value) == "role exports, rank 1, in export: ExportError: no weights: nothing to export"
     assert not is_alive(groups["exports"], 0)
     assert not is_alive(groups["imports"], 0)

@@ -54,6 +54,8 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"algorithm": {"aggregation": "sequence_sum"}}, "set algorithm.sequence_sum_constant"),
         ({"algorithm": {"sequence_sum_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
+        ({"placement": {"object_store_gb": 1, "in_flight_gb": 2}}, "in_flight_gb is 2, over placement.object_store_gb"),
+        ({"placement": {"in_flight_gb": 1e-6}}, "placement.in_flight_gb"),
         ({"model": {}}, "lacks model_type"),
         ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),

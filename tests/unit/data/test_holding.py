@@ -53,6 +53,22 @@ def test_a_batch_of_numbers_has_no_parts():
     assert (parts, found.sizes, size_of(found.rows)) == ([], [], 0)
 
 
+def test_what_is_left_of_a_batch_does_not_grow_with_the_width_of_a_column():
+    def wide(width: int) -> BatchedDataDict:
+        return BatchedDataDict({"scores": torch.ones(64, width), "rewards": torch.ones(64)})
+
+    sizes = [len(pickle.dumps(outline(wide(width))[0])) for width in (2, 2048)]
+    assert sizes[1] <= 1.01 * sizes[0]
+    assert size_of(wide(2048)) - size_of(wide(2)) == 64 * 4 * 2046
+    found, parts = outline(wide(3))
+    assert (str(found.rows["scores"]), [list(part) for part in parts]) == (
+        "Remote(float32, 64 rows in 1 parts)",
+        [["scores"]],
+    )
+    with pytest.raises(DataError, match=r"column 'scores' lies elsewhere: .*; fetch it first"):
+        found.rows.dense("scores")
+
+
 def test_what_cannot_be_sent_is_named():
     with pytest.raises(DataError, match=r"column .judge. can't be sent: .*; give texts and numbers"):
         outline(BatchedDataDict({"judge": [lambda: None]}))

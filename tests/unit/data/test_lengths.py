@@ -16,7 +16,7 @@ def test_lengths_come_from_lines_arrays_and_tables(tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.array([3, 0, 7], dtype=np.int32))
     pyarrow.parquet.write_table(pyarrow.table({"tokens": [3, 0, 7]}), tmp_path / "table.parquet")
     for name in ("plain.jsonl", "rows.jsonl", "array.npy", "table.parquet"):
-        found = read_lengths(tmp_path / name, "tokens")
+        found = read_lengths(tmp_path / name, None if name == "plain.jsonl" else "tokens")
         assert (found.tolist(), found.dtype) == ([3, 0, 7], np.int64)
 
 
@@ -59,3 +59,13 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("3")
     with pytest.raises(DataError, match=r"ends in \.csv; give lengths as \.jsonl, \.npy, \.parquet"):
         read_lengths(tmp_path / "x.csv")
+
+
+def test_a_column_of_plain_numbers_or_one_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain.jsonl").write_text("3\n4\n")
+    with pytest.raises(DataError, match="holds plain numbers, which have no column 'tokens'; leave --column out"):
+        read_lengths(tmp_path / "plain.jsonl", "tokens")
+    twice = pyarrow.Table.from_arrays([pyarrow.array([3]), pyarrow.array([4])], names=["tokens", "tokens"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match="has 2 columns 'tokens'; rename one, or set --column to another"):
+        read_lengths(tmp_path / "twice.parquet", "tokens")

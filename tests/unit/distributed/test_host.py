@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import PlacementError, RoleError
+from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
 from rlpack.distributed.host import RankHost, load_class
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from workers.base import Worker
@@ -27,6 +27,32 @@ class Teller(Worker):
 
     def anonymous(self) -> BatchedDataDict:
         return BatchedDataDict({"rewards": torch.zeros(2)})
+
+
+class VerdictError(Exception):
+    """Is pickled by its text alone, and so can't be read again."""
+
+    def __init__(self, judge: str, verdict: str) -> None:
+        super().__init__(f"{judge} says {verdict}")
+
+
+class MuteError(Exception):
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+class Raiser(Worker):
+    def verdict(self) -> None:
+        raise VerdictError("the judge", "no")
+
+    def mute(self) -> None:
+        raise MuteError
+
+    def plain(self) -> None:
+        raise KeyError("plain")
 
 
 class Namer(Worker):
@@ -116,6 +142,31 @@ def test_a_role_error_reads_as_one_line_and_survives_pickling():
     assert str(RoleError("judge", None, "start", "late")) == "role judge, some rank, in start: late"
     error.phase, error.step = "train", 7
     assert str(pickle.loads(pickle.dumps(error))) == "role judge, rank 1, in score, step 7 of train: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [("verdict", "VerdictError: the judge says no"), ("mute", "MuteError: (its text can't be had: TypeError)")],
+)
+def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(host: RankHost, method: str, text: str):
+    host.start("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))
+    for call in (lambda: host.call("raiser", method, {}), lambda: host.outline(1, "raiser", method, {})):
+        with pytest.raises(RankError) as failure:
+            call()
+        error = pickle.loads(pickle.dumps(failure.value))
+        assert str(error) == text
+        assert f"in {method}\n" in error.traceback
+    with pytest.raises(KeyError, match="plain"):
+        host.call("raiser", "plain", {})
+
+
+def test_errors_of_the_driver_and_of_the_store_name_no_rank():
+    assert str(RoleError("driver", None, "take", "late")) == "the driver, in take: late"
+    error = pickle.loads(pickle.dumps(StoreFullError("actor", "logprobs", 12_345, 345, 0, 12_000)))
+    assert str(error).startswith(
+        "role actor, in logprobs: 12.3 kB of tokens and texts have no room in the object store: 0 bytes of 12 kB for "
+        "batches are taken, 345 bytes are missing; lower trainer.prompts_per_step"
+    )
 
 
 def test_keyword_arguments_of_any_name_reach_the_role(host: RankHost):

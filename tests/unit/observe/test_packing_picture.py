@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlpack.observe.packing_picture import Boxes, layout_boxes, packing_picture
+from rlpack.observe.packing_picture import MOST_SEQUENCES, Boxes, draw, layout_boxes, packing_picture
 from rlpack.observe.plan_record import PlanRecord, read_plan
 from rlpack.observe.style import sequence_colour
 from rlpack.packing.batching import Batching, Mode
@@ -88,6 +88,18 @@ def test_a_png_is_written_wide_enough_for_a_readme(tmp_path: Path) -> None:
 def test_degenerate_steps_are_drawn(tmp_path: Path, lengths: list[int]) -> None:
     plans = {"fixed": plan(lengths, "fixed", 3), "packed": plan(lengths, "packed", 3)}
     assert packing_picture(plans, tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_what_would_be_too_narrow_to_see_is_cut_off_and_said() -> None:
+    made = {"fixed": plan([8] * 600, "fixed", ranks=2), "packed": plan([8] * 600, ranks=2)}
+    figure = draw(made)
+    packed = layout_boxes(made["packed"], 0)
+    _, right = figure.axes[1].get_xlim()
+    drawn = [box for box in packed.sequences if box[2] == 0 and box[1] < right]
+    assert len(drawn) <= MOST_SEQUENCES + 1
+    assert "shown are the first 800 of 2,400" in figure.axes[1].get_xlabel()
+    assert "4,800 slots, 4,800 tokens" in figure.axes[1].get_title(loc="right")
+    assert "shown are" not in draw({"packed": plan([8] * 100)}).axes[0].get_xlabel()
 
 
 def test_a_sequence_has_one_colour_and_its_neighbours_another() -> None:

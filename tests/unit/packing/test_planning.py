@@ -258,6 +258,8 @@ def test_groups_stay_together_or_are_refused() -> None:
         make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[7, 3, 3, 7], mini_batch_size=2)
     with pytest.raises(PackingError, match=r"group 7 has 2 rows, over batching.rows of 1"):
         make_plan([1, 1], Batching(mode="fixed", rows=1), dp_size=1, groups=[7, 7])
+    with pytest.raises(PackingError, match="cost is a tuple; give a Cost, or None to count slots"):
+        make_plan([3], Batching(), dp_size=2, cost=(1, 2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(PackingError, match="groups has 3 entries for 4 rows"):
         make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[1, 2, 3])
 

@@ -128,6 +128,14 @@ def test_pools_that_this_machine_could_never_hold_are_refused_and_those_of_a_clu
     check(placement=Placement(pools={"main": Pool(), "idle": pool}, roles={}))
 
 
+def test_an_object_store_over_this_machines_memory_is_refused_before_ray_is_started():
+    with pytest.raises(
+        PlacementError, match=r"object_store_gb is 1e\+06, and this machine has .*GB of memory free; lower"
+    ):
+        check(placement=Placement(object_store_gb=1e6))
+    check(placement=Placement(object_store_gb=0.1))
+
+
 @pytest.mark.parametrize("sections", [{"recipe": "sft"}, {"warm_up": WarmUp(steps=1)}])
 def test_a_demonstration_over_the_token_budget_is_refused_by_row(sections: dict[str, Any]):
     with pytest.raises(DataError, match=r"and its demonstration have \d+ tokens, over batching\.max_tokens=12; raise"):

@@ -14,8 +14,10 @@ from recipes.evaluation import evaluate_loss
 from recipes.prompts import in_store, load_splits
 from recipes.resuming import reference_folder
 from recipes.session import Progress, Session
-from rlpack.config.schema import Checkpoint, Config, Data, Trainer, WarmUp
+from rlpack.config.schema import Algorithm, Checkpoint, Config, Data, Trainer, WarmUp
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.holding import outline
+from rlpack.data.remote import Remote
 from rlpack.data.store import LocalStore
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
@@ -191,6 +193,41 @@ def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     given = {"rewards": rewards, "valid": valid, "response_tokens": torch.full((4,), 4)}
     stages.advantages(session, rollouts.union(given))
     assert session.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+class AwayStore(LocalStore):
+    """Notes the columns that are taken, once each."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.taken: list[str] = []
+
+    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
+        found, self.parts = outline(batch)
+        return found.at(range(len(self.parts)))
+
+    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
+        here = batch.copy()
+        here.fetch = lambda parts: [self.parts[int(str(part))] for part in parts]
+        self.taken += [name for name in batch if isinstance(batch[name], Remote)]
+        return BatchedDataDict(dict(here), row_ids=here.row_ids)
+
+
+def against_scores(rewards: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return advantages from a column of several numbers a row."""
+    return rewards - scores.sum(1)
+
+
+def test_an_advantage_function_gets_several_numbers_a_row_where_it_names_them(tmp_path: Path):
+    algorithm = Algorithm(advantage=f"{__name__}:against_scores")
+    session, rollouts = session_of(tmp_path, algorithm=algorithm), tiny_rollouts([(2, 4)] * 2, group=2)
+    set_group(session, "actor")
+    store = session.store = AwayStore()
+    rows = {"rewards": torch.tensor([0.0, 1.0]), "valid": torch.ones(2, dtype=torch.bool)}
+    away = store.put(BatchedDataDict({"scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "unasked": torch.ones(2, 9)}))
+    found = stages.advantages(session, rollouts.union({**rows, **away, "response_tokens": torch.full((2,), 4)}))
+    assert found["advantages"].tolist() == [-3.0, -6.0]
+    assert store.taken == ["scores"]
 
 
 def test_quarantined_rows_weigh_nothing_and_the_others_as_if_they_were_not_there(tmp_path: Path):
