@@ -13,7 +13,7 @@ def soft_overlong(lengths: Tensor, *, longest: int, buffer: int, penalty: float 
     tokens before `longest`.
 
     >>> soft_overlong(torch.tensor([5, 8, 10]), longest=10, buffer=4, penalty=1.0)
-    tensor([ 0.0000, -0.5000, -1.0000])
+    tensor([-0.0000, -0.5000, -1.0000])
 
     Args:
         lengths: tokens of the responses, [B].
