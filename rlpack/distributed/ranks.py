@@ -5,6 +5,7 @@ until its own time-out.
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,9 @@ class _RayHost(RankHost):
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
+
+    def process(self) -> int:
+        return os.getpid()
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -131,6 +135,11 @@ class RayRanks:
         """Return the count of processes."""
         return len(self._hosts)
 
+    def processes(self) -> list[int]:
+        """Return the process id of each rank, on its own node."""
+        refs = [host.process.remote() for host in self._hosts]
+        return self._wait(_calls(refs, f"pool {self._name}", "process"), self._call_s)
+
     def meet(self) -> None:
         """Wait until all processes run, and make their process group."""
         role, method = f"pool {self._name}", "start"
@@ -144,10 +153,10 @@ class RayRanks:
         joins = zip(self._hosts, node_ips, strict=True)
         finish([host.join.remote(address, node_ip, self._call_s) for host, node_ip in joins])
 
-    def start(self, role: str, target: str, settings: tuple[Any, ...]) -> None:
-        """Build a role on every rank."""
+    def start(self, role: str, target: str, settings: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        """Build a role on every rank, by `Class.from_settings(context, *settings, **arguments)`."""
         shared = ray.put(settings)
-        refs = [host.start.remote(role, target, shared) for host in self._hosts]
+        refs = [host.start.remote(role, target, shared, arguments) for host in self._hosts]
         self._wait(_calls(refs, role, "start"), self._start_s)
 
     def call(
