@@ -6,12 +6,15 @@ until its own time-out.
 
 import logging
 import os
+import re
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -301,16 +304,25 @@ def _first_cause(
 
 
 def _describe(error: RayError) -> str:
-    """Return what happened in one line; a task's own exception comes with its type."""
+    """Return what happened in one line; a task's own exception comes with its type and its place in a user's code."""
     if isinstance(error, RayTaskError):
-        if isinstance(error.cause, RankError):
-            return str(error.cause)
-        return f"{type(error.cause).__name__}: {error.cause}"
+        known = isinstance(error.cause, RankError)
+        text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
+        place = _place(str(error))  # which holds the traceback
+        return text if place in text else text + place
     if isinstance(error, RayActorError):
         return (
             "the process died; its log, in the Ray session's logs folder, says why (out of memory, a signal, a crash)"
         )
     return f"{type(error).__name__}: {error}"
+
+
+def _place(trace: str) -> str:
+    """Return the last line of a traceback that is a user's own code: not rlpack's, no package's and not Python's."""
+    ours = [str(Path(__file__).parents[2] / package) for package in ("rlpack", "workers")]
+    others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]
+    return " ({}, line {})".format(*frames[-1]) if frames else ""
 
 
 def _late(calls: list[_Call], timeout_s: float) -> RoleError:
