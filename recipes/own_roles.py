@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlpack.config.roles import is_builtin
-from rlpack.config.schema import Role
-from rlpack.distributed.dispatch import dispatch_of
+from rlpack.config.schema import Role, builtin_roles
+from rlpack.distributed.dispatch import dispatch_of, is_dispatched
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.host import load_class
 from workers.base import Worker
@@ -26,10 +26,11 @@ def check_role(name: str, role: Role) -> None:
     except PlacementError as error:
         raise PlacementError(f"roles.{name}: {error}") from error
     where = f"roles.{name}.target is {role.target!r}"
-    if not is_builtin(name):
+    standard = load_class(builtin_roles()[name].target) if is_builtin(name) else None
+    if standard is None or (kind is not standard and "score" in _called(standard)):
         _check_score(where, kind)
-    elif not _has(kind, "from_settings"):
-        raise PlacementError(f"{where}, which has no method from_settings; {_BUILT}")
+    elif kind is not standard:
+        _check_stands_in(where, kind, standard)
     _check_built(name, where, kind, role.arguments)
 
 
@@ -51,6 +52,24 @@ def _check_score(where: str, kind: type[Any]) -> None:
         raise PlacementError(f"{where}, whose score is {what}; write it without async and yield; {_SCORES}")
     if problem := _why_not(inspect.signature(kind.score).bind, "self", "shard"):
         raise PlacementError(f"{where}, whose score can't be called with a shard: {problem}; {_SCORES}")
+
+
+def _check_stands_in(where: str, kind: type[Any], standard: type[Any]) -> None:
+    """See that a class has the methods of the built-in role that it is to replace."""
+    if not _has(kind, "from_settings"):
+        raise PlacementError(f"{where}, which has no method from_settings; {_BUILT}")
+    if missing := sorted(_called(standard) - _called(kind)):
+        raise PlacementError(
+            f"{where}, which has no decorated method {missing[0]}; in the place of {standard.__name__} "
+            f"a class has {', '.join(sorted(_called(standard)))}: derive from it"
+        )
+
+
+def _called(kind: type[Any]) -> set[str]:
+    """Return the methods of a class that a driver can call."""
+    return {
+        name for name in dir(kind) if inspect.isfunction(getattr(kind, name)) and is_dispatched(getattr(kind, name))
+    }
 
 
 def _check_built(name: str, where: str, kind: type[Any], arguments: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from rlpack.models.errors import ModelError
 from rlpack.packing import Batching
 from rlpack.rewards.errors import RewardError
 from tests.builders import MODEL, tiny_config
-from workers.base import Worker
+from workers.base import Worker, sharded
 
 DATA = Data(
     generator={"train_size": 16, "validation_size": 4}, demonstration_column="demonstration", max_prompt_tokens=64
@@ -23,6 +23,11 @@ DATA = Data(
 
 
 class Mute(Worker): ...
+
+
+class Own(Worker):
+    @sharded()
+    def score(self, shard: Any) -> Any: ...
 
 
 def check(**sections: Any) -> None:
@@ -109,7 +114,7 @@ def score_by_level(prompts: list[str], completions: list[str], level: list[int])
 def test_a_reward_function_that_can_not_be_called_is_refused(reward: Reward, message: str):
     with pytest.raises(RewardError, match=message):
         check(reward=reward)
-    own = {**builtin_roles(), "reward": Role(target="workers.base:Worker")}
+    own = {**builtin_roles(), "reward": Role(target="tests.unit.recipes.test_checks:Own")}
     check(reward=reward, roles=own)  # which may call it otherwise
 
 

@@ -8,6 +8,7 @@ from recipes.own_roles import check_role
 from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.errors import PlacementError
 from workers.base import Worker, broadcast, sharded
+from workers.rollout import RolloutWorker
 
 
 class Plain(Worker):
@@ -79,6 +80,11 @@ class Contextless(Plain):
 class Foreign: ...
 
 
+class Stand(RolloutWorker):
+    @classmethod
+    def from_settings(cls, context: Any, config: Any, tokenizer: Any) -> Self: ...
+
+
 def check(kind: str, /, key: str = "judge", **arguments: Any) -> None:
     check_role(key, Role(target=f"{__name__}:{kind}", arguments=arguments))
 
@@ -88,7 +94,8 @@ def test_classes_that_ranks_can_build_and_call_pass():
     check("Weighted", weight=0.5)
     check("Weighted", weight=0.5, name="a")
     check("Configured", n=3)
-    check("Mute", key="reward")  # a built-in role's methods are called as they are needed
+    check("Plain", key="reward")
+    check("Stand", key="rollout")
     for name, role in builtin_roles().items():
         check_role(name, role)
 
@@ -136,5 +143,13 @@ def test_arguments_that_the_class_does_not_take_or_lacks_are_named_with_those_it
 
 
 def test_a_class_in_the_place_of_a_built_in_role_needs_to_be_built_too():
-    with pytest.raises(PlacementError, match=r"roles\.reward\.target .* has no method from_settings; write it as `@cl"):
-        check("Foreign", key="reward")
+    with pytest.raises(
+        PlacementError, match=r"roles\.rollout\.target .* has no method from_settings; write it as `@cl"
+    ):
+        check("Foreign", key="rollout")
+    with pytest.raises(PlacementError, match=r"roles\.reward\.target is '.*:Mute', which has no method score"):
+        check("Mute", key="reward")
+    with pytest.raises(
+        PlacementError, match=r"no decorated method generate; in the place of RolloutWorker .*: derive from it"
+    ):
+        check("Mute", key="rollout")
