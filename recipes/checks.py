@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from recipes.machine import check_machine
+from recipes.own_roles import check_role
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.algorithms.shaping import soft_overlong
@@ -14,9 +15,7 @@ from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
-from rlpack.distributed.dispatch import dispatch_of
-from rlpack.distributed.errors import PlacementError
-from rlpack.distributed.host import load_class
+from rlpack.data.tokenisation import eos_id, pad_id, tokenizer_name
 from rlpack.models.loading import check_classifier, outline
 from rlpack.packing import Batching
 from rlpack.rewards.scoring import check_signature, resolve
@@ -37,16 +36,19 @@ def check_before_start(
         ModelError: `model` describes no language model that the tokenizer fits, or `actor` names weights or layers that
             it doesn't have.
         AlgorithmError: there is no such loss or advantage function, or it can't be called with its arguments.
-        PlacementError: a role's class can't be loaded, or is none that a session can call, or this machine is too
-            small for the pools.
+        PlacementError: a role's class can't be loaded, or is none that a session can build and call, or this machine
+            is too small for the pools.
         RewardError: there is no such reward function, or it can't be called with the dataset's columns.
-        DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget.
+        DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget; the
+            tokenizer has no token that ends a response.
     """
     model = outline(config.model, vocab_size=len(tokenizer))
     choose_trained(copy.deepcopy(model), config.actor, seed=config.seed)
+    if config.recipe != "sft":
+        _check_ends(config, tokenizer)
     names = started_roles(config)
     for name in names:
-        _check_role(name, config.roles[name].target)
+        check_role(name, config.roles[name])
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     if "reward_model" in names:
@@ -64,6 +66,17 @@ def check_before_start(
     return model
 
 
+def _check_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """See that a response can end; slots without a token need no padding token (`rlpack.data.tokenisation.pad_id`)."""
+    pad_id(tokenizer)
+    if eos_id(tokenizer) is None and not config.rollout.stop_token_ids:
+        raise DataError(
+            f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), so the role rollout could end no "
+            f"response before rollout.max_new_tokens={config.rollout.max_new_tokens}; set rollout.stop_token_ids to "
+            "ids that end one, or model.tokenizer to a tokenizer that has it"
+        )
+
+
 def _check_algorithm(config: Config) -> None:
     """Find the loss and the advantage function, and call the loss once, so that a bound outside its range is said."""
     settings = config.algorithm
@@ -77,26 +90,6 @@ def _check_algorithm(config: Config) -> None:
     if config.recipe == "dapo":
         longest, dapo = config.rollout.max_new_tokens, config.dapo
         soft_overlong(torch.zeros(1), longest=longest, buffer=dapo.overlong_buffer, penalty=dapo.overlong_penalty)
-
-
-def _check_role(name: str, target: str) -> None:
-    """Load a role's class; a user's own has to be one that scores."""
-    try:
-        kind = load_class(target)
-    except PlacementError as error:
-        raise PlacementError(f"roles.{name}: {error}") from error
-    if is_builtin(name):
-        return
-    wanted = "a role of one's own scores rollouts: `@sharded() def score(self, shard)`, as workers/reward.py has it"
-    for method in ("from_settings", "score"):
-        if not any(method in vars(parent) for parent in kind.__mro__):
-            raise PlacementError(f"roles.{name}.target is {target!r}, which has no method {method}; {wanted}")
-    try:
-        dispatch = dispatch_of(kind.score)
-    except TypeError as error:
-        raise PlacementError(f"roles.{name}.target is {target!r}: {error}; {wanted}") from error
-    if dispatch.kind != "sharded":
-        raise PlacementError(f"roles.{name}.target is {target!r}, whose score is {dispatch.kind}; {wanted}")
 
 
 def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:

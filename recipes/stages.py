@@ -18,10 +18,13 @@ from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_coefficient
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
+from rlpack.config.schema import Algorithm
 from rlpack.data.batch import BatchedDataDict
+from rlpack.data.fields import FIELDS
 from rlpack.data.remote import Remote
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
+from rlpack.distributed.returns import check_scores
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.rollout.engine import SamplingParams
 from workers.actor import ActorWorker
@@ -130,20 +133,22 @@ def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDic
     The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
     """
     sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
-    results = [_judged(group, sent) for group in groups]
+    results: list[Judgement] = []
+    extras = rollouts.keep([])
+    for group in groups:
+        results.append(_judged(group, sent, taken={*FIELDS, *rollouts, *extras, *Algorithm.model_fields}))
+        extras = extras.union(results[-1].extras)
     valid = torch.stack([result.valid for result in results]).all(0)
     rewards = torch.stack([result.rewards for result in results]).sum(0).where(valid, 0.0)
-    extras = rollouts.keep([])
-    for result in results:
-        extras = extras.union(result.extras)
     return Judgement(rewards, valid, extras)
 
 
-def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict) -> Judgement:
+def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict, taken: set[str]) -> Judgement:
     """Return one role's rewards, and which rows it scored: none that its batching drops."""
-    found = group.run(RewardWorker.score, rollouts)
+    found, plan = group.run(RewardWorker.score, rollouts), group.plan(rollouts)
+    check_scores(group.role, RewardWorker.score.__name__, found, plan, taken)
     valid = ~found["quarantined"]
-    valid[torch.from_numpy(group.plan(rollouts).step_of_row) < 0] = False
+    valid[torch.from_numpy(plan.step_of_row) < 0] = False
     return Judgement(found["rewards"], valid, found.drop(["rewards", "quarantined"]))
 
 

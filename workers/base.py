@@ -11,7 +11,7 @@ role's pool, and the driver calls its methods as their dispatch decorators say (
 One line of configuration starts it: `roles.shout.target=my_package.shout:Shout`.
 """
 
-from typing import Self
+from typing import Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +29,12 @@ class Worker:
         self.context = context
 
     @classmethod
-    def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Build the role on one rank; a subclass picks the sections that it needs and hands them to its `__init__`."""
-        return cls(context)
+    def from_settings(
+        cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase, *args: Any, **arguments: Any
+    ) -> Self:
+        """Build the role on one rank, `arguments` those that its section of `roles` gives.
+
+        A subclass that reads the configuration or the tokenizer overrides this, picks the sections that it needs and
+        hands them to its `__init__`.
+        """
+        return cls(context, *args, **arguments)

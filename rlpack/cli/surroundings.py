@@ -16,6 +16,9 @@ from rlpack.observe.directory import check_run_dir
 from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.sinks import check_packages
 
+# Packages, by commas, from which a run may load roles, rewards, losses and advantages; unset, any.
+ALLOWED = "RLPACK_ALLOWED_PACKAGES"
+OWN_PACKAGES = ("rlpack", "workers")
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable of that name, which Ray sets for a submitted job's driver
 
 
@@ -23,10 +26,10 @@ def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
     """Raise for what `config` names and this machine lacks.
 
     Raises:
-        ConfigError: the run directory can't be used, a target can't be found, or a package isn't installed.
+        ConfigError: the run directory can't be used, a target isn't there or not allowed, or a package isn't installed.
         DataError: a data file isn't there.
     """
-    problems = [*_run_dir(config, environment), *_targets(config), *_packages(config)]
+    problems = [*_run_dir(config, environment), *_targets(config, environment), *_packages(config)]
     try:
         check_packages(config.logger)
     except SinkError as error:
@@ -55,13 +58,18 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
         yield str(error)
 
 
-def _targets(config: Config) -> Iterator[str]:
-    targets = {f"roles.{role}.target": config.roles[role].target for role in started_roles(config)}
-    if "reward" in started_roles(config):
-        targets["reward.function"] = config.reward.function
-    for key, target in targets.items():
+def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Look for the modules that a run is going to import, among those that the operator lets it import."""
+    allowed = environment.get(ALLOWED, "")
+    packages = [*OWN_PACKAGES, *(name.strip() for name in allowed.split(",") if name.strip())]
+    for key, target in _code(config).items():
         module = target.partition(":")[0]
-        if reason := _why_not_importable(module):
+        if allowed.strip() and not any(module == name or module.startswith(f"{name}.") for name in packages):
+            yield (
+                f"{key} is {target!r}, and {ALLOWED} lets a run load code of {', '.join(packages)} alone; take it from "
+                f"one of these, or have who set the variable add {module.partition('.')[0]}"
+            )
+        elif reason := _why_not_importable(module):
             yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from here"
 
 
@@ -71,6 +79,18 @@ def _packages(config: Config) -> Iterator[str]:
             "actor.optimizer.name=adamw_8bit needs the package torchao, which is not installed; install "
             "rlpack[eight-bit], on every node, or set actor.optimizer.name=adamw"
         )
+
+
+def _code(config: Config) -> dict[str, str]:
+    """Return every key that names code which this run imports, and what it names."""
+    roles = started_roles(config)
+    targets = {f"roles.{role}.target": config.roles[role].target for role in roles}
+    if "reward" in roles:
+        targets["reward.function"] = config.reward.function
+    if config.recipe != "sft":
+        named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
+        targets |= {key: target for key, target in named.items() if ":" in target}
+    return targets
 
 
 def _why_not_importable(module: str) -> str:

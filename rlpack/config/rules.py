@@ -284,6 +284,7 @@ def _secrets(config: Config) -> Iterator[str]:
         "model.config": config.model.config,
         "data.generator": config.data.generator,
         "reward.arguments": config.reward.arguments,
+        **{f"roles.{name}.arguments": role.arguments for name, role in config.roles.items()},
     }
     for place, values in free.items():
         for path in secret_paths(place, values):

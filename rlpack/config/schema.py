@@ -204,9 +204,12 @@ class Placement(Section):
 
 
 class Role(Section):
-    """A role's class, and for a user's own role its batching."""
+    """A role's class and its arguments, and for a user's own role its batching."""
 
     target: str = Field(description="The role's class as package.module:Class.")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments that the class is built with on each rank."
+    )
     batching: RoleBatching = RoleBatching()
 
 

@@ -97,7 +97,10 @@ def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Example) -
         raise DataError(f"{where} is missing; supervised steps need data.demonstration_column")
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
-        raise DataError(f"{_name(tokenizer)} has no end-of-sequence token, which demonstrations end with")
+        raise DataError(
+            f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), which demonstrations end with; set "
+            "model.tokenizer to one that has it"
+        )
     return [*_encode_text(tokenizer, example.demonstration, where, add_special_tokens=False), end]
 
 
@@ -127,7 +130,9 @@ def _encode_text(
         unknown = sorted(
             {c for c in text if tokenizer.unk_token_id in tokenizer(c, split_special_tokens=True).input_ids}
         )
-        raise DataError(f"{where} has characters that {_name(tokenizer)} can't write: {unknown}; in {text[:80]!r}")
+        raise DataError(
+            f"{where} has characters that {tokenizer_name(tokenizer)} can't write: {unknown}; in {text[:80]!r}"
+        )
     return ids
 
 
@@ -137,7 +142,10 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message]
     Special tokens in a message are hidden behind marks while the template is rendered, and written as characters.
     """
     if tokenizer.chat_template is None:
-        raise DataError(f"{where}: {_name(tokenizer)} has no chat template; set data.chat_template=false, or take one")
+        raise DataError(
+            f"{where}: {tokenizer_name(tokenizer)} has no chat template; set data.chat_template=false, or "
+            "model.tokenizer to one that has it"
+        )
     specials = [str(token) for token in tokenizer.all_special_tokens]
     pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
     contents = [message["content"] for message in messages]
@@ -165,9 +173,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: 
     try:
         rendered: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        raise DataError(f"{where}: the chat template of {_name(tokenizer)} refuses it: {error}") from error
+        raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} refuses it: {error}") from error
     return rendered
 
 
-def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the words by which messages speak of a tokenizer."""
     return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r}"

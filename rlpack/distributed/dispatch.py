@@ -66,6 +66,11 @@ def rank_zero(method: Callable[P, R]) -> Callable[P, R]:
     return _mark(Dispatch("rank_zero"))(method)
 
 
+def is_dispatched(method: Callable[..., Any]) -> bool:
+    """Whether a function carries a dispatch decorator."""
+    return _MARK in vars(method)
+
+
 def dispatch_of(method: Callable[..., Any]) -> Dispatch:
     """Return how `method` is called.
 

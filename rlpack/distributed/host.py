@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers.utils.logging import disable_progress_bar
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.errors import DataError
 from rlpack.data.holding import Outline, outline
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
+from rlpack.distributed.returns import check_is_rows
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +54,12 @@ class RankHost:
             backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
         )
 
-    def start(self, role: str, target: str, settings: tuple[Any, ...]) -> None:
+    def start(
+        self, role: str, target: str, settings: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
+    ) -> None:
         """Build the role's object by its class's `from_settings` and keep it under its name."""
         with _sendable_errors():
-            self._roles[role] = load_class(target).from_settings(self._context, *settings)
+            self._roles[role] = load_class(target).from_settings(self._context, *settings, **(arguments or {}))
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run a method of a role.
@@ -76,18 +77,7 @@ class RankHost:
         """
         with _sendable_errors():
             result = getattr(self._roles[role], method)(*args, **kwargs)
-        if not isinstance(result, BatchedDataDict):
-            raise DataError(
-                f"{type(self._roles[role]).__name__}.{method} returned a {type(result).__name__}; a method under "
-                "@sharded() returns a BatchedDataDict with the row ids of its shard (shard.keep([]).union(...)), or is "
-                "given a merge"
-            )
-        if not result.has_given_ids:
-            raise DataError(
-                f"{type(self._roles[role]).__name__}.{method} returned rows without ids, so nobody can tell whose they "
-                "are; return shard.keep([]).union({...}), or give row_ids=shard.row_ids"
-            )
-        found, parts = outline(result)
+        found, parts = outline(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
         if parts:
             self._parts[ticket] = parts
         return found

@@ -5,12 +5,16 @@ until its own time-out.
 """
 
 import logging
+import os
+import re
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -43,6 +47,9 @@ class _RayHost(RankHost):
 
     def node_ip(self) -> str:
         return ray.util.get_node_ip_address()
+
+    def process(self) -> int:
+        return os.getpid()
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -131,6 +138,11 @@ class RayRanks:
         """Return the count of processes."""
         return len(self._hosts)
 
+    def processes(self) -> list[int]:
+        """Return the process id of each rank, on its own node."""
+        refs = [host.process.remote() for host in self._hosts]
+        return self._wait(_calls(refs, f"pool {self._name}", "process"), self._call_s)
+
     def meet(self) -> None:
         """Wait until all processes run, and make their process group."""
         role, method = f"pool {self._name}", "start"
@@ -144,10 +156,10 @@ class RayRanks:
         joins = zip(self._hosts, node_ips, strict=True)
         finish([host.join.remote(address, node_ip, self._call_s) for host, node_ip in joins])
 
-    def start(self, role: str, target: str, settings: tuple[Any, ...]) -> None:
-        """Build a role on every rank."""
+    def start(self, role: str, target: str, settings: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        """Build a role on every rank, by `Class.from_settings(context, *settings, **arguments)`."""
         shared = ray.put(settings)
-        refs = [host.start.remote(role, target, shared) for host in self._hosts]
+        refs = [host.start.remote(role, target, shared, arguments) for host in self._hosts]
         self._wait(_calls(refs, role, "start"), self._start_s)
 
     def call(
@@ -292,16 +304,25 @@ def _first_cause(
 
 
 def _describe(error: RayError) -> str:
-    """Return what happened in one line; a task's own exception comes with its type."""
+    """Return what happened in one line; a task's own exception comes with its type and its place in a user's code."""
     if isinstance(error, RayTaskError):
-        if isinstance(error.cause, RankError):
-            return str(error.cause)
-        return f"{type(error.cause).__name__}: {error.cause}"
+        known = isinstance(error.cause, RankError)
+        text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
+        place = _place(str(error))  # which holds the traceback
+        return text if place in text else text + place
     if isinstance(error, RayActorError):
         return (
             "the process died; its log, in the Ray session's logs folder, says why (out of memory, a signal, a crash)"
         )
     return f"{type(error).__name__}: {error}"
+
+
+def _place(trace: str) -> str:
+    """Return the last line of a traceback that is a user's own code: not rlpack's, no package's and not Python's."""
+    ours = [str(Path(__file__).parents[2] / package) for package in ("rlpack", "workers")]
+    others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]
+    return " ({}, line {})".format(*frames[-1]) if frames else ""
 
 
 def _late(calls: list[_Call], timeout_s: float) -> RoleError:

@@ -20,7 +20,7 @@ def start_roles(
 ) -> dict[str, WorkerGroup[Any]]:
     """Start the roles `names` and return their handles.
 
-    Each rank builds its role by `Class.from_settings(context, *settings)`.
+    Each rank builds its role by `Class.from_settings(context, *settings, **arguments)`, `arguments` the role's own.
 
     Args:
         cluster: where they start.
@@ -38,7 +38,7 @@ def start_roles(
     groups: dict[str, WorkerGroup[Any]] = {}
     for name in names:
         ranks = pools[pool_of(config, name)]
-        ranks.start(name, config.roles[name].target, settings)
+        ranks.start(name, config.roles[name].target, settings, config.roles[name].arguments)
         mini_batch_size = config.trainer.mini_batch_size if name in _TRAINED else None
         groups[name] = WorkerGroup(
             name,

@@ -17,6 +17,8 @@ import numpy as np
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.columns import lengths_of
 from rlpack.distributed.dispatch import Dispatch, dispatch_of
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.returns import restored
 from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class WorkerGroup(Generic[W]):
         """Run a method of the role as its dispatch decorator says.
 
         Raises:
-            RoleError: a rank raised, died, or missed its deadline.
+            RoleError: a rank raised, died, missed its deadline, or returned what is no result of its shard.
             PackingError: the batch of a sharded call cannot be planned.
         """
         dispatch = dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
@@ -125,10 +127,17 @@ class WorkerGroup(Generic[W]):
         self, name: str, dispatch: Dispatch, batch: BatchedDataDict, rest: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         plan = self.plan(batch, mini_batches=dispatch.mini_batches)
-        args = [(shard, *rest) for shard in batch.shard(plan)]
+        shards = batch.shard(plan)
+        args = [(shard, *rest) for shard in shards]
         if dispatch.merge is None:
-            return batch.restore(self.ranks.call_rows(self.role, name, args, kwargs), plan=plan)
-        return dispatch.merge(self.ranks.call(self.role, name, args, kwargs))
+            results = self.ranks.call_rows(self.role, name, args, kwargs)
+            return restored(batch, shards, results, plan=plan, call=(self.role, name))
+        results = self.ranks.call(self.role, name, args, kwargs)
+        try:
+            return dispatch.merge(results)
+        except Exception as error:  # a role's own function: anything may come
+            text = f"the merge of its ranks' results raised {type(error).__name__}: {error}"
+            raise RoleError(self.role, None, name, text) from error
 
     def transfer(
         self,

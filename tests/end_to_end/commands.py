@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +91,10 @@ def _belongs(process: psutil.Process, mark: str) -> bool:
 
 
 @contextmanager
-def started(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2) -> Iterator[Command]:
-    """Start `rlpack train` in `folder`; nothing of it outlives the block."""
+def started(
+    folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()
+) -> Iterator[Command]:
+    """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block."""
     folder.mkdir(exist_ok=True)
     mark = secrets.token_hex(8)
     words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *overrides]
@@ -100,7 +102,13 @@ def started(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2)
         process = subprocess.Popen(
             [sys.executable, "-m", "rlpack", *words],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), MARK: mark, "HF_HUB_OFFLINE": "1", "WANDB_SILENT": "true"},
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *path])),
+                MARK: mark,
+                "HF_HUB_OFFLINE": "1",
+                "WANDB_SILENT": "true",
+            },
             stdout=out,
             stderr=err,
             start_new_session=True,
@@ -114,9 +122,9 @@ def started(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2)
         process.wait()
 
 
-def done(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2) -> Command:
+def done(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()) -> Command:
     """Run `rlpack train` to its end, which has to be a good one and to leave no process."""
-    with started(folder, *overrides, run_dir=run_dir, ranks=ranks) as command:
+    with started(folder, *overrides, run_dir=run_dir, ranks=ranks, path=path) as command:
         assert command.wait() == 0, command.err
         assert "Traceback" not in command.err
         assert command.left_behind() == []

@@ -22,7 +22,7 @@ def score(prompts, completions, kind, *, scale):
         rewards.append({"nan": float("nan"), "none": None, "infinite": float("inf")}.get(what, value))
     return rewards
 """
-# A role of one's own that scores one batch and fails on the next.
+# A role of one's own that scores one batch, and returns what is no reward for the next.
 JUDGE = """
 import torch
 
@@ -34,10 +34,9 @@ class Judge(Worker):
     @sharded()
     def score(self, shard):
         self.calls += 1
-        if self.calls > 1:
-            raise ValueError("no opinion")
         rows = shard.num_rows
-        verdict = {"rewards": torch.full((rows,), 5.0), "quarantined": torch.zeros(rows, dtype=torch.bool)}
+        reward = 5.0 if self.calls == 1 else float("nan")
+        verdict = {"rewards": torch.full((rows,), reward), "quarantined": torch.zeros(rows, dtype=torch.bool)}
         return shard.keep([]).union(verdict)
 """
 KINDS = ("good", "nan", "good", "none", "good", "infinite", "good", "good")
@@ -148,7 +147,8 @@ def test_a_role_of_ones_own_is_one_line_of_configuration_and_its_failure_names_r
     with started(tmp_path, *EASY, "warm_up.steps=1", "trainer.steps=3", "trainer.prompts_per_step=4",
                  "roles.judge.target=judge:Judge") as run:  # fmt: skip
         assert run.wait() == 1
-    assert re.search(r"role judge, rank \d, in score, step 2 of train: ValueError: no opinion", run.err)
+    assert re.search(r"role judge, rank \d, in score, step 2 of train: row 0 has the reward nan and is not q", run.err)
+    assert run.left_behind() == []
     assert steps(run.run_dir, "train") == [1]
     (reward,) = curve(run.run_dir, "reward/mean")
     assert 5 <= reward <= 6

@@ -4,7 +4,7 @@ import pytest
 
 from rlpack.cli.surroundings import check_surroundings
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Data, Logger, Reward, Role, builtin_roles
+from rlpack.config.schema import Algorithm, Config, Data, Logger, Reward, Role, builtin_roles
 from rlpack.data.errors import DataError
 
 
@@ -75,3 +75,34 @@ def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
     config = config_with(tmp_path, data=Data(source="a.jsonl", validation_source="b.parquet"))
     with pytest.raises(DataError, match=r"data\.validation_source is 'b\.parquet'"):
         check_surroundings(config, {})
+
+
+ALLOWED = "RLPACK_ALLOWED_PACKAGES"
+
+
+def test_code_outside_the_packages_that_an_operator_allows_is_refused_by_its_key(tmp_path):
+    roles = {**builtin_roles(), "judge": Role(target="json.decoder:JSONDecoder")}
+    config = config_with(tmp_path, roles=roles, algorithm=Algorithm(loss="csv:loss", advantage="csv:advantage"))
+    check_surroundings(config, {})
+    check_surroundings(config, {ALLOWED: "  "})
+    check_surroundings(config, {ALLOWED: "csv, json"})
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(config, {ALLOWED: "jso,json.encoder"})
+    refused = {problem.partition(" ")[0]: problem for problem in caught.value.problems}
+    assert set(refused) == {"roles.judge.target", "reward.function", "algorithm.loss", "algorithm.advantage"}
+    assert refused["roles.judge.target"] == (
+        "roles.judge.target is 'json.decoder:JSONDecoder', and RLPACK_ALLOWED_PACKAGES lets a run load code of rlpack, "
+        "workers, jso, json.encoder alone; take it from one of these, or have who set the variable add json"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(config, {ALLOWED: "json"})
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["algorithm.loss", "algorithm.advantage"]
+
+
+def test_the_built_in_losses_need_no_permission(tmp_path):
+    check_surroundings(Config(run_dir=str(tmp_path / "run")), {ALLOWED: "judge_role"})
+
+
+def test_a_loss_that_cannot_be_imported_is_named(tmp_path):
+    config = config_with(tmp_path, algorithm=Algorithm(loss="no_such_losses:squared"))
+    assert "algorithm.loss is 'no_such_losses:squared': there is no module no_such_losses" in problem_of(config)

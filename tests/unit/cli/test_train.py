@@ -31,7 +31,7 @@ def ran(monkeypatch, tmp_path):
         recipe = ModuleType(f"recipes.{name}")
         recipe.main = runs.main  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"recipes.{name}", recipe)
-    monkeypatch.setattr("rlpack.cli.surroundings._targets", lambda config: iter(()))
+    monkeypatch.setattr("rlpack.cli.surroundings._targets", lambda *_: iter(()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return runs

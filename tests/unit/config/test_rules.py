@@ -73,6 +73,10 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"reward": {"function": "a:b;c"}}, "it has to be package.module:Name"),
         ({"reward": {"arguments": {"api_key": "x"}}}, "reward.arguments.api_key looks like a secret"),
         ({"reward": {"arguments": {"judge": {"auth_token": "x"}}}}, "reward.arguments.judge.auth_token looks like"),
+        (
+            {"roles": {"judge": {"target": "a:B", "arguments": {"api_key": "x"}}}},
+            "roles.judge.arguments.api_key looks like a secret",
+        ),
         ({"reward": {"arguments": {"hub_token": "x"}}}, "reward.arguments.hub_token looks like a secret"),
         (
             {"reward": {"arguments": {"judges": [{"token": "x"}]}}},

@@ -1,9 +1,11 @@
 """What the documents tell a reader to type works: commands compose, code runs, links lead somewhere."""
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +14,17 @@ from rlpack.cli.main import main
 from rlpack.config.compose import compose
 from rlpack.observe.plan_record import PlanRecord
 from rlpack.packing import Batching
+from rlpack.testing import check_role, contracts
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/guide.md", "benchmarks/RESULTS.md")]
+NAMES = ("README.md", "CONTRIBUTING.md", "docs/guide.md", "docs/roles.md", "benchmarks/RESULTS.md")
+DOCUMENTS = [*(ROOT / name for name in NAMES), *sorted((ROOT / "examples").glob("*/README.md"))]
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
     """Return document name and text of every fenced block of a language."""
     pattern = re.compile(rf"^```{language}\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    return [(path.name, text) for path in DOCUMENTS for text in pattern.findall(path.read_text())]
+    return [(str(path.relative_to(ROOT)), text) for path in DOCUMENTS for text in pattern.findall(path.read_text())]
 
 
 def commands() -> list[list[str]]:
@@ -74,6 +78,30 @@ def test_python_blocks_compile_and_the_readmes_run():
         tree = ast.parse(text)
         if name == "README.md":
             exec(compile(tree, name, "exec"), {})
+
+
+def test_the_roles_of_the_roles_page_keep_their_contracts_and_its_tests_pass(tmp_path, monkeypatch):
+    for text in (text for name, text in blocks("python") if name == "docs/roles.md"):
+        path = tmp_path / text.partition("\n")[0].removeprefix("# ")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        tests = importlib.import_module("brevity.test_judge")
+        for name in [name for name in vars(tests) if name.startswith("test_")]:
+            vars(tests)[name]()
+        check_role(importlib.import_module("brevity.lexical").LexicalWorker, arguments={"seed": 3})
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "brevity"]:
+            del sys.modules[name]
+
+
+def test_the_contracts_of_the_roles_page_are_those_that_are_checked():
+    page = (ROOT / "docs" / "roles.md").read_text()
+    numbered = re.findall(r"^\d+\. (\w+): ", contracts.__doc__ or "", re.MULTILINE)
+    table = page.partition("| contract |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in row.split("|")[1].strip().split(", ")]
+    assert named == numbered
 
 
 def test_links_lead_to_files():

@@ -3,18 +3,19 @@
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from recipes.checks import check_before_start
 from recipes.prompts import load_splits
 from rlpack.config.roles import builtin_roles
-from rlpack.config.schema import Config, Data, Model, Placement, Pool, Reward, Role, WarmUp
+from rlpack.config.schema import Config, Data, Model, Placement, Pool, Reward, Role, Rollout, WarmUp
 from rlpack.data.errors import DataError
 from rlpack.distributed.errors import PlacementError
 from rlpack.models.errors import ModelError
 from rlpack.packing import Batching
 from rlpack.rewards.errors import RewardError
 from tests.builders import MODEL, tiny_config
-from workers.base import Worker, broadcast
+from workers.base import Worker, sharded
 
 DATA = Data(
     generator={"train_size": 16, "validation_size": 4}, demonstration_column="demonstration", max_prompt_tokens=64
@@ -24,13 +25,9 @@ DATA = Data(
 class Mute(Worker): ...
 
 
-class Undecorated(Worker):
-    def score(self) -> None: ...
-
-
-class Shouting(Worker):
-    @broadcast
-    def score(self) -> None: ...
+class Own(Worker):
+    @sharded()
+    def score(self, shard: Any) -> Any: ...
 
 
 def check(**sections: Any) -> None:
@@ -62,20 +59,36 @@ def test_a_model_that_can_not_be_built_is_refused(config: dict[str, Any], messag
         check(model=Model(config=config))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("Absent", r"roles\.judge: role target .* has no class Absent"),
-        ("Mute", r"roles\.judge\.target is 'tests.*:Mute', which has no method score; a role of one's own scores"),
-        ("Undecorated", r"Undecorated\.score does not say how it is called"),
-        ("Shouting", "whose score is broadcast"),
-        ("Config", "which has no method from_settings"),
-    ],
-)
-def test_a_role_that_no_session_could_call_is_refused_by_name(name: str, message: str):
-    with pytest.raises(PlacementError, match=message):
-        check(roles=own_role(name))
-    check(recipe="sft", roles=own_role(name))  # which starts no role but the actor
+def test_a_role_that_no_session_could_call_is_refused_where_it_is_started():
+    with pytest.raises(PlacementError, match=r"roles\.judge\.target is 'tests.*:Mute', which has no method score"):
+        check(roles=own_role("Mute"))
+    check(recipe="sft", roles=own_role("Mute"))  # which starts no role but the actor
+
+
+def check_with(tokenizer: PreTrainedTokenizerBase, **sections: Any) -> None:
+    config: Config = tiny_config(**({"data": DATA} | sections))
+    _, prompts, held_out = load_splits(config)
+    check_before_start(config, tokenizer, prompts, held_out)
+
+
+def test_a_tokenizer_without_an_end_of_sequence_is_refused_unless_other_ids_end_a_response():
+    tokenizer = load_splits(tiny_config(data=DATA))[0]
+    tokenizer.eos_token = None
+    with pytest.raises(
+        DataError, match=r"no end-of-sequence token \(eos_token\), so the role rollout could end no resp"
+    ):
+        check_with(tokenizer)
+    check_with(tokenizer, rollout=Rollout(stop_token_ids=(5,)))
+    with pytest.raises(
+        DataError, match=r"no end-of-sequence token .*which demonstrations end with; set model.tokenizer"
+    ):
+        check_with(tokenizer, rollout=Rollout(stop_token_ids=(5,)), warm_up=WarmUp(steps=1))
+
+
+def test_a_tokenizer_without_a_padding_token_will_do():
+    tokenizer = load_splits(tiny_config(data=DATA))[0]
+    tokenizer.pad_token = None
+    check_with(tokenizer)
 
 
 def test_a_reward_function_that_its_module_lacks_is_refused():
@@ -101,7 +114,7 @@ def score_by_level(prompts: list[str], completions: list[str], level: list[int])
 def test_a_reward_function_that_can_not_be_called_is_refused(reward: Reward, message: str):
     with pytest.raises(RewardError, match=message):
         check(reward=reward)
-    own = {**builtin_roles(), "reward": Role(target="workers.base:Worker")}
+    own = {**builtin_roles(), "reward": Role(target="tests.unit.recipes.test_checks:Own")}
     check(reward=reward, roles=own)  # which may call it otherwise
 
 

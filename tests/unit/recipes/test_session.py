@@ -19,6 +19,7 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import outline
 from rlpack.data.remote import Remote
 from rlpack.data.store import LocalStore
+from rlpack.distributed.errors import RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from tests.builders import tiny_config, tiny_rollouts
@@ -59,8 +60,8 @@ class FakeRun:
 class FakeGroup:
     """A role on one rank whose methods return what `answers` has for their names."""
 
-    def __init__(self, batching: Batching, answers: dict[str, Any]) -> None:
-        self.batching, self.answers = batching, answers
+    def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
+        self.role, self.batching, self.answers = role, batching, answers
         self.called: list[str] = []
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
@@ -87,7 +88,7 @@ def session_of(folder: Path, interrupt_at: int | None = None, **sections: Any) -
 
 
 def set_group(session: Session, name: str, batching: Batching | None = None, **answers: Any) -> FakeGroup:
-    group = FakeGroup(batching or Batching(), answers)
+    group = FakeGroup(name, batching or Batching(), answers)
     session.groups[name] = cast(WorkerGroup[Any], group)
     return group
 
@@ -255,6 +256,31 @@ def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not
     set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
     rewards, valid, _ = stages.scores(session.scorers, rollouts)
     assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (
+            {"praise": torch.zeros(2)},
+            r"role judge, some rank, in score: it adds the column 'praise'; .* give it another",
+        ),
+        ({"advantages": torch.zeros(2)}, "it adds the column 'advantages'"),  # which a later stage will add
+        ({"level": [1, 2]}, "it adds the column 'level'"),  # which the dataset has
+        ({"baseline": torch.zeros(2)}, "it adds the column 'baseline'"),  # a key of algorithm
+    ],
+)
+def test_a_column_that_is_there_already_is_refused_by_the_role_that_adds_it(
+    tmp_path: Path, added: dict[str, Any], message: str
+):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)]).union({"level": [1, 2]})
+    scored = {"rewards": torch.ones(2), "quarantined": torch.zeros(2, dtype=torch.bool)}
+    set_group(session, "reward", score=rollouts.keep([]).union(scored | {"praise": torch.ones(2)}))
+    set_group(session, "judge", score=rollouts.keep([]).union(scored))
+    assert stages.score(session, rollouts)["praise"].tolist() == [1, 1]
+    set_group(session, "judge", score=rollouts.keep([]).union(scored | added))
+    with pytest.raises(RoleError, match=message):
+        stages.score(session, rollouts)
 
 
 def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Path):

@@ -1,0 +1,3 @@
+"""A role of one's own for rlpack."""
+
+from judge_role.judge import JudgeWorker as JudgeWorker

@@ -1,0 +1,30 @@
+"""A judge of repetition: what a response says again and again costs it reward."""
+
+import torch
+
+from rlpack.data.batch import BatchedDataDict
+from workers.base import RankContext, Worker, sharded
+
+
+class JudgeWorker(Worker):
+    """Gives a response minus `weight` times the share of its n-grams of tokens that stood in it before.
+
+    That share is left in the batch as the column `repeated`, for an advantage function that asks for it by name.
+    """
+
+    def __init__(self, context: RankContext, *, n: int = 4, weight: float = 1.0) -> None:
+        super().__init__(context)
+        self.n, self.weight = n, weight
+
+    @sharded()
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return `rewards` f32 [B], `quarantined` bool [B] (no row is) and `repeated` f32 [B]."""
+        rows = zip(shard["input_ids"].rows(), shard["response_mask"].rows(), strict=True)
+        repeated = torch.tensor([self._repeated(tokens[mask].tolist()) for tokens, mask in rows], dtype=torch.float32)
+        quarantined = torch.zeros_like(repeated, dtype=torch.bool)
+        columns = {"rewards": -self.weight * repeated, "quarantined": quarantined, "repeated": repeated}
+        return shard.keep([]).union(columns)
+
+    def _repeated(self, tokens: list[int]) -> float:
+        grams = [tuple(tokens[start : start + self.n]) for start in range(len(tokens) - self.n + 1)]
+        return 1.0 - len(set(grams)) / len(grams) if grams else 0.0

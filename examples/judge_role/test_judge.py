@@ -1,0 +1,22 @@
+"""The package's own test: the judge keeps what rlpack asks of a role, and says what it should."""
+
+import torch
+from judge_role import JudgeWorker
+
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.ragged import Ragged
+from rlpack.testing import check_role
+from workers.base import RankContext
+
+
+def test_the_judge_keeps_its_contracts():
+    check_role(JudgeWorker, arguments={"n": 2, "weight": 0.5})
+
+
+def test_what_stood_there_before_counts_and_the_prompt_does_not():
+    tokens = Ragged.from_rows([[7, 1, 2, 1, 2, 1, 2], [1, 2, 1, 2], [5, 6]], torch.int64)
+    mask = tokens.with_values(torch.tensor([False, *[True] * 6, *[False] * 2, *[True] * 2, *[True] * 2]))
+    judge = JudgeWorker(RankContext(), n=2, weight=2.0)
+    found = judge.score(BatchedDataDict({"input_ids": tokens, "response_mask": mask}))
+    torch.testing.assert_close(found["repeated"], torch.tensor([3 / 5, 0.0, 0.0]))
+    torch.testing.assert_close(found["rewards"], torch.tensor([-6 / 5, 0.0, 0.0]))

@@ -1,0 +1,17 @@
+"""Checks that a user runs on a role of their own, in a test of their own: does it keep what rlpack asks of a role?
+
+from rlpack.testing import check_role, check_role_on_ray
+
+def test_my_judge_keeps_the_contracts():
+    check_role(JudgeWorker)             # in this process, without Ray: under a second
+
+def test_my_judge_runs_and_dies_on_ranks():
+    check_role_on_ray(JudgeWorker)      # in processes of its own, one of which is killed
+"""
+
+from rlpack.testing.contracts import check_role
+from rlpack.testing.errors import ContractError
+from rlpack.testing.processes import check_role_on_ray
+from rlpack.testing.samples import sample_batch, sample_tokenizer
+
+__all__ = ["ContractError", "check_role", "check_role_on_ray", "sample_batch", "sample_tokenizer"]

@@ -1,0 +1,245 @@
+"""What a role has to keep so that no plan, number of ranks or order of rows changes what it says, checked in-process.
+
+The contracts, in the order in which they are looked at:
+
+1. dispatch: the method is under `@sharded()`, and its rows come back;
+2. build: `from_settings` makes the role from configuration, tokenizer and arguments;
+3. returns: every row comes back once, under its id, as columns that can be pickled; the shard is left as it was;
+4. scores: a role that scores returns `rewards` and `quarantined`, a reward is finite or its row is quarantined;
+5. determinism: the same rows give the same result, asked again and from an object built anew;
+6. order: rows given in another order come back in that order, each with its own result;
+7. sizes: 0 rows, 1 row and prime numbers of them give each row what it got among all;
+8. batching: packed, dynamic and fixed microbatches give the same;
+9. ranks: any number of ranks gives the same, with more ranks than rows too.
+
+tests/unit/testing breaks each of them by a role of its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.schema import Algorithm, Config
+from rlpack.data.batch import BatchedDataDict
+from rlpack.data.columns import lengths_of
+from rlpack.data.errors import DataError
+from rlpack.data.fields import FIELDS
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.dispatch import dispatch_of
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.returns import check_scores
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching
+from rlpack.testing.comparing import difference
+from rlpack.testing.errors import ContractError
+from rlpack.testing.local import LocalRanks
+from rlpack.testing.samples import sample_batch, sample_tokenizer
+
+_PRIMES = (2, 3, 5, 7, 11, 13)
+_RETURN = "return shard.keep([]).union({...}) with one entry a row, and let nothing out that can't be pickled"
+
+
+def check_role(
+    kind: type[Any],
+    method: Callable[..., Any] | None = None,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    config: Config | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch: BatchedDataDict | None = None,
+    ranks: Sequence[int] = (1, 2, 3),
+    tolerance: float = 1e-5,
+) -> None:
+    """Check that a role keeps its contracts, in this process and without Ray.
+
+    Put it into a test of your own: `check_role(JudgeWorker, arguments={"n": 3})`. A role whose ranks talk to each other
+    (`torch.distributed`) needs their processes: check it by `check_role_on_ray`, and here with `ranks=(1,)`.
+
+    Args:
+        kind: the role's class.
+        method: a sharded method whose rows come back; None for `score`, of which more is asked.
+        arguments: of the role's section, `roles.<name>.arguments`.
+        config: what `from_settings` gets; None for the defaults.
+        tokenizer: what `from_settings` gets; None for one that reads `sample_batch`.
+        batch: rows to call the method on, best over 6; None for `sample_batch()`.
+        ranks: numbers of ranks to try.
+        tolerance: how far floats may be apart, relative to themselves where they are above 1.
+
+    Raises:
+        ContractError: names the contract that is broken, how it shows, and how to mend it.
+        ValueError: the batch has no rows.
+    """
+    role = RoleUnderTest.of(kind, method, arguments, config, tokenizer, tolerance)
+    given = sample_batch() if batch is None else batch
+    if not given.num_rows:
+        raise ValueError("the batch has no rows to check a role on; give some, best over 6")
+    expected = role.run(given, "returns", _RETURN)
+    role.check_scores(given, expected)
+    _check_determinism(role, given, expected)
+    _check_order(role, given, expected)
+    _check_sizes(role, given, expected)
+    _check_batching(role, given, expected)
+    _check_ranks(role, given, expected, ranks)
+
+
+@dataclass(frozen=True)
+class RoleUnderTest:
+    """A role's class and how its objects are built.
+
+    Attributes:
+        name: of the class, for messages.
+        kind: the class.
+        method: the sharded method that is called.
+        build: makes the object of one rank.
+        tolerance: see `check_role`.
+        built: ranks that stay, by their number: a role may take long to build.
+    """
+
+    name: str
+    kind: type[Any]
+    method: Callable[..., Any]
+    build: Callable[[RankContext], Any]
+    tolerance: float
+    built: dict[int, LocalRanks] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        kind: type[Any],
+        method: Callable[..., Any] | None,
+        arguments: Mapping[str, Any] | None,
+        config: Config | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        tolerance: float,
+    ) -> "RoleUnderTest":
+        """Return the role of `check_role`'s arguments.
+
+        Raises:
+            ContractError: the method is none that can be checked.
+        """
+        called = check_dispatch(kind, method)
+
+        def build(context: RankContext) -> Any:
+            try:
+                return kind.from_settings(
+                    context, config or Config(), tokenizer or sample_tokenizer(), **arguments or {}
+                )
+            except Exception as error:  # a user's role may raise anything
+                remedy = "mend from_settings, or give check_role the config and the arguments that it reads"
+                problem = f"{kind.__name__}.from_settings raised {type(error).__name__}: {error}"
+                raise ContractError("build", problem, remedy) from error
+
+        return cls(kind.__name__, kind, called, build, tolerance)
+
+    def group(self, count: int = 1, batching: Batching | None = None, *, anew: bool = False) -> WorkerGroup[Any]:
+        """Return the role on so many ranks of this process, built anew or as they are."""
+        if anew or count not in self.built:
+            self.built[count] = LocalRanks([self.build] * count)
+        return WorkerGroup(self.name, self.built[count], batching or Batching(), kind=self.kind)
+
+    def run(
+        self, batch: BatchedDataDict, contract: str, remedy: str, group: WorkerGroup[Any] | None = None
+    ) -> BatchedDataDict:
+        """Return the result for a batch, of one rank unless a group is given; a failure breaks `contract`."""
+        with broken(contract, remedy):
+            return (group or self.group()).run(self.method, batch)
+
+    def check_scores(
+        self, batch: BatchedDataDict, found: BatchedDataDict, plan_of: WorkerGroup[Any] | None = None
+    ) -> None:
+        """Check what a role that scores returned, unless another method is checked."""
+        if self.method.__name__ != "score":
+            return
+        taken = {*FIELDS, *batch, *Algorithm.model_fields}
+        with broken("scores", "rewards.isfinite() tells which rows have a reward"):
+            check_scores(self.name, "score", found, (plan_of or self.group()).plan(batch), taken)
+
+    def compare(self, expected: BatchedDataDict, found: BatchedDataDict, contract: str, when: str, remedy: str) -> None:
+        """Raise unless two results are alike; `when` says what gave the second."""
+        if differing := difference(expected, found, tolerance=self.tolerance):
+            raise ContractError(contract, f"{self.name}.{self.method.__name__} {when}: {differing}", remedy)
+
+
+def check_dispatch(kind: type[Any], method: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the method that is checked, `score` when None.
+
+    Raises:
+        ContractError: the class lacks it, or its rows don't come back.
+    """
+    name = "score" if method is None else method.__name__
+    remedy = f"write it as `@sharded() def {name}(self, shard)`"
+    if not any(name in vars(parent) for parent in kind.__mro__):
+        raise ContractError("dispatch", f"{kind.__name__} has no method {name}", remedy)
+    called = getattr(kind, name)
+    try:
+        dispatch = dispatch_of(called)
+    except TypeError as error:
+        raise ContractError("dispatch", str(error), remedy) from error
+    if dispatch.kind != "sharded" or dispatch.merge is not None:
+        how = "has a merge" if dispatch.kind == "sharded" else f"is {dispatch.kind}"
+        raise ContractError("dispatch", f"{kind.__name__}.{name} {how}, so no rows of it come back", remedy)
+    return called
+
+
+@contextmanager
+def broken(contract: str, remedy: str) -> Iterator[None]:
+    """Turn what a call of the role failed by into the contract that it breaks."""
+    try:
+        yield
+    except (RoleError, DataError) as error:
+        raise ContractError(contract, str(error), remedy) from error
+
+
+def _check_determinism(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
+    remedy = "draw random numbers from a seed that the row gives (its uid), and keep no state between calls"
+    for when, anew in (("asked again", False), ("built anew", True)):
+        found = role.run(batch, "determinism", remedy, role.group(anew=anew))
+        role.compare(expected, found, "determinism", f"gives something else when {when}", remedy)
+
+
+def _check_order(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
+    remedy = "compute a row from its own columns, and return results under the ids of the rows that they belong to"
+    order = np.random.default_rng(0).permutation(batch.num_rows)
+    found = role.run(batch.select(order), "order", remedy)
+    restored = found.select(np.argsort(order))
+    role.compare(expected, restored, "order", "gives a row something else when rows come in another order", remedy)
+
+
+def _check_sizes(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
+    remedy = "compute a row from its own columns alone, and let a rank without a row return its columns empty"
+    for size in [count for count in (0, 1, *_PRIMES) if count < batch.num_rows]:
+        found = role.run(batch.select(np.arange(size)), "sizes", f"it was given {size} of the rows; {remedy}")
+        if size:
+            when = f"gives a row something else when it is one of {size}"
+            role.compare(expected.select(np.arange(size)), found, "sizes", when, remedy)
+        elif set(found) != set(expected):
+            problem = f"{role.name} returns the columns {sorted(found)} for no rows, {sorted(expected)} for some"
+            raise ContractError("sizes", problem, remedy)
+
+
+def _check_batching(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
+    remedy = "let nothing depend on how many microbatches there are, on which rows share one, or on its padding"
+    lengths = lengths_of(batch.get("input_ids", []))
+    longest = max(1, 1 if lengths is None else int(lengths.max()))
+    batchings = (
+        Batching(max_tokens=longest),
+        Batching(mode="dynamic", max_tokens=2 * longest),
+        Batching(mode="fixed", max_tokens=None, rows=2),
+        Batching(max_tokens=8 * longest, pad_to_multiple=4, min_microbatches=3),
+    )
+    for batching in batchings:
+        found = role.run(batch, "batching", f"batching was {batching}; {remedy}", role.group(2, batching))
+        role.compare(expected, found, "batching", f"gives something else under {batching}", remedy)
+
+
+def _check_ranks(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict, ranks: Sequence[int]) -> None:
+    remedy = "let nothing depend on context.rank, or on which rows share a rank"
+    for count in ranks:
+        for given in (batch, batch.select([0])):
+            found = role.run(given, "ranks", f"there were {count} ranks; {remedy}", role.group(count))
+            when = f"gives something else on {count} ranks"
+            role.compare(expected.select(np.arange(given.num_rows)), found, "ranks", when, remedy)

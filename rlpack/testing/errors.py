@@ -1,0 +1,19 @@
+"""The error of a check."""
+
+
+class ContractError(AssertionError):
+    """A role breaks a contract.
+
+    Attributes:
+        contract: its name, one of those that `rlpack.testing.contracts` and `rlpack.testing.processes` number.
+        problem: how it shows.
+        remedy: how to mend it.
+    """
+
+    def __init__(self, contract: str, problem: str, remedy: str) -> None:
+        super().__init__(contract, problem, remedy)
+        self.contract, self.problem, self.remedy = contract, problem, remedy
+
+    def __str__(self) -> str:
+        """Return one line: contract, problem and remedy."""
+        return f"{self.contract}: {self.problem}; {self.remedy}"
