@@ -28,11 +28,13 @@ class Dispatch:
         kind: `sharded`, `broadcast` or `rank_zero`.
         mini_batches: whether a sharded call splits its batch into the role's optimizer steps.
         merge: turns the results of all ranks, in rank order, into one; None restores rows.
+        beside: whether it may run while its process does something else.
     """
 
     kind: Literal["sharded", "broadcast", "rank_zero"]
     mini_batches: bool = False
     merge: Callable[[list[Any]], Any] | None = None
+    beside: bool = False
 
 
 def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -44,16 +46,18 @@ def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def sharded(
-    *, mini_batches: bool = False, merge: Callable[[list[Any]], Any] | None = None
+    *, mini_batches: bool = False, merge: Callable[[list[Any]], Any] | None = None, beside: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method whose first argument is a batch, sharded over the ranks by a plan.
 
     Args:
         mini_batches: plan the batch as optimizer steps of the role's mini-batch size, in arrival order; a call with
             and one without it never share microbatches, so log-probs that an update is compared with set it too.
+        beside: the method may run in a thread, while the ranks answer other calls: it waits for other processes or
+            machines most of the time, takes part in no collective, and returns rows.
         merge: makes one result of the ranks' results; by default they are containers whose rows are restored.
     """
-    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge))
+    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge, beside=beside and merge is None))
 
 
 def broadcast(method: Callable[P, R]) -> Callable[P, R]:

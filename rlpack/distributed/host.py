@@ -9,6 +9,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,9 @@ from rlpack.distributed.returns import check_is_rows
 
 logger = logging.getLogger(__name__)
 
+# Calls that one process has under way beside its own: one a scoring role.
+_BESIDE = 8
+
 
 class RankHost:
     """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
@@ -37,6 +41,8 @@ class RankHost:
         self._meeting: TCPStore | None = None
         self._roles: dict[str, Any] = {}
         self._parts: dict[int, list[dict[str, Any]]] = {}
+        self._beside: dict[int, Future[Outline]] = {}
+        self._threads = ThreadPoolExecutor(_BESIDE, thread_name_prefix="beside")
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
         """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""
@@ -82,6 +88,14 @@ class RankHost:
             self._parts[ticket] = parts
         return found
 
+    def begin(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
+        """Run a method as `outline` does, but in a thread; `finish` waits for it."""
+        self._beside[ticket] = self._threads.submit(self.outline, ticket, role, method, kwargs, *args)
+
+    def finish(self, ticket: int) -> Outline:
+        """Return what the method that was begun with this ticket found; the driver has a deadline for this call."""
+        return self._beside.pop(ticket).result()
+
     def parts(self, ticket: int) -> list[dict[str, Any]]:
         """Hand over the tokens and texts of an outline."""
         return self._parts.pop(ticket)
@@ -92,6 +106,7 @@ class RankHost:
 
     def close(self) -> None:
         """Drop the roles and leave the process group."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._roles.clear()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -10,7 +10,7 @@ import re
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -176,10 +176,30 @@ class RayRanks:
         Raises:
             StoreFullError: they have no room there.
         """
-        deadline = time.monotonic() + self._call_s
-        ticket = next(_TICKETS)
-        calls = self._submit(role, method, args_of_rank, kwargs, ticket)
-        found: list[Outline] = self._wait(calls, self._call_s)
+        ticket, deadline = next(_TICKETS), time.monotonic() + self._call_s
+        return self._gather(self._submit(role, method, args_of_rank, kwargs, ticket), ticket, deadline)
+
+    def begin_rows(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> Callable[[], list[BatchedDataDict]]:
+        """Start such a method beside what the ranks do next; what is returned waits for its rows.
+
+        The deadline counts from now.
+        """
+        ticket, deadline = next(_TICKETS), time.monotonic() + self._call_s
+        begun = self._submit(role, method, args_of_rank, kwargs, ticket, beside=True)
+
+        def finish() -> list[BatchedDataDict]:
+            self._wait(begun, max(1.0, deadline - time.monotonic()))
+            refs = [self._hosts[call.rank].finish.remote(ticket) for call in begun]
+            return self._gather(_calls(refs, role, method), ticket, deadline)
+
+        return finish
+
+    def _gather(self, calls: list[_Call], ticket: int, deadline: float) -> list[BatchedDataDict]:
+        """Return the rows that calls find, once there is room for their tokens and texts in the object store."""
+        role, method = calls[0].role, calls[0].method
+        found: list[Outline] = self._wait(calls, max(1.0, deadline - time.monotonic()))
         sizes: Counter[str] = Counter()
         for node, outline in zip(self._nodes, found, strict=False):
             sizes[node] += sum(outline.sizes)
@@ -234,8 +254,10 @@ class RayRanks:
         args_of_rank: Sequence[tuple[Any, ...]],
         kwargs: dict[str, Any],
         ticket: int | None = None,
+        *,
+        beside: bool = False,
     ) -> list[_Call]:
-        """Start a method on the ranks; with a ticket, one that returns rows, whose outlines come back."""
+        """Start a method on the ranks; with a ticket, one that returns rows, whose outlines come back or are kept."""
         # All rows are cut out before any rank starts its call, in which it could not cut for others.
         places = list(zip(self._hosts, self._nodes, args_of_rank, strict=False))
         sent = [[_sent(arg, node) for arg in args] for _, node, args in places]
@@ -245,7 +267,8 @@ class RayRanks:
             if ticket is None:
                 refs.append(host.call.remote(role, method, keywords, *args))
             else:
-                refs.append(host.outline.remote(ticket, role, method, keywords, *args))
+                start = host.begin if beside else host.outline
+                refs.append(start.remote(ticket, role, method, keywords, *args))
         return _calls(refs, role, method)
 
     def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:

@@ -10,7 +10,7 @@ Invariants (tests/distributed/test_worker_group.py):
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -46,6 +46,12 @@ class Ranks(Protocol):
         self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
     ) -> list[BatchedDataDict]:
         """Run `method`, which returns rows, as `call` does; their tokens may stay where they were made."""
+        ...
+
+    def begin_rows(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> Callable[[], list[BatchedDataDict]]:
+        """Start `method`, which returns rows, beside what the ranks do next; what is returned waits for its rows."""
         ...
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
@@ -122,6 +128,21 @@ class WorkerGroup(Generic[W]):
             return self._run_sharded(method.__name__, dispatch, batch, tuple(rest), dict(kwargs))
         called = self.num_ranks if dispatch.kind == "broadcast" else 1
         return self.ranks.call(self.role, method.__name__, [tuple(args)] * called, dict(kwargs))[0]
+
+    def begin(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], R]:
+        """Start a sharded method and return what waits for its result.
+
+        One that is marked `beside` runs while the ranks answer other calls; any other runs when it is waited for.
+        """
+        dispatch = dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
+        if not dispatch.beside:
+            return lambda: self.run(method, *args, **kwargs)
+        batch, *rest = args
+        assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
+        name, plan = method.__name__, self.plan(batch, mini_batches=dispatch.mini_batches)
+        shards = batch.shard(plan)
+        finish = self.ranks.begin_rows(self.role, name, [(shard, *rest) for shard in shards], dict(kwargs))
+        return lambda: cast(R, restored(batch, shards, finish(), plan=plan, call=(self.role, name)))
 
     def _run_sharded(
         self, name: str, dispatch: Dispatch, batch: BatchedDataDict, rest: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rlpack.data.batch import BatchedDataDict
@@ -47,6 +48,12 @@ class LocalRanks:
         return [
             self._on(rank, role, method, args, kwargs, check=_sendable_rows) for rank, args in enumerate(args_of_rank)
         ]
+
+    def begin_rows(
+        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+    ) -> Callable[[], list[BatchedDataDict]]:
+        """Run `method` when its rows are waited for: here nothing runs beside anything else."""
+        return partial(self.call_rows, role, method, args_of_rank, kwargs)
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Hand rank 0's result of one method to a method of all ranks of `target`."""

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
-from workers.base import Worker, broadcast, rank_zero, sharded
+from workers.base import RankContext, Worker, broadcast, rank_zero, sharded
 
 
 def _sum(counts: list[int]) -> int:
@@ -20,6 +21,10 @@ def _sum(counts: list[int]) -> int:
 
 class Echo(Worker):
     """Answers with what it was given, rows in the order of its microbatches."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.begun, self.released = threading.Event(), threading.Event()
 
     held: tuple[dict[str, Tensor], int] | None = None
     kept: BatchedDataDict
@@ -37,6 +42,25 @@ class Echo(Worker):
         """Return a tensor of several numbers a row."""
         firsts = torch.stack([row[0] for row in shard["input_ids"].rows()])
         return shard.keep([]).union({"scores": firsts[:, None] + torch.arange(width)})
+
+    @sharded(beside=True)
+    def answer_once_released(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Wait for another call of this process, which `release` is."""
+        self.begun.set()
+        released = self.released.wait(timeout=20)
+        tokens = shard["input_ids"]
+        return shard.keep([]).union({"times": tokens.with_values(tokens.values * (3 if released else 0))})
+
+    @broadcast
+    def release(self) -> bool:
+        """Let that call go on; return whether it was under way."""
+        under_way = self.begun.wait(timeout=20)
+        self.released.set()
+        return under_way
+
+    @sharded(beside=True)
+    def break_beside(self, shard: BatchedDataDict) -> BatchedDataDict:
+        raise ValueError("a call beside others failed")
 
     @sharded(merge=list)
     def keep_shard(self, shard: BatchedDataDict) -> int:

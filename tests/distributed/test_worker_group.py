@@ -152,3 +152,22 @@ def test_a_transfer_that_fails_names_who_failed(groups: Groups):
     assert str(failure.value).startswith(told)
     assert not is_alive(groups["exports"], 0)
     assert not is_alive(groups["imports"], 0)
+
+
+def test_a_call_may_run_beside_others_of_its_processes(groups: Groups, store: RayStore):
+    batch, echo = tiny_rollouts(UNEVEN), groups["dynamic"]
+    waits = echo.begin(Echo.answer_once_released, batch)
+    assert echo.run(Echo.release)  # answered while the first call is under way
+    assert torch.equal(store.take(waits())["times"].values, 3 * batch["input_ids"].values)
+
+
+def test_what_is_not_marked_runs_when_it_is_waited_for(groups: Groups, store: RayStore):
+    batch = tiny_rollouts(UNEVEN)
+    waits = groups["packed"].begin(Echo.times, batch, 2)
+    assert torch.equal(store.take(waits())["times"].values, 2 * batch["input_ids"].values)
+
+
+def test_a_failure_beside_other_calls_is_said_when_it_is_waited_for(groups: Groups):
+    waits = groups["lost"].begin(Echo.break_beside, tiny_rollouts(UNEVEN))
+    with pytest.raises(RoleError, match=r"role lost, rank \d, in break_beside: ValueError: a call beside others"):
+        waits()

@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ class LocalRanks:
         ]
 
     call_rows = call
+
+    def begin_rows(self, *args: Any) -> Callable[[], list[Any]]:
+        return partial(self.call, *args)
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         raise NotImplementedError
