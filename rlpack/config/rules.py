@@ -40,6 +40,11 @@ def odd_choices(config: Config) -> list[str]:
         found.append("trainer.group_size is 1: a group of one has no advantage, so nothing but the KL term trains")
     if config.recipe == "grpo" and config.trainer.group_size == 2 and config.algorithm.scale == "std":
         found.append("trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1")
+    if config.recipe != "sft" and config.actor.lora.dropout > 0:
+        found.append(
+            f"actor.lora.dropout is {config.actor.lora.dropout:g}: updates drop inputs and rollouts don't, so ratios "
+            "are off 1 from the first on"
+        )
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
     if size is not None and size > sequences:
         found.append(f"trainer.mini_batch_size is {size}: the {sequences} sequences of a rollout batch are one step")
