@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.optimization import Lora, Optimizer
-from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
+from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
 
@@ -86,7 +86,8 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    yield from _schedule("actor.optimizer", config.actor.optimizer, config.trainer.steps)
+    for key, settings in optimizers(config).items():
+        yield from _schedule(key, settings, config.trainer.steps)
     lora, optimizer = config.actor.lora, config.actor.optimizer
     if lora.rank > 0 and optimizer.frozen:
         yield (

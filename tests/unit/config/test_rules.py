@@ -65,6 +65,10 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
             "actor.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
         ),
         (
+            {"recipe": "ppo", "critic": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": 9}},
+            "critic.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
+        ),
+        (
             {"actor": {"lora": {"rank": 4}, "optimizer": {"frozen": ["a"]}}},
             "actor.lora.rank is 4, which freezes every weight but the adapters, and actor.optimizer.frozen is set too",
         ),

@@ -9,7 +9,20 @@ from recipes.checks import check_before_start
 from recipes.prompts import load_splits
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.roles import builtin_roles
-from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Reward, Role, Rollout, WarmUp
+from rlpack.config.schema import (
+    Actor,
+    Algorithm,
+    Config,
+    Critic,
+    Data,
+    Model,
+    Placement,
+    Pool,
+    Reward,
+    Role,
+    Rollout,
+    WarmUp,
+)
 from rlpack.data.errors import DataError
 from rlpack.distributed.errors import PlacementError
 from rlpack.models.errors import ModelError
@@ -107,6 +120,14 @@ def test_a_tokenizer_without_a_padding_token_will_do():
 def test_patterns_of_no_weight_or_of_all_are_refused(actor: Actor, message: str):
     with pytest.raises(ModelError, match=message):
         check(actor=actor)
+
+
+def test_patterns_over_a_critic_are_those_of_its_own_model():
+    ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
+    check(**ppo, critic=Critic(optimizer=Optimizer(frozen=("model.*",))))
+    check(critic=Critic(optimizer=Optimizer(frozen=("nothing",))))  # which no critic is started for
+    with pytest.raises(ModelError, match=r"critic\.optimizer\.frozen holds 'lm_head\.weight', which matches none"):
+        check(**ppo, critic=Critic(optimizer=Optimizer(frozen=("lm_head.weight",))))
 
 
 def test_patterns_over_adapters_are_those_of_the_adapted_model():
