@@ -74,7 +74,7 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
         before, now = _ranks(saved, role), _ranks(values, role)
         if optimizer.name == "adamw_8bit" and before != now:
             yield (
-                f"the {role} has {now} ranks and the checkpoint in run_dir={config.run_dir} was written by {before}; "
+                f"the {role} has {now} rank(s) and the checkpoint in run_dir={config.run_dir} was written by {before}; "
                 "moments in 8 bits can't be shared out anew: set placement.pools.*.ranks as it was, or another run_dir"
             )
 

@@ -80,10 +80,9 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
         lora_dropout=settings.dropout,
         target_modules="|".join(name.replace(".", r"\.") for name in layers),
     )
-    model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(adapter, model, adapter_name=_NAME)
+        inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # which freezes all the rest
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
