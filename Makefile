@@ -5,6 +5,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+EIGHT_BIT := .eight_bit/.installed
 ARGS ?=
 
 .PHONY: train test test-long test-recipes lint types unit bench peers install clean help
@@ -25,6 +26,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# What the tests of 8-bit moments import: transformers would import it into every process that finds it in .venv.
+$(EIGHT_BIT): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .eight_bit --constraint constraints.txt torchao
+	touch $@
+
 install: $(INSTALLED)
 
 train: $(INSTALLED)
@@ -38,10 +44,10 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-unit: $(INSTALLED)
+unit: $(INSTALLED) $(EIGHT_BIT)
 	$(BIN)/python -m pytest tests/unit rlpack -q
 
-test: lint types
+test: lint types $(EIGHT_BIT)
 	$(BIN)/python -m pytest -q
 
 test-long: $(INSTALLED)
@@ -59,4 +65,4 @@ peers: $(INSTALLED)
 	$(BIN)/python -m benchmarks.report --only peers
 
 clean:
-	rm -rf $(VENV) .peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers .eight_bit .pytest_cache .ruff_cache .hypothesis .import_linter_cache

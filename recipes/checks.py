@@ -1,6 +1,7 @@
 """What is looked at on the driver before any process starts: the same slip, found by a rank, costs minutes."""
 
 import copy
+from typing import cast
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from rlpack.data.tokenisation import eos_id, pad_id, tokenizer_name
+from rlpack.models.heads import TokenHead
 from rlpack.models.loading import check_classifier, outline
+from rlpack.models.optimizers import freeze
 from rlpack.packing import Batching
 from rlpack.rewards.scoring import check_signature, resolve
 from workers.loading import choose_trained
@@ -33,8 +36,8 @@ def check_before_start(
     """Find what would stop a rank while it starts, or a supervised step hours later; return the model's outline.
 
     Raises:
-        ModelError: `model` describes no language model that the tokenizer fits, or `actor` names weights or layers that
-            it doesn't have.
+        ModelError: `model` describes no language model that the tokenizer fits, or `actor` or `critic` names weights or
+            layers that theirs doesn't have.
         AlgorithmError: there is no such loss or advantage function, or it can't be called with its arguments.
         PlacementError: a role's class can't be loaded, or is none that a session can build and call, or this machine
             is too small for the pools.
@@ -43,18 +46,16 @@ def check_before_start(
             tokenizer has no token that ends a response.
     """
     model = outline(config.model, vocab_size=len(tokenizer))
-    choose_trained(copy.deepcopy(model), config.actor, seed=config.seed)
     if config.recipe != "sft":
         _check_ends(config, tokenizer)
     names = started_roles(config)
+    _check_trained(config, model, len(tokenizer))
     for name in names:
         check_role(name, config.roles[name])
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     if "reward_model" in names:
         check_classifier(config.reward_model, tokenizer)
-    if "critic" in names and config.critic.path is not None:
-        outline(Model(path=config.critic.path), vocab_size=len(tokenizer))
     check_machine(config)
     if config.recipe != "sft":
         _check_algorithm(config)
@@ -75,6 +76,16 @@ def _check_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             f"response before rollout.max_new_tokens={config.rollout.max_new_tokens}; set rollout.stop_token_ids to "
             "ids that end one, or model.tokenizer to a tokenizer that has it"
         )
+
+
+def _check_trained(config: Config, model: PreTrainedModel, vocab_size: int) -> None:
+    """See that there is a model for the critic, and that patterns name weights of what they are over."""
+    choose_trained(copy.deepcopy(model), config.actor, seed=config.seed)
+    if "critic" in started_roles(config):
+        path = config.critic.path
+        begun = copy.deepcopy(model) if path is None else outline(Model(path=path), vocab_size=vocab_size)
+        critic = TokenHead(cast(PreTrainedModel, begun.base_model))
+        freeze(critic.named, config.critic.optimizer, "critic.optimizer")
 
 
 def _check_algorithm(config: Config) -> None:

@@ -1,6 +1,6 @@
 """Finding the checkpoint that a run goes on from, and refusing one that another run wrote."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,18 @@ from typing import Any
 from rlpack.checkpoint.commit import load_state, newest, newest_damage
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
+from rlpack.config.roles import optimizers
 from rlpack.config.schema import Config
 from rlpack.config.secrets import without_secrets
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from rlpack.observe.directory import flat
 
-# With another value of these the rest of the run would not be the rest of that run, or its optimizer's state not fit.
+# With another value of these the rest of the run would not be the rest of that run.
 FIXED_KEYS = ("recipe", "seed", "model", "data", "warm_up")
-FIXED_BELOW = ("actor.lora.", "actor.optimizer.name", "actor.optimizer.frozen", "actor.optimizer.undecayed")
+# With another value of these a checkpoint's weights or moments would not be those of the run.
+_OF_STATE = ("name", "frozen", "undecayed")
+FIXED_BELOW = ("actor.lora.", *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _OF_STATE))
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,23 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
 
 
-def _actor_ranks(config: Mapping[str, Any]) -> int:
-    """Return how many ranks share the actor's weights out."""
+def _ranks(config: Mapping[str, Any], role: str) -> int:
+    """Return how many ranks share a role's weights out."""
     pools, roles = config["placement"]["pools"], config["placement"]["roles"]
-    return pools[roles.get("actor", next(iter(pools)))]["ranks"]
+    return pools[roles.get(role, next(iter(pools)))]["ranks"]
+
+
+def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield a problem for each role whose 8-bit moments were written by another number of ranks."""
+    values = config.model_dump(mode="json")
+    for key, optimizer in optimizers(config).items():
+        role = key.partition(".")[0]
+        before, now = _ranks(saved, role), _ranks(values, role)
+        if optimizer.name == "adamw_8bit" and before != now:
+            yield (
+                f"the {role} has {now} rank(s) and the checkpoint in run_dir={config.run_dir} was written by {before}; "
+                "moments in 8 bits can't be shared out anew: set placement.pools.*.ranks as it was, or another run_dir"
+            )
 
 
 def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
@@ -81,12 +97,7 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
         for key in sorted(before.keys() | now.keys())
         if now.get(key) != before.get(key)
     ]
-    ranks = [_actor_ranks(values) for values in (saved, config.model_dump(mode="json"))]
-    if config.actor.optimizer.name == "adamw_8bit" and ranks[0] != ranks[1]:
-        differing.append(
-            f"the actor has {ranks[1]} ranks and the checkpoint in run_dir={config.run_dir} was written by {ranks[0]}; "
-            f"moments in 8 bits can't be shared out anew: set placement.pools.*.ranks as it was, or another run_dir"
-        )
+    differing += _other_ranks(saved, config)
     if config.algorithm.kl_coef > 0 and not has_reference:
         differing.append(
             f"algorithm.kl_coef is {config.algorithm.kl_coef}, and run_dir={config.run_dir} goes on without a "

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.roles import started_roles
+from rlpack.config.roles import optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.observe.directory import check_run_dir
 from rlpack.observe.errors import RunDirectoryError, SinkError
@@ -74,11 +74,12 @@ def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _packages(config: Config) -> Iterator[str]:
-    if config.actor.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        yield (
-            "actor.optimizer.name=adamw_8bit needs the package torchao, which is not installed; install "
-            "rlpack[eight-bit], on every node, or set actor.optimizer.name=adamw"
-        )
+    for key, optimizer in optimizers(config).items():
+        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            yield (
+                f"{key}.name=adamw_8bit needs the package torchao, which is not installed; install "
+                f"rlpack[eight-bit], on every node, or set {key}.name=adamw"
+            )
 
 
 def _code(config: Config) -> dict[str, str]:

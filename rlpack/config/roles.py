@@ -1,6 +1,7 @@
 """What the sections say about one role: how it batches and where it runs."""
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.optimization import Optimizer
 from rlpack.config.schema import Config, RoleBatching, builtin_roles
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
@@ -71,6 +72,16 @@ def started_roles(config: Config) -> list[str]:
         "reward_model": config.reward_model.path is not None,
     }
     return [role for role in config.roles if wanted.get(role, True)]
+
+
+def optimizers(config: Config) -> dict[str, Optimizer]:
+    """Return the sections of the optimizers that this run makes, by where they lie.
+
+    >>> list(optimizers(Config()))
+    ['actor.optimizer']
+    """
+    found = {"actor.optimizer": config.actor.optimizer}
+    return found | ({"critic.optimizer": config.critic.optimizer} if "critic" in started_roles(config) else {})
 
 
 def is_builtin(role: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.optimization import Lora, Optimizer
-from rlpack.config.roles import is_builtin, pool_of, role_batching, started_roles
+from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
 
@@ -40,6 +40,11 @@ def odd_choices(config: Config) -> list[str]:
         found.append("trainer.group_size is 1: a group of one has no advantage, so nothing but the KL term trains")
     if config.recipe == "grpo" and config.trainer.group_size == 2 and config.algorithm.scale == "std":
         found.append("trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1")
+    if config.recipe != "sft" and config.actor.lora.dropout > 0:
+        found.append(
+            f"actor.lora.dropout is {config.actor.lora.dropout:g}: updates drop inputs and rollouts don't, so ratios "
+            "are off 1 from the first on"
+        )
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
     if size is not None and size > sequences:
         found.append(f"trainer.mini_batch_size is {size}: the {sequences} sequences of a rollout batch are one step")
@@ -81,7 +86,8 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    yield from _schedule("actor.optimizer", config.actor.optimizer, config.trainer.steps)
+    for key, settings in optimizers(config).items():
+        yield from _schedule(key, settings, config.trainer.steps)
     lora, optimizer = config.actor.lora, config.actor.optimizer
     if lora.rank > 0 and optimizer.frozen:
         yield (

@@ -40,7 +40,7 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
     The head gets none: its weight goes by itself into `linear_logprobs`.
 
     Raises:
-        ModelError: the model has no such layers, or a target matches none.
+        ModelError: the model has no such layers, there is no target, or one matches none.
     """
     kinds = set(model._no_split_modules or ())
     inside = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
@@ -54,6 +54,8 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
             f"{type(model).__name__} has no linear layers in its decoder layers, so it takes no adapters; "
             "set actor.lora.rank=0"
         )
+    if not settings.targets:
+        raise ModelError('actor.lora.targets is [], so no layer would get an adapter; name some, or all of them: ["*"]')
     found = chosen(settings.targets, layers, "actor.lora.targets")
     return [name for name in layers if name in found]
 
@@ -78,10 +80,9 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
         lora_dropout=settings.dropout,
         target_modules="|".join(name.replace(".", r"\.") for name in layers),
     )
-    model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(adapter, model, adapter_name=_NAME)
+        inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # which freezes all the rest
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:

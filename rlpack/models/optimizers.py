@@ -92,7 +92,7 @@ def _eight_bit(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer
     Of the libraries that have one, this is the one whose step takes the sharded weights of FSDP2. Where a rank's part
     of a weight has under 4,096 numbers, or no multiple of 256, its moments stay in 32 bits.
     """
-    from torchao.optim import AdamW8bit  # an extra
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # of an extra
 
     class EightBitAdamW(AdamW8bit):
         """Takes its steps uncompiled on a CPU, where compiling takes minutes and a C++ compiler."""

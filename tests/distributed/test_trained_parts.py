@@ -142,6 +142,7 @@ KINDS = {
 }
 
 
+@pytest.mark.usefixtures("eight_bit")
 @pytest.mark.parametrize(("kind", "size"), [("adapters", 1), *((kind, 2) for kind in KINDS)])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, size: int):
     config, folder = KINDS[kind], tmp_path / "actor"

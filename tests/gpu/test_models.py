@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlpack.config.optimization import Optimizer
 from rlpack.models import attention as module
 from rlpack.models.attention import Segments, attention
 from rlpack.models.inputs import pack_rows
 from rlpack.models.isolation import check_isolation
 from rlpack.models.logprobs import linear_logprobs
+from rlpack.models.optimizers import build_optimizer, set_learning_rate
 from rlpack.models.policy import Policy
 from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
 
@@ -89,3 +91,20 @@ def test_log_probs_take_a_twentieth_of_the_naive_memory():
 
     naive = peak(lambda: (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None]))
     assert peak(lambda: linear_logprobs(hidden, weight, labels)[0]) <= naive / 20
+
+
+@pytest.mark.usefixtures("eight_bit")
+def test_moments_in_8_bits_make_steps_near_those_in_32():
+    lines = []
+    for name in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        line = nn.Linear(256, 256, device="cuda")
+        optimizer = build_optimizer(line, Optimizer(name=name, weight_decay=0.1))
+        for rate in (0.01, 0.004):
+            line.weight.grad, line.bias.grad = torch.randn_like(line.weight), torch.randn_like(line.bias)
+            set_learning_rate(optimizer, rate)
+            optimizer.step()
+        lines.append(line.weight.detach())
+    torch.manual_seed(0)
+    moved = (lines[0] - nn.Linear(256, 256, device="cuda").weight).norm()
+    assert 0 < (lines[1] - lines[0]).norm() < 0.1 * moved

@@ -4,7 +4,7 @@ import pytest
 
 from rlpack.cli.surroundings import check_surroundings
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Algorithm, Config, Data, Logger, Reward, Role, builtin_roles
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Logger, Optimizer, Reward, Role, builtin_roles
 from rlpack.data.errors import DataError
 
 
@@ -106,3 +106,16 @@ def test_the_built_in_losses_need_no_permission(tmp_path):
 def test_a_loss_that_cannot_be_imported_is_named(tmp_path):
     config = config_with(tmp_path, algorithm=Algorithm(loss="no_such_losses:squared"))
     assert "algorithm.loss is 'no_such_losses:squared': there is no module no_such_losses" in problem_of(config)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_8_bit_moments_without_their_package_are_refused_with_its_extra(tmp_path, monkeypatch, is_there):
+    find_spec, torchao = importlib.util.find_spec, importlib.util.find_spec("json") if is_there else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torchao if name == "torchao" else find_spec(name))
+    config = config_with(tmp_path, actor=Actor(optimizer=Optimizer(name="adamw_8bit")))
+    if is_there:
+        check_surroundings(config, {})
+    else:
+        assert "adamw_8bit needs the package torchao, which is not installed; install rlpack[eight-bit]" in problem_of(
+            config
+        )

@@ -56,6 +56,24 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
         ({"placement": {"object_store_gb": 1, "in_flight_gb": 2}}, "in_flight_gb is 2, over placement.object_store_gb"),
         ({"placement": {"in_flight_gb": 1e-6}}, "placement.in_flight_gb"),
+        (
+            {"actor": {"optimizer": {"floor": 0.1}}},
+            "floor is 0.1, but actor.optimizer.schedule is constant",
+        ),
+        (
+            {"actor": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": 9}},
+            "actor.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
+        ),
+        (
+            {"recipe": "ppo", "critic": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": 9}},
+            "critic.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
+        ),
+        (
+            {"actor": {"lora": {"rank": 4}, "optimizer": {"frozen": ["a"]}}},
+            "actor.lora.rank is 4, which freezes every weight but the adapters, and actor.optimizer.frozen is set too",
+        ),
+        ({"actor": {"lora": {"targets": ["a"]}}}, "actor.lora.targets is set, but actor.lora.rank is 0"),
+        ({"actor": {"lora": {"dropout": 0.1}}}, "actor.lora.dropout is set, but actor.lora.rank is 0"),
         ({"model": {}}, "lacks model_type"),
         ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
@@ -99,6 +117,11 @@ def test_keys_that_do_not_go_together_are_named(sections, message):
     assert message in broken(**sections)
 
 
+def test_a_rise_may_take_all_steps_but_one_or_any_where_there_are_none():
+    for steps in (10, 0):
+        validate(VALID | {"actor": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": steps}})
+
+
 @pytest.mark.parametrize("source", ["nope.jsonl", "nope.parquet"])
 def test_a_missing_file_is_named_before_what_it_lacks(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -122,6 +145,12 @@ def test_a_file_with_a_source_of_held_out_prompts_is_allowed_be_it_the_same_file
 def test_a_mini_batch_over_the_rollout_batch_is_one_step_and_spoken_of():
     assert odd_choices(validate(VALID | {"trainer": {"mini_batch_size": 256}})) == []
     assert "256 sequences" in odd_choices(validate(VALID | {"trainer": {"mini_batch_size": 257}}))[0]
+
+
+def test_dropout_of_adapters_is_spoken_of_where_ratios_are_clipped():
+    noisy = VALID | {"actor": {"lora": {"rank": 2, "dropout": 0.1}}}
+    assert "actor.lora.dropout is 0.1" in odd_choices(validate(noisy))[0]
+    assert odd_choices(validate(noisy | {"recipe": "sft", "data": {"demonstration_column": "d"}})) == []
 
 
 def test_a_group_of_one_can_run_but_is_spoken_of():

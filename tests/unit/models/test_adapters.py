@@ -117,6 +117,11 @@ def test_a_target_of_no_layer_is_an_error_that_lists_near_ones(target: str, near
         adapter_layers(tiny_model(), Lora(rank=1, targets=(target,)))
 
 
+def test_no_target_at_all_is_an_error():
+    with pytest.raises(ModelError, match=r"actor\.lora\.targets is \[\], so no layer would get an adapter"):
+        adapter_layers(tiny_model(), Lora(rank=1, targets=()))
+
+
 def test_a_model_whose_decoder_has_no_linear_layer_is_refused():
     model = tiny_model()
     model._no_split_modules = set()

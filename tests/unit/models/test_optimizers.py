@@ -67,6 +67,7 @@ def test_steps_are_adamws_with_decay_on_matrices_alone_but_for_those_that_are_na
         assert (weight - other).norm() > 1e-5 * expected.norm() or not before[name].any(), name
 
 
+@pytest.mark.usefixtures("eight_bit")
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 def test_frozen_weights_stay_bit_for_bit_without_gradient_or_state_and_the_others_move(name: str):
     lm = model()
@@ -96,6 +97,7 @@ def test_a_pattern_of_no_weight_is_an_error_that_lists_near_ones(key: str):
         freeze(model(), SETTINGS.model_copy(update={key: ("model.layer.0.*",)}))
 
 
+@pytest.mark.usefixtures("eight_bit")
 def test_moments_in_8_bits_are_bytes_and_make_steps_near_those_in_32():
     wide = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     rates = (0.01,) * 5
@@ -117,6 +119,7 @@ def test_moments_in_8_bits_are_bytes_and_make_steps_near_those_in_32():
     assert optimizer.state[rough[0].bias]["exp_avg"].dtype == torch.float32
 
 
+@pytest.mark.usefixtures("eight_bit")
 def test_a_learning_rate_reaches_either_kind_of_optimizer():
     for name in ("adamw", "adamw_8bit"):
         optimizer = build_optimizer(nn.Linear(3, 2), SETTINGS.model_copy(update={"name": name}))

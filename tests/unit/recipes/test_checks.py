@@ -7,8 +7,22 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.checks import check_before_start
 from recipes.prompts import load_splits
+from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.roles import builtin_roles
-from rlpack.config.schema import Config, Data, Model, Placement, Pool, Reward, Role, Rollout, WarmUp
+from rlpack.config.schema import (
+    Actor,
+    Algorithm,
+    Config,
+    Critic,
+    Data,
+    Model,
+    Placement,
+    Pool,
+    Reward,
+    Role,
+    Rollout,
+    WarmUp,
+)
 from rlpack.data.errors import DataError
 from rlpack.distributed.errors import PlacementError
 from rlpack.models.errors import ModelError
@@ -89,6 +103,37 @@ def test_a_tokenizer_without_a_padding_token_will_do():
     tokenizer = load_splits(tiny_config(data=DATA))[0]
     tokenizer.pad_token = None
     check_with(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        (
+            Actor(optimizer=Optimizer(frozen=("model.layer.0.*",))),
+            r"actor\.optimizer\.frozen holds 'model\.layer\.0.*near it are model\.layers\.0\.",
+        ),
+        (Actor(optimizer=Optimizer(frozen=("*",))), "freezes all 27 weights, so nothing would be trained"),
+        (Actor(optimizer=Optimizer(undecayed=("embed",))), r"undecayed holds 'embed', .*model\.embed_tokens\.weight"),
+        (Actor(lora=Lora(rank=2, targets=("lm_head",))), r"actor\.lora\.targets holds 'lm_head', which matches none"),
+    ],
+)
+def test_patterns_of_no_weight_or_of_all_are_refused(actor: Actor, message: str):
+    with pytest.raises(ModelError, match=message):
+        check(actor=actor)
+
+
+def test_patterns_over_a_critic_are_those_of_its_own_model():
+    ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
+    check(**ppo, critic=Critic(optimizer=Optimizer(frozen=("model.*",))))
+    check(critic=Critic(optimizer=Optimizer(frozen=("nothing",))))  # which no critic is started for
+    with pytest.raises(ModelError, match=r"critic\.optimizer\.frozen holds 'lm_head\.weight', which matches none"):
+        check(**ppo, critic=Critic(optimizer=Optimizer(frozen=("lm_head.weight",))))
+
+
+def test_patterns_over_adapters_are_those_of_the_adapted_model():
+    check(actor=Actor(lora=Lora(rank=2), optimizer=Optimizer(undecayed=("*.lora_A.*",))))
+    with pytest.raises(ModelError, match="undecayed holds"):
+        check(actor=Actor(optimizer=Optimizer(undecayed=("*.lora_A.*",))))
 
 
 def test_a_reward_function_that_its_module_lacks_is_refused():

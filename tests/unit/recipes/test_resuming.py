@@ -1,4 +1,6 @@
+import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -7,7 +9,8 @@ from recipes.resuming import Resumed, check_same_prompts, check_same_run, newest
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Algorithm, Config, Data
+from rlpack.config.optimization import Lora, Optimizer
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from tests.builders import tiny_config
@@ -27,6 +30,34 @@ def test_a_kl_term_needs_the_policy_that_the_recipe_began_with():
 def test_another_seed_makes_another_run():
     with pytest.raises(ConfigError, match=r"seed is 2 and the checkpoint in run_dir=None was written with 1"):
         check_same_run(Config().model_dump(mode="json"), Config(seed=2))
+
+
+@pytest.mark.parametrize(
+    ("actor", "key"),
+    [
+        (Actor(lora=Lora(rank=4)), "actor.lora.rank is 4 and the checkpoint in run_dir=None was written with 0"),
+        (Actor(optimizer=Optimizer(frozen=("*.bias",))), "actor.optimizer.frozen is"),
+        (Actor(optimizer=Optimizer(undecayed=("*.bias",))), "actor.optimizer.undecayed is"),
+        (Actor(optimizer=Optimizer(name="adamw_8bit")), "actor.optimizer.name is 'adamw_8bit'"),
+    ],
+)
+def test_what_is_trained_and_by_what_may_not_change_and_rates_may(actor: Actor, key: str):
+    saved = Config().model_dump(mode="json")
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        check_same_run(saved, Config(actor=actor))
+    check_same_run(saved, Config(actor=Actor(optimizer=Optimizer(learning_rate=0.1, schedule="cosine", beta1=0.5))))
+
+
+def test_moments_in_8_bits_stay_on_as_many_ranks():
+    def config(optimizer: Literal["adamw", "adamw_8bit"], ranks: int) -> Config:
+        placement = Placement(pools={"main": Pool(), "second": Pool(ranks=ranks)}, roles={"actor": "second"})
+        return Config(actor=Actor(optimizer=Optimizer(name=optimizer)), placement=placement)
+
+    check_same_run(config("adamw", 2).model_dump(mode="json"), config("adamw", 4))
+    saved = config("adamw_8bit", 2).model_dump(mode="json")
+    check_same_run(saved, config("adamw_8bit", 2))
+    with pytest.raises(ConfigError, match=r"the actor has 4 rank.s. and the checkpoint .* was written by 2; moments"):
+        check_same_run(saved, config("adamw_8bit", 4))
 
 
 def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
