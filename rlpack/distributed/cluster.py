@@ -159,7 +159,8 @@ def _connect(placement: Placement) -> None:
         except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
             raise PlacementError(
                 f"no Ray cluster answers at placement.address={placement.address}: {error}; "
-                "start one with `ray start --head`, or set placement.address=null for one of this run's own"
+                "start one with `ray start --head`, see that its token is known here (RAY_AUTH_MODE, "
+                "RAY_AUTH_TOKEN_PATH), or set placement.address=null for one of this run's own"
             ) from error
         return
     claimed = math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))

@@ -29,6 +29,7 @@ _POLL_S = 0.2
 # Ray notes the end of a job a moment after its processes are gone.
 _NOTED_S = 20.0
 _ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
+_LONGEST = 160
 _JOB_ID = re.compile(r"[\w.-]+")
 # They tell of every package, ignore file and connection.
 _TALKATIVE = (
@@ -104,8 +105,9 @@ class JobServer:
                 self._client = _Client(self.address)
         except (JobServerError, KeyError, TypeError) as error:
             raise JobRequestError(
-                f"no Ray job server answers at {self.address}: {error}; give the address of the cluster's dashboard "
-                "(http://head-node:8265), and see that its head node was started with --include-dashboard=true"
+                f"no Ray job server answers at {self.address} ({_first_line(error.__cause__ or error)}); give the "
+                "address of the cluster's dashboard (http://head-node:8265), and see that its head node was started with "
+                "--include-dashboard=true"
             ) from error
         finally:
             os.environ.pop(_ADDRESS_VARIABLE)
@@ -286,8 +288,8 @@ def _refusals(address: str, job_id: str = "") -> Iterator[None]:
         raise JobServerError(f"{address} fails: {_last_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip() or type(error).__name__
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].strip()[:_LONGEST] or type(error).__name__
 
 
 def _last_line(error: Exception) -> str:
