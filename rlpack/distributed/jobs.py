@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import ray
 from aiohttp import ClientError
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
@@ -103,11 +104,11 @@ class JobServer:
         try:
             with _refusals(self.address):
                 self._client = _Client(self.address)
-        except (JobServerError, KeyError, TypeError) as error:
+        except JobServerError as error:
             raise JobRequestError(
                 f"no Ray job server answers at {self.address} ({_first_line(error.__cause__ or error)}); give the "
-                "address of the cluster's dashboard (http://head-node:8265), and see that its head node was started with "
-                "--include-dashboard=true"
+                "address of the cluster's dashboard (http://head-node:8265), and see that its head node was started "
+                "with --include-dashboard=true"
             ) from error
         finally:
             os.environ.pop(_ADDRESS_VARIABLE)
@@ -125,11 +126,12 @@ class JobServer:
             PlacementError: there are too few devices; the text says what is free.
             JobServerError: the server doesn't tell.
         """
-        nodes = self._data("/api/v0/nodes?limit=10000")["result"]["result"]
-        alive = [node["resources_total"] for node in nodes if node["state"] == "ALIVE"]
-        status = self._data("/api/cluster_status").get("clusterStatus") or {}
-        usage = (status.get("loadMetricsReport") or {}).get("usage")
-        free = None if usage is None else {kind: total - used for kind, (used, total) in usage.items()}
+        with _refusals(self.address):
+            nodes = self._data("/api/v0/nodes?limit=10000")["result"]["result"]
+            alive = [node["resources_total"] for node in nodes if node["state"] == "ALIVE"]
+            status = self._data("/api/cluster_status").get("clusterStatus") or {}
+            usage = (status.get("loadMetricsReport") or {}).get("usage")
+            free = None if usage is None else {kind: total - used for kind, (used, total) in usage.items()}
         check_capacity(pools, alive, free, extra=driver_cpus)
 
     def submit(self, entrypoint: str, job: Submission, upload: Upload | None, metadata: Mapping[str, str]) -> str:
@@ -233,11 +235,10 @@ class JobServer:
 
     def _data(self, path: str) -> dict[str, Any]:
         """Return what the dashboard answers to a question about the cluster."""
-        with _refusals(self.address):
-            response = self._client._do_request("GET", path)
-            if response.status_code != 200:
-                raise JobServerError(f"{self.address}{path} answers {response.status_code}: {response.text[:200]}")
-            return response.json()["data"]
+        response = self._client._do_request("GET", path)
+        if response.status_code != 200:
+            raise JobServerError(f"{self.address}{path} answers {response.status_code}: {response.text[:200]}")
+        return response.json()["data"]
 
 
 async def _next(stream: Any) -> str | None:
@@ -280,6 +281,8 @@ def _refusals(address: str, job_id: str = "") -> Iterator[None]:
         ) from error
     except (OSError, ClientError, TimeoutError) as error:  # requests' own errors are OSErrors
         raise JobServerError(f"{address} doesn't answer: {_first_line(error)}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise JobServerError(f"{address} answers what Ray {ray.__version__} can't read: {error!r}") from error
     except (JobRequestError, JobServerError):
         raise
     except RuntimeError as error:
