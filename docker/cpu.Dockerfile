@@ -16,7 +16,7 @@ RUN useradd --create-home --uid 1000 rlpack
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$TORCH"
 
 WORKDIR /opt/rlpack
-COPY constraints.txt pyproject.toml LICENSE ./
+COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY rlpack rlpack
 COPY workers workers
 COPY recipes recipes

@@ -4,6 +4,7 @@ import fnmatch
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,9 @@ def test_versions_are_those_of_the_makefile_and_of_the_constraints(path):
 def test_what_is_copied_exists_is_not_ignored_and_holds_all_that_the_wheel_is_made_of(path):
     copied = sources(path)
     assert all((ROOT / source).exists() and kept_by_dockerignore(source) for source in copied)
-    packages = re.search(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert packages is not None
-    assert set(re.findall(r'"(\w+)"', packages[1])) <= set(copied)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {*packages, project["project"]["readme"], *project["project"]["license-files"]} <= set(copied)
     assert not any(kept_by_dockerignore(name) for name in (".git", ".env", "runs", "wandb", ".venv", "token"))
 
 
