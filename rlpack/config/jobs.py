@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from rlpack.config.secrets import looks_secret
-from rlpack.config.section import Count, NonNegative, Positive, Section
+from rlpack.config.section import Count, NonNegative, Section
 
 # How long a stopped job has, read by Ray in the environment of the process that watches over the job.
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -51,7 +51,6 @@ class Submission(Section):
         default=120,
         description="Time a stopped job has to finish its step and save, in whole seconds, till it's killed.",
     )
-    upload_timeout_s: Positive = Field(default=600.0, description="Deadline of the upload, in seconds.")
 
 
 def submission_problems(job: Submission) -> Iterator[str]:
