@@ -145,6 +145,16 @@ def test_another_kind_of_server_is_no_job_server(folder, capsys, status, body):
         assert f"no Ray job server answers at {address} (" in said(capsys, 2, "jobs", "--address", address)
 
 
+def test_a_server_that_asks_no_token_is_warned_of_unless_it_is_on_this_machine(folder, caplog, monkeypatch):
+    with server(200, b'{"ray_version": "2.60.0"}') as here:
+        jobs.JobServer(here)
+        assert caplog.text == ""
+        # No other machine can be asked in a test, so this one's name stands for one.
+        monkeypatch.setattr(jobs, "_SECURE_HOSTS", ())
+        jobs.JobServer(here)
+        assert f"{here} takes jobs without a token: whoever reaches it runs code there" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["../x", "a b", ""])
 def test_what_can_be_no_job_is_not_asked_for(folder, capsys, name):
     with server(200, b'{"ray_version": "2.60.0"}') as address:
