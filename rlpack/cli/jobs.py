@@ -32,10 +32,13 @@ def run_command(arguments: Sequence[str]) -> int:
         job = vars(parsed).get("job_id")
         print(f"\nrlpack {parsed.command}: interrupted{f'; job {job} goes on' if job else ''}", file=sys.stderr)
         return INTERRUPTED
-    except (ConfigError, DataError, JobRequestError, JobServerError, PlacementError) as error:
+    except JobServerError as error:
+        job = vars(parsed).get("job_id")
+        hint = f"; job {job} may go on: ask again by rlpack logs {job} --follow" if job else ""
+        print(f"rlpack {parsed.command}: {error}{hint}", file=sys.stderr)
+        return FAILED
+    except (ConfigError, DataError, JobRequestError, PlacementError) as error:
         print(f"rlpack {parsed.command}: {error}", file=sys.stderr)
-        if isinstance(error, JobServerError):
-            return FAILED
         return DATA_WRONG if isinstance(error, DataError) else WRONG
 
 
