@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import ray
 from aiohttp import ClientError
+from pydantic import ValidationError
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
 
@@ -279,8 +280,9 @@ def _refusals(address: str, job_id: str = "") -> Iterator[None]:
         ) from error
     except (OSError, ClientError, TimeoutError) as error:  # requests' own errors are OSErrors
         raise JobServerError(f"{address} doesn't answer: {_first_line(error)}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise JobServerError(f"{address} answers what Ray {ray.__version__} can't read: {error!r}") from error
+    except (KeyError, TypeError, AttributeError, ValidationError) as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise JobServerError(f"{address} answers what Ray {ray.__version__} can't read: {reason}") from error
     except (JobRequestError, JobServerError):
         raise
     except RuntimeError as error:
