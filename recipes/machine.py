@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from rlpack.config.roles import pool_of, started_roles
+from rlpack.config.roles import pools_in_use
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import check_object_store
 from rlpack.distributed.errors import PlacementError
@@ -23,8 +23,7 @@ def check_machine(config: Config) -> None:
     placement = config.placement
     if placement.address is not None:
         return
-    names = dict.fromkeys(pool_of(config, role) for role in started_roles(config))
-    pools = [placement.pools[name] for name in names]
+    names, pools = zip(*pools_in_use(config).items(), strict=True)
     gpus = sum(pool.ranks * pool.gpus_per_rank for pool in pools)
     if gpus > torch.cuda.device_count():
         raise PlacementError(

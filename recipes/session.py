@@ -270,7 +270,7 @@ def open_session(config: Config) -> Iterator[Session]:
     cost = sequence_cost(check_before_start(config, tokenizer, prompts, held_out))
     threading.Thread(target=warm, daemon=True).start()  # while the roles start, which takes longer
     run = Run.start(config, directory, resume_at=progress if resumed else None)
-    with run, Cluster(config.placement) as cluster:
+    with run, Cluster(config.placement, config.job) as cluster:
         groups = start_roles(cluster, config, started_roles(config), (config, tokenizer), cost=cost)
         train, test = in_store(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)

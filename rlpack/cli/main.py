@@ -22,10 +22,13 @@ examples:
   rlpack train seed=1,2,3 --multirun                             one run for each seed
   rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
   rlpack simulate lognormal --ranks 64,1024,16384                expected step times before renting machines
+  rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack report runs/mine                                        write runs/mine/report.html again
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
+_COMMANDS = ("jobs", "logs", "plan", "report", "simulate", "stop", "submit", "train")
 _INTERRUPTED = 130
+_JOB_COMMANDS = (["submit"], ["jobs"], ["logs"], ["stop"])
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 
@@ -41,6 +44,10 @@ def _command(arguments: list[str]) -> int:
         return _train(arguments)
     if arguments[:1] in (["plan"], ["simulate"]):
         return _plan(arguments)
+    if arguments[:1] in _JOB_COMMANDS:
+        from rlpack.cli.jobs import run_command
+
+        return run_command(arguments)
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.command == "report":
@@ -61,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="run a recipe; takes Hydra overrides (rlpack train --help)", add_help=False)
     commands.add_parser("plan", help="show how a trace of lengths would be batched (rlpack plan --help)")
     commands.add_parser("simulate", help="show what steps would take on more ranks (rlpack simulate --help)")
+    commands.add_parser("submit", help="run `rlpack train` as a job of a Ray cluster (rlpack submit --help)")
+    commands.add_parser("jobs", help="list a cluster's jobs")
+    commands.add_parser("logs", help="show or follow what a job writes")
+    commands.add_parser("stop", help="have a job finish its step, save and end")
     report = commands.add_parser("report", help="write a run's report.html again from its files")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     return parser
@@ -110,7 +121,7 @@ def _complete(arguments: Sequence[str], train: Callable[[list[str]], int]) -> in
         return train([argument for argument in arguments if argument != "train"])
     if len(words) + line.endswith(" ") <= 2:
         begun = words[1] if len(words) > 1 else ""
-        print(" ".join(command for command in ("plan", "report", "simulate", "train") if command.startswith(begun)))
+        print(" ".join(command for command in _COMMANDS if command.startswith(begun)))
         return 0
     if words[1] != "train":
         return 0

@@ -6,12 +6,13 @@ Cheap looks only: nothing is imported that a module's own package doesn't import
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import optimizers, started_roles
 from rlpack.config.schema import Config
+from rlpack.distributed.secrets import missing_secrets
 from rlpack.observe.directory import check_run_dir
 from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.sinks import check_packages
@@ -29,17 +30,27 @@ def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
         ConfigError: the run directory can't be used, a target isn't there or not allowed, or a package isn't installed.
         DataError: a data file isn't there.
     """
-    problems = [*_run_dir(config, environment), *_targets(config, environment), *_packages(config)]
+    found = [*_run_dir(config, environment), *missing_secrets(config.job, environment)]
+    check_code_and_packages(config, environment, found)
+    if missing := list(_data_files(config)):
+        from rlpack.data.errors import DataError  # imported where it is raised: a good config doesn't wait for it
+
+        raise DataError("\n".join(missing))
+
+
+def check_code_and_packages(config: Config, environment: Mapping[str, str], found: Sequence[str] = ()) -> None:
+    """Raise for what `config` loads and this machine lacks, and for the problems that were `found` before.
+
+    Raises:
+        ConfigError: there was a problem, a target isn't there or not allowed, or a package isn't installed.
+    """
+    problems = [*found, *_targets(config, environment), *_packages(config)]
     try:
         check_packages(config.logger)
     except SinkError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError(problems)
-    if missing := list(_data_files(config)):
-        from rlpack.data.errors import DataError  # imported where it is raised: a good config doesn't wait for it
-
-        raise DataError("\n".join(missing))
 
 
 def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
@@ -62,7 +73,7 @@ def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     """Look for the modules that a run is going to import, among those that the operator lets it import."""
     allowed = environment.get(ALLOWED, "")
     packages = [*OWN_PACKAGES, *(name.strip() for name in allowed.split(",") if name.strip())]
-    for key, target in _code(config).items():
+    for key, target in targets_of(config).items():
         module = target.partition(":")[0]
         if allowed.strip() and not any(module == name or module.startswith(f"{name}.") for name in packages):
             yield (
@@ -82,7 +93,7 @@ def _packages(config: Config) -> Iterator[str]:
             )
 
 
-def _code(config: Config) -> dict[str, str]:
+def targets_of(config: Config) -> dict[str, str]:
     """Return every key that names code which this run imports, and what it names."""
     roles = started_roles(config)
     targets = {f"roles.{role}.target": config.roles[role].target for role in roles}

@@ -27,6 +27,7 @@ from rlpack.config.rules import odd_choices
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 from rlpack.config.yaml_limits import check_yaml_files
+from rlpack.distributed.secrets import take_secrets
 from rlpack.observe.directory import holds_checkpoint
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def train(arguments: list[str]) -> int:
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:
             check_surroundings(job.config, os.environ)
+            take_secrets(job.config.job, os.environ)
     except ValueError as error:
         return _report_failure(error)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

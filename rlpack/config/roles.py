@@ -2,7 +2,7 @@
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.optimization import Optimizer
-from rlpack.config.schema import Config, RoleBatching, builtin_roles
+from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
 
@@ -82,6 +82,16 @@ def optimizers(config: Config) -> dict[str, Optimizer]:
     """
     found = {"actor.optimizer": config.actor.optimizer}
     return found | ({"critic.optimizer": config.critic.optimizer} if "critic" in started_roles(config) else {})
+
+
+def pools_in_use(config: Config) -> dict[str, Pool]:
+    """Return the pools in which a run starts processes, by name.
+
+    >>> list(pools_in_use(Config()))
+    ['main']
+    """
+    names = dict.fromkeys(pool_of(config, role) for role in started_roles(config))
+    return {name: config.placement.pools[name] for name in names}
 
 
 def is_builtin(role: str) -> bool:

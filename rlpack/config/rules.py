@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.jobs import submission_problems
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, Data, RoleBatching
@@ -297,6 +298,10 @@ def _secrets(config: Config) -> Iterator[str]:
             yield f"{path} looks like a secret, and a config is stored and shown; pass it as an environment variable"
 
 
+def _job(config: Config) -> Iterator[str]:
+    yield from submission_problems(config.job)
+
+
 def _token_budget(config: Config) -> Iterator[str]:
     """The longest sequence that a rollout can give has to fit one microbatch, else a run may die hours later."""
     if config.recipe != "grpo":
@@ -333,4 +338,5 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _placement,
     _own_batching,
     _secrets,
+    _job,
 )

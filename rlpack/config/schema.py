@@ -10,6 +10,7 @@ from pydantic import Field
 
 from rlpack.config.batching import ActorBatching, RoleBatching
 from rlpack.config.critic import Critic, Dapo, RewardModel
+from rlpack.config.jobs import Submission
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.rewards import Reward
 from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
@@ -267,3 +268,4 @@ class Config(Section):
     roles: dict[str, Role] = Field(default_factory=builtin_roles, description="Role classes by name; add your own.")
     logger: Logger = Logger()
     checkpoint: Checkpoint = Checkpoint()
+    job: Submission = Submission()

@@ -16,9 +16,12 @@ import ray
 from ray._private import services
 from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
 from ray._private.utils import detect_fate_sharing_support, estimate_available_memory, get_shared_memory_bytes
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from rlpack.config.jobs import Submission
 from rlpack.config.schema import Placement, Pool
+from rlpack.distributed.capacity import check_capacity, listing
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.store import RayStore
@@ -26,18 +29,25 @@ from rlpack.distributed.store import RayStore
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
+# After so long a wait for devices one is told what is free.
+_SAID_S = 10.0
 
 
 class Cluster:
     """Pools of ranks on a Ray cluster; a context manager that leaves no process behind."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, job: Submission | None = None) -> None:
         """Join the cluster at `placement.address`, or start one on this machine.
+
+        Args:
+            placement: the pools, and where they run.
+            job: names the secrets that ranks need; None for none.
 
         Raises:
             PlacementError: there is no cluster at the address, or no room for the object store or for the batches.
         """
         self._placement = placement
+        self._job = Submission() if job is None else job
         self._pools: dict[str, RayRanks] = {}
         check_object_store(placement)
         with _own_sigterm():
@@ -71,22 +81,28 @@ class Cluster:
             RoleError: the processes did not start by `placement.start_timeout_s`.
         """
         pools = {name: self._placement.pools[name] for name in [*self._pools, *names]}
-        _check_capacity(pools)
+        check_capacity(pools, _nodes(), ray.available_resources())
         opened = {name: self._open(name, pool) for name, pool in pools.items() if name not in self._pools}
         for ranks in opened.values():
-            ranks.meet()
+            ranks.meet(self._job)
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
         bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
         group = placement_group([{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks, strategy="PACK")
-        if not group.wait(self._placement.start_timeout_s):
-            remove_placement_group(group)
-            raise PlacementError(
-                f"pool {name} did not get its {pool.ranks} ranks within {self._placement.start_timeout_s:g} s; free "
-                f"are {_listing(ray.available_resources())}; wait for others to finish, or lower "
-                f"placement.pools.{name}.ranks"
+        deadline = self._placement.start_timeout_s
+        if not group.wait(min(_SAID_S, deadline)):
+            logger.warning(
+                "pool %s waits up to %g s for devices that others hold: its %d ranks ask for %s each, free are %s",
+                *(name, deadline, pool.ranks, listing(bundle), listing(ray.available_resources())),
             )
+            if not group.wait(max(0.0, deadline - _SAID_S)):
+                remove_placement_group(group)
+                raise PlacementError(
+                    f"pool {name} did not get its {pool.ranks} ranks within {deadline:g} s; free are "
+                    f"{listing(ray.available_resources())}; wait for others to finish, or lower "
+                    f"placement.pools.{name}.ranks"
+                )
         self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
         return self._pools[name]
 
@@ -140,10 +156,11 @@ def _connect(placement: Placement) -> None:
             _check_answer(placement.address)
             runtime_env = {"env_vars": {"PYTHONPATH": import_path}}
             ray.init(address=placement.address, logging_level=logging.WARNING, runtime_env=runtime_env)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
             raise PlacementError(
                 f"no Ray cluster answers at placement.address={placement.address}: {error}; "
-                "start one with `ray start --head`, or set placement.address=null for one of this run's own"
+                "start one with `ray start --head`, see that its token is known here (RAY_AUTH_MODE, "
+                "RAY_AUTH_TOKEN_PATH), or set placement.address=null for one of this run's own"
             ) from error
         return
     claimed = math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))
@@ -195,17 +212,6 @@ def _check_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
 
 
-def _check_capacity(pools: dict[str, Pool]) -> None:
-    """Refuse pools that the whole cluster could never hold."""
-    total = ray.cluster_resources()
-    for kind, field in (("CPU", "cpus_per_rank"), ("GPU", "gpus_per_rank")):
-        asked = sum(pool.ranks * getattr(pool, field) for pool in pools.values())
-        if asked > total.get(kind, 0):
-            raise PlacementError(
-                f"the pools {', '.join(pools)} ask for {asked:g} {kind}, the cluster has {total.get(kind, 0):g} "
-                f"({_listing(ray.available_resources())} free); lower placement.pools.*.ranks or .{field}"
-            )
-
-
-def _listing(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU"))
+def _nodes() -> list[Mapping[str, float]]:
+    """Return what each living node has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -90,3 +90,11 @@ def in_units(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} bytes"
+
+
+class JobRequestError(ValueError):
+    """What was asked of a job server can't be: an address where none answers, a wrong token, an unknown job."""
+
+
+class JobServerError(RuntimeError):
+    """A job server that answered before fails, or doesn't answer by the deadline."""

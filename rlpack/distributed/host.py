@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers.utils.logging import disable_progress_bar
 
+from rlpack.config.jobs import Submission
 from rlpack.data.holding import Outline, outline
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
 from rlpack.distributed.returns import check_is_rows
+from rlpack.distributed.secrets import take_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,10 @@ class RankHost:
         self._parts: dict[int, list[dict[str, Any]]] = {}
         self._beside: dict[int, Future[Outline]] = {}
         self._threads = ThreadPoolExecutor(_BESIDE, thread_name_prefix="beside")
+
+    def take_secrets(self, job: Submission) -> None:
+        """Find the secrets that a run names, on this node."""
+        take_secrets(job, os.environ)
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
         """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""

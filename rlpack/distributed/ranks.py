@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlpack.config.jobs import Submission
 from rlpack.config.schema import Placement, Pool
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import Outline, cut
@@ -143,8 +144,8 @@ class RayRanks:
         refs = [host.process.remote() for host in self._hosts]
         return self._wait(_calls(refs, f"pool {self._name}", "process"), self._call_s)
 
-    def meet(self) -> None:
-        """Wait until all processes run, and make their process group."""
+    def meet(self, job: Submission) -> None:
+        """Wait until all processes run, have each find the secrets it needs, and make their process group."""
         role, method = f"pool {self._name}", "start"
 
         def finish(refs: list[ray.ObjectRef]) -> list[Any]:
@@ -152,6 +153,8 @@ class RayRanks:
 
         node_ips = finish([host.node_ip.remote() for host in self._hosts])
         self._nodes = finish([host.node.remote() for host in self._hosts])
+        if job.secret_names:
+            finish([host.take_secrets.remote(job) for host in self._hosts])
         (address,) = finish([self._hosts[0].rendezvous.remote(node_ips[0], self._start_s)])
         joins = zip(self._hosts, node_ips, strict=True)
         finish([host.join.remote(address, node_ip, self._call_s) for host, node_ip in joins])

@@ -1,6 +1,7 @@
 """Ranks on two nodes, each with an object store of its own, joined by their cluster's address."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ray.cluster_utils import Cluster as Machines
 from rlpack.config.schema import Placement, Pool, Role, RoleBatching
 from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.roles import start_roles
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo
@@ -30,6 +32,18 @@ def machines() -> Iterator[Machines]:
         machines.add_node(num_cpus=1, object_store_memory=2**27)
         yield machines
         machines.shutdown()
+
+
+def test_a_rank_that_no_node_has_room_for_is_refused_at_once(machines: Machines):
+    placement = Placement(address=machines.address, pools={"main": Pool(ranks=1, cpus_per_rank=2.0)})
+    began = time.monotonic()
+    with Cluster(placement) as cluster, pytest.raises(PlacementError) as refused:
+        cluster.open_pools(["main"])
+    assert time.monotonic() - began < 30
+    assert "1 ranks of 2 CPU and 0 GPU, each on one node; the cluster's 2 nodes have room for 0 of" in str(
+        refused.value
+    )
+    assert "(2 CPU, 0 GPU free)" in str(refused.value)
 
 
 def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Machines):

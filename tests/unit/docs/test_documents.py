@@ -35,6 +35,11 @@ def commands() -> list[list[str]]:
 
 TRAIN = [words[2:] for words in commands() if words[:2] == ["rlpack", "train"]]
 PLAN = [words[1:] for words in commands() if words[:2] in (["rlpack", "plan"], ["rlpack", "simulate"])]
+SUBMIT = [words for words in commands() if words[:2] == ["rlpack", "submit"]]
+ASK = [words[1:] for words in commands() if words[:1] == ["rlpack"] and words[1] in {"jobs", "logs", "stop"}]
+IMAGES = [words for words in commands() if words[:2] == ["docker", "build"]]
+KUBERAY = [words[1:] for words in commands() if words[1:2] == ["deploy/kuberay.py"]]
+SLURM = [words for words in commands() if words[:1] == ["sbatch"]]
 MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 
 
@@ -65,6 +70,32 @@ def test_every_planning_command_runs(arguments, tmp_path, monkeypatch, capsys):
     PlanRecord(1, tuple(range(1, 400)), Batching(max_tokens=8192), 2).write(run_dir / "packing.json")
     assert main(arguments) == 0
     assert "lock step" in (shown := capsys.readouterr().out) or "idle %" in shown
+
+
+@pytest.mark.parametrize("words", SUBMIT, ids=" ".join)
+def test_every_job_would_be_submitted_if_its_server_answered(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "--address", "http://127.0.0.1:1", *words[words.index("--address") + 2 :]]) == 2
+    assert "no Ray job server answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ASK, ids=" ".join)
+def test_every_question_about_a_job_is_put_to_its_server(words, capsys):
+    assert main(["127.0.0.1:1" if word.startswith("http") else word for word in words]) == 2
+    assert "no Ray job server answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_images_manifests_and_scripts_are_made_from_files_that_are_there_by_runs_that_can_be():
+    assert IMAGES
+    assert all((ROOT / words[words.index("-f") + 1]).is_file() for words in IMAGES)
+    (kuberay,), (slurm,) = KUBERAY, SLURM
+    done = subprocess.run(
+        [sys.executable, *kuberay[: kuberay.index(">")]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    script = slurm.index("deploy/slurm.sh")
+    assert (ROOT / slurm[script]).is_file()
+    assert compose(slurm[script + 1 :]).run_dir == "/shared/mine"
 
 
 @pytest.mark.parametrize("target", MAKE)

@@ -1,0 +1,29 @@
+# rlpack with its pinned dependencies and Ray, for every node of a cluster without GPUs.
+# At the project's root: docker build -f docker/cpu.Dockerfile -t rlpack:cpu .
+FROM python:3.11-slim-bookworm
+
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+# KubeRay's health checks call wget.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends wget \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN useradd --create-home --uid 1000 rlpack
+
+# PyTorch first, as `make install` does: it is the largest part, and its build decides what the image can compute on.
+RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$TORCH"
+
+WORKDIR /opt/rlpack
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY rlpack rlpack
+COPY workers workers
+COPY recipes recipes
+COPY configs configs
+RUN pip install --no-cache-dir --constraint constraints.txt ".[tensorboard,wandb]"
+
+ENV PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+USER 1000
+WORKDIR /home/rlpack
+CMD ["rlpack", "--help"]

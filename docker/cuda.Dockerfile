@@ -1,0 +1,31 @@
+# rlpack with its pinned dependencies, Ray and PyTorch for CUDA, for every node of a cluster with NVIDIA GPUs.
+# At the project's root: docker build -f docker/cuda.Dockerfile -t rlpack:cuda .
+# PyTorch's wheels bring CUDA, cuDNN and NCCL; the driver comes from the node, by NVIDIA's container toolkit.
+FROM python:3.11-slim-bookworm
+
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=https://pypi.org/simple
+
+# KubeRay's health checks call wget, Triton a C compiler, NCCL the InfiniBand libraries where a node has such cards.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc ibverbs-providers libc6-dev libibverbs1 librdmacm1 wget \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN useradd --create-home --uid 1000 rlpack
+
+# PyTorch first, as `make install` does: it is the largest part, and its build decides what the image can compute on.
+RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$TORCH"
+
+WORKDIR /opt/rlpack
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY rlpack rlpack
+COPY workers workers
+COPY recipes recipes
+COPY configs configs
+RUN pip install --no-cache-dir --constraint constraints.txt ".[tensorboard,wandb]"
+
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+USER 1000
+WORKDIR /home/rlpack
+CMD ["rlpack", "--help"]

@@ -1,0 +1,106 @@
+"""What of a working directory travels to a cluster, looked at before anything is packed: Ray refuses it afterwards."""
+
+import heapq
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env import packaging
+
+from rlpack.config.errors import ConfigError
+
+# Runs, and what tools leave behind, in any project; Ray itself leaves out .git, .venv, venv and __pycache__.
+_EXCLUDES = (
+    "/runs",
+    "/multirun",
+    "/outputs",
+    "/wandb",
+    "*.egg-info",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".mypy_cache",
+    ".hypothesis",
+    ".ipynb_checkpoints",
+)
+# Ray packs without compressing: a file is as long as it is, and has two headers with its name in them.
+_HEADERS = 30 + 46 + 2 * 20
+_MIB = 2**20
+# A home directory may have millions of files: once it is too much, it isn't walked for longer.
+_WALK_S = 10.0
+
+
+@dataclass(frozen=True)
+class Upload:
+    """The files that would be uploaded.
+
+    Attributes:
+        folder: the working directory, absolute.
+        excludes: the patterns of what stays, without those of ignore files.
+        sizes: bytes of each file, by its path in the folder.
+        limit: the most bytes that Ray takes.
+    """
+
+    folder: Path
+    excludes: tuple[str, ...]
+    sizes: dict[Path, int]
+    limit: int
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the packed folder."""
+        return sum(self.sizes.values()) + sum(_HEADERS + 2 * len(str(path)) for path in self.sizes)
+
+
+class _TooLongError(Exception):
+    """The folder is over the limit, and walking it took its time."""
+
+
+def look(folder: Path, excludes: Sequence[str], limit: int = packaging.GCS_STORAGE_MAX_SIZE) -> Upload:
+    """Return what Ray would upload of a folder: all but `excludes`, what ignore files name, and what is never meant.
+
+    Raises:
+        ConfigError: there is no such folder, it can't be read, or it is over Ray's limit; the biggest files are named.
+    """
+    if not folder.is_dir():
+        raise ConfigError([f"job.working_dir is {str(folder)!r}, which is no folder; set it to one, or to null"])
+    folder = folder.absolute()
+    patterns = (*get_runtime_env_default_excludes(), *_EXCLUDES, *excludes)
+    upload = Upload(folder, patterns, {}, limit)
+    began, total, ended = time.monotonic(), 0, True
+
+    def count(path: Path) -> None:
+        nonlocal total
+        if path.is_file():
+            size = path.stat().st_size
+            upload.sizes[path.relative_to(folder)] = size
+            total += size
+            if total > limit and time.monotonic() - began > _WALK_S:
+                raise _TooLongError
+
+    # Ray's own walk, so that what is counted is what is packed; what it says about each file is left out.
+    silent = logging.Logger("upload", level=logging.CRITICAL + 1)
+    try:
+        packaging._dir_travel(
+            folder, [packaging._get_excludes(folder, list(patterns))], count, include_gitignore=True, logger=silent
+        )
+    except _TooLongError:
+        ended = False
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"job.working_dir is {str(folder)!r}, which can't be read: {error}"]) from error
+    if upload.size > limit:
+        raise ConfigError([_too_big(upload, whole=ended)])
+    return upload
+
+
+def _too_big(upload: Upload, *, whole: bool) -> str:
+    biggest = heapq.nlargest(5, upload.sizes.items(), key=lambda item: item[1])
+    listed = ", ".join(f"{path} ({size / _MIB:,.1f} MiB)" for path, size in biggest)
+    return (
+        f"job.working_dir is {str(upload.folder)!r}, which has {'' if whole else 'more than '}"
+        f"{upload.size / _MIB:,.1f} MiB to upload, over Ray's limit of {upload.limit / _MIB:,.0f} MiB; the biggest are "
+        f"{listed}; name what the run doesn't need in job.excludes or .gitignore, put data and weights on storage that "
+        "the nodes share, or choose another job.working_dir"
+    )

@@ -1,0 +1,129 @@
+"""The RayJob manifest against a schema of what KubeRay takes, and against what it has to agree with."""
+
+import json
+import re
+import shlex
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from rlpack.config.compose import compose
+from rlpack.config.jobs import STOP_WAIT
+
+ROOT = Path(__file__).parents[3]
+SCHEMA = json.loads((Path(__file__).parent / "rayjob.schema.json").read_text())
+MANIFEST = ROOT / "deploy" / "rayjob.yaml"
+RUN = ("--image", "registry.example.org/rlpack:cuda")
+
+
+@pytest.fixture(scope="module")
+def kuberay():
+    spec = spec_from_file_location("kuberay", ROOT / "deploy" / "kuberay.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def faults(manifest) -> list[str]:
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(SCHEMA).iter_errors(manifest)]
+
+
+def pods(manifest):
+    cluster = manifest["spec"]["rayClusterSpec"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def config_of(manifest):
+    """Return the config of the run that the entrypoint starts."""
+    words = shlex.split(manifest["spec"]["entrypoint"])
+    assert words[:4] == ["python", "-m", "rlpack", "train"]
+    return compose(words[4:])
+
+
+def written(kuberay, capsys, *words):
+    assert kuberay.main([*RUN, *words]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_the_schema_is_one_and_sees_what_it_forbids():
+    Draft202012Validator.check_schema(SCHEMA)
+    for path, value in {"backoffLimit": "2", "entryPoint": "x", "submissionMode": "Http"}.items():
+        manifest = yaml.safe_load(MANIFEST.read_text())
+        manifest["spec"][path] = value
+        assert len(faults(manifest)) == 1
+    manifest = yaml.safe_load(MANIFEST.read_text())
+    manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
+    assert faults(manifest) == [
+        "$.spec.rayClusterSpec.headGroupSpec.rayStartParams['num-cpus']: 0 is not of type 'string'"
+    ]
+
+
+def test_the_manifest_is_what_kuberay_takes_as_it_is():
+    manifest = yaml.safe_load(MANIFEST.read_text())
+    assert faults(manifest) == []
+    config = config_of(manifest)
+    assert (config.placement.address, config.resume, config.run_dir) == ("auto", "auto", "/shared/rlpack")
+    assert yaml.safe_load(manifest["spec"]["runtimeEnvYAML"])["env_vars"] == {STOP_WAIT: str(config.job.stop_timeout_s)}
+
+
+def test_its_ray_is_the_one_of_the_constraints():
+    (version,) = re.findall(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert yaml.safe_load(MANIFEST.read_text())["spec"]["rayClusterSpec"]["rayVersion"] == version
+
+
+def test_a_token_is_asked_for_nobody_is_root_and_every_mount_has_its_volume():
+    manifest = yaml.safe_load(MANIFEST.read_text())
+    assert manifest["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    for pod in pods(manifest):
+        assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}
+        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_a_run_of_ones_own_is_written_with_its_image_size_secrets_and_environment(kuberay, capsys):
+    manifest = written(
+        *(kuberay, capsys, "--name", "mine", "--workers", "2", "--cpus", "16", "--gpus", "4", "--claim", "data"),
+        *("--secret", "keys", "--", "run_dir=/shared/mine", "placement=eight_gpus", "job.secret_names=[HF_TOKEN]"),
+        *("job.environment.NCCL_DEBUG=INFO", "job.pip=[math-verify]", "seed=7"),
+    )
+    assert faults(manifest) == []
+    config = config_of(manifest)
+    assert (config.seed, config.resume, config.job.secrets_dir) == (7, "auto", "/etc/rlpack-secrets")
+    environment = yaml.safe_load(manifest["spec"]["runtimeEnvYAML"])
+    assert environment == {"env_vars": {"NCCL_DEBUG": "INFO", STOP_WAIT: "120"}, "pip": ["math-verify"]}
+    for pod in pods(manifest):
+        (container,) = pod["containers"]
+        assert container["image"] == RUN[1]
+        assert {"name": "secrets", "secret": {"secretName": "keys", "optional": False}} in pod["volumes"]
+        assert any(mount["mountPath"] == config.job.secrets_dir for mount in container["volumeMounts"])
+    (group,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": "16", "memory": "8Gi", "nvidia.com/gpu": "4"}
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
+
+
+def test_a_value_cannot_leave_its_place(kuberay, capsys):
+    word = "data.prompt_column='a\"\\n: {b} $(id) # c'"
+    manifest = written(kuberay, capsys, "--", "run_dir=/shared/mine", word)
+    assert faults(manifest) == []
+    assert config_of(manifest).data.prompt_column == compose([word]).data.prompt_column
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run_dir=mine",), "run_dir is mine, and a job's working directory is deleted"),
+        (("run_dir=/shared/mine", "trainer.stepz=1"), "trainer.stepz is not a key; did you mean trainer.steps?"),
+        (("run_dir=/shared/mine", "placement.pools.main.ranks=5"), "ask for 5 CPU, the cluster has 4; lower"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_kubernetes_sees_it(kuberay, capsys, words, message):
+    assert kuberay.main([*RUN, "--", *words]) == 2
+    heard = capsys.readouterr()
+    assert heard.out == ""
+    assert message in heard.err
