@@ -1,0 +1,96 @@
+"""Reward functions of every form, for tests that run them in the pool's processes."""
+
+import asyncio
+import json
+import sys
+
+calls = []
+
+
+def batched(completions, level):
+    return [len(text) + number for text, number in zip(completions, level, strict=True)]
+
+
+def everything(prompts, completions, **columns):
+    assert sorted(columns) == ["answer", "level"]
+    return [float(len(prompts)) for _ in completions]
+
+
+def single(prompt, completion, answer, *, scale=1.0):
+    return scale * float(f"{prompt}{completion}" == answer)
+
+
+def single_completion(completion):
+    return completion == "b"
+
+
+def answers_alone(completions, answer):
+    return [float(value == "ab") for value in answer]
+
+
+async def waiting(completion, answer):
+    await asyncio.sleep(0.2)
+    return float(completion in answer)
+
+
+async def waiting_batch(completions):
+    await asyncio.sleep(0)
+    return [1.0 for _ in completions]
+
+
+def gives_an_awaitable(completion):
+    return waiting(completion, completion)
+
+
+class Callable:
+    async def __call__(self, completion):
+        return 2.0
+
+
+instance = Callable()
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "sums"
+    extra = 0.0 if extra_info is None else extra_info["bonus"]
+    return {"score": float(solution_str == ground_truth) + extra, "method": "exact"}
+
+
+def broken(completions):
+    return [json.loads(text) for text in completions]
+
+
+def fails_on_some(completions):
+    """Raise where any text says so, so that a caller has to find out which one it is."""
+    if any(text == "raise" for text in completions):
+        raise ValueError("such a text")
+    return [1.0] * len(completions)
+
+
+def seldom(completion):
+    return {"none": None, "nan": float("nan"), "text": "1"}.get(completion, 0.5)
+
+
+def half(completion):
+    return 0.5
+
+
+def short(prompts, completions):
+    return [1.0]
+
+
+def talks(completion):
+    sys.stdout.write(f"\x1b[31mred {completion}\n")
+    return 1.0
+
+
+def positional(prompts, completions, /):
+    return []
+
+
+def mixed(prompt, completions):
+    return []
+
+
+def silent(**columns):
+    return []
