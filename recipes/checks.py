@@ -13,6 +13,7 @@ from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.algorithms.shaping import soft_overlong
 from rlpack.config.roles import is_builtin, role_batching, started_roles
+from rlpack.config.rules import JUDGE
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
@@ -21,9 +22,14 @@ from rlpack.models.heads import TokenHead
 from rlpack.models.loading import check_classifier, outline
 from rlpack.models.optimizers import freeze
 from rlpack.packing import Batching
-from rlpack.rewards.scoring import check_signature, resolve
+from rlpack.rewards.errors import RewardError
+from rlpack.rewards.forms import check_signature, resolve
+from rlpack.rewards.judge import check_instructions
+from rlpack.rewards.sandbox import why_not_strict
+from workers.judge import api_key
 from workers.loading import choose_trained
 from workers.objectives import PolicyGradient
+from workers.reward import targets_of
 
 _ROWS_AT_A_TIME = 1024
 # Columns of rows that an advantage function can ask for, whatever roles there are.
@@ -41,7 +47,8 @@ def check_before_start(
         AlgorithmError: there is no such loss or advantage function, or it can't be called with its arguments.
         PlacementError: a role's class can't be loaded, or is none that a session can build and call, or this machine
             is too small for the pools.
-        RewardError: there is no such reward function, or it can't be called with the dataset's columns.
+        RewardError: there is no such reward function, it can't be called with the dataset's columns, or it can't be
+            confined as it should.
         DataError: a row that is trained or evaluated on has no demonstration, or one over the token budget; the
             tokenizer has no token that ends a response.
     """
@@ -52,6 +59,8 @@ def check_before_start(
     _check_trained(config, model, len(tokenizer))
     for name in names:
         check_role(name, config.roles[name])
+    if any(config.roles[name].target == JUDGE for name in names):
+        _check_judge(config, prompts, held_out)
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     if "reward_model" in names:
@@ -104,13 +113,28 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
-    """Find the reward function and see that it takes what workers/reward.py will call it with."""
-    function = resolve(config.reward.function)
-    if config.roles["reward"].target != builtin_roles()["reward"].target:  # a user's own may call it otherwise
+    """Find the reward functions and see that they take what the pool of workers/reward.py will call them with."""
+    own = config.roles["reward"].target != builtin_roles()["reward"].target  # which may call them otherwise
+    for target in targets_of(config.reward).values():
+        function = resolve(target.target, target.key)
+        for split in () if own else (prompts, held_out):
+            columns = ("uid", "answer", "finish_reason", *split.examples[0].columns)
+            check_signature(function, columns, target.arguments, target.key.removesuffix("function") + "arguments")
+    if own or config.placement.address is not None:  # another machine's kernel is asked when its ranks start
         return
+    if config.reward.sandbox == "strict" and (reason := why_not_strict()):
+        raise RewardError(
+            f"reward.sandbox=strict can't be had on this machine: {reason}; set reward.sandbox=limits, which leaves "
+            "the network and files open to reward functions"
+        )
+
+
+def _check_judge(config: Config, prompts: Prompts, held_out: Prompts) -> None:
+    """See that the judge's instructions name columns that are there, and that its key is where it should be."""
     for split in (prompts, held_out):
-        columns = ("uid", "answer", "finish_reason", *split.examples[0].columns)
-        check_signature(function, columns, config.reward.arguments)
+        check_instructions(config.judge.instructions, ("uid", "answer", *split.examples[0].columns))
+    if config.placement.address is None:  # another machine's environment is asked when its ranks start
+        api_key(config.judge)
 
 
 def _check_demonstrations(prompts: Prompts, tokenizer: PreTrainedTokenizerBase, batching: Batching) -> None:

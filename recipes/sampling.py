@@ -27,7 +27,7 @@ def informative_rollouts(session: Session, step: int) -> BatchedDataDict:
         found += _groups(rollouts, is_informative(rollouts))
     batch = BatchedDataDict.concat(rounds)
     useful = is_informative(batch)
-    stages.report_rewards(session, batch["rewards"], batch["valid"])
+    stages.report_rewards(session, batch)
     session.metrics |= {
         "sampling/rounds": float(len(rounds)),
         "sampling/informative_fraction": found / drawn,
@@ -57,7 +57,8 @@ def greedy_rewards(session: Session, draw: stages.Draw, rollouts: BatchedDataDic
     samples = session.config.trainer.group_size
     with session.run.timer("greedy"):
         greedy = stages.respond(session, draw, 1, temperature=0.0)
-        rewards, valid, _ = stages.scores(session.scorers, greedy)
+        rewards, valid, _, counts = stages.scores(session.scorers, greedy)
+    stages.count_failures(session, counts)
     session.metrics["reward/greedy_mean"] = rewards[valid].mean().item() if valid.any() else 0.0
     both = rollouts["valid"] & valid.repeat_interleave(samples)
     return rollouts.drop(["valid"]).union({"valid": both, "greedy_rewards": rewards.repeat_interleave(samples)})

@@ -17,6 +17,7 @@ from recipes.session import Session
 from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_coefficient
+from rlpack.algorithms.metrics import merge
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
 from rlpack.config.schema import Algorithm
 from rlpack.data.batch import BatchedDataDict
@@ -26,6 +27,7 @@ from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.returns import check_scores
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.rewards.verdicts import FAILURES
 from rlpack.rollout.engine import SamplingParams
 from workers.actor import ActorWorker
 from workers.reference import ReferenceWorker
@@ -35,6 +37,9 @@ from workers.rollout import RolloutWorker
 # What a role is sent of a batch.
 _GENERATE = ("input_ids", "seeds", "group_ids", "uid")
 SCORED = ("input_ids", "response_mask")
+# What a scoring role says of itself, and where the words of its functions begin.
+_COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
+_PART = "reward_"
 _UPDATE = (*SCORED, "logprobs", "advantages", "loss_weight", "token_weight")
 
 
@@ -102,13 +107,26 @@ def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     denominator and no baseline.
     """
     with session.run.timer("reward"):
-        rewards, valid, extras = scores(session.scorers, rollouts)
-    report_rewards(session, rewards, valid)
-    return rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
+        rewards, valid, extras, counts = scores(session.scorers, rollouts)
+    count_failures(session, counts)
+    scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
+    report_rewards(session, scored)
+    return scored
 
 
-def report_rewards(session: Session, rewards: Tensor, valid: Tensor) -> None:
-    """Take over the figures of the step's rewards, f32 [B], quarantined rows left out."""
+def count_failures(session: Session, counts: dict[str, float]) -> None:
+    """Add what scoring roles failed on to the figures of the step, which may score more than once."""
+    session.metrics |= {name: session.metrics.get(name, 0.0) + count for name, count in counts.items()}
+
+
+def report_rewards(session: Session, rollouts: BatchedDataDict) -> None:
+    """Take over the figures of the step's `rewards`, f32 [B], quarantined rows left out, and of each function's own."""
+    rewards, valid = rollouts["rewards"], rollouts["valid"]
+    for name, column in rollouts.items():
+        if name.startswith(_PART) and isinstance(column, Tensor) and column.ndim == 1:  # several a row lie elsewhere
+            given = column[~column.isnan()].float()
+            mean = given.mean().item() if given.numel() else 0.0
+            session.metrics[f"reward/functions/{name.removeprefix(_PART)}"] = mean
     kept = rewards[valid]
     session.metrics |= {
         "reward/mean": kept.mean().item() if kept.numel() else 0.0,
@@ -120,11 +138,19 @@ def report_rewards(session: Session, rewards: Tensor, valid: Tensor) -> None:
 
 
 class Judgement(NamedTuple):
-    """Every row's reward, f32 [B]; whether all roles gave a finite one, bool [B]; and the columns that they added."""
+    """What scoring roles say.
+
+    Attributes:
+        rewards: f32 [B].
+        valid: whether all roles gave a finite reward, bool [B].
+        extras: the columns that they added.
+        counts: metrics: how many rows functions failed on in which way, what they wrote, what was tried again.
+    """
 
     rewards: Tensor
     valid: Tensor
     extras: BatchedDataDict
+    counts: dict[str, float]
 
 
 def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> Judgement:
@@ -140,7 +166,7 @@ def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDic
         extras = extras.union(results[-1].extras)
     valid = torch.stack([result.valid for result in results]).all(0)
     rewards = torch.stack([result.rewards for result in results]).sum(0).where(valid, 0.0)
-    return Judgement(rewards, valid, extras)
+    return Judgement(rewards, valid, extras, merge(result.counts for result in results))
 
 
 def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict, taken: set[str]) -> Judgement:
@@ -149,7 +175,23 @@ def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict, taken: set[str])
     check_scores(group.role, RewardWorker.score.__name__, found, plan, taken)
     valid = ~found["quarantined"]
     valid[torch.from_numpy(plan.step_of_row) < 0] = False
-    return Judgement(found["rewards"], valid, found.drop(["rewards", "quarantined"]))
+    counted = [name for name in _COUNTED if name in found]
+    return Judgement(found["rewards"], valid, found.drop(["rewards", "quarantined", *counted]), _counts(found))
+
+
+def _counts(found: BatchedDataDict) -> dict[str, float]:
+    """Return what a scoring role says of its work: rows failed in which way, output, retries."""
+    counts: dict[str, float] = {}
+    if "reward_failure" in found:
+        of_rows = torch.bincount(found["reward_failure"], minlength=1 + len(FAILURES))[1:].tolist()
+        of = dict(zip(FAILURES, map(float, of_rows), strict=True))
+        counts["reward/timeouts"], counts["reward/errors"] = of["timeout"], of["error"]
+        counts["reward/killed"], counts["reward/invalid"] = of["killed"], of["invalid"]
+    if "reward_output_bytes" in found:
+        counts["reward/output_bytes"] = float(found["reward_output_bytes"].sum())
+    if "reward_retries" in found:
+        counts["reward/retries"] = float(found["reward_retries"].sum())
+    return counts
 
 
 def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:

@@ -98,7 +98,9 @@ def targets_of(config: Config) -> dict[str, str]:
     roles = started_roles(config)
     targets = {f"roles.{role}.target": config.roles[role].target for role in roles}
     if "reward" in roles:
-        targets["reward.function"] = config.reward.function
+        functions = config.reward.functions
+        several = {f"reward.functions.{name}.function": function.function for name, function in functions.items()}
+        targets |= several or {"reward.function": config.reward.function}
     if config.recipe != "sft":
         named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
         targets |= {key: target for key, target in named.items() if ":" in target}

@@ -14,10 +14,13 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.jobs import submission_problems
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
-from rlpack.config.schema import Config, Data, RoleBatching
+from rlpack.config.schema import Config, Data, Reward, RoleBatching
 from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_UNIT_TESTS = "rlpack.rewards.programs:unit_tests"
+JUDGE = "workers.judge:JudgeWorker"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _FILES = (".jsonl", ".parquet")
 _NO_LORA = Lora()
@@ -228,11 +231,38 @@ def _supervision(config: Config) -> Iterator[str]:
 
 
 def _targets(config: Config) -> Iterator[str]:
-    targets = {"reward.function": config.reward.function}
+    functions = config.reward.functions
+    targets = {f"reward.functions.{name}.function": function.function for name, function in functions.items()}
+    targets = targets or {"reward.function": config.reward.function}
     targets |= {f"roles.{name}.target": role.target for name, role in config.roles.items()}
     for key, target in targets.items():
         if not _TARGET.fullmatch(target):
             yield f"{key} is {target!r}; it has to be package.module:Name"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, judge = config.reward, config.judge
+    if reward.functions and (reward.arguments or reward.function != Reward().function):
+        yield (
+            f"reward.functions has {', '.join(reward.functions)}, and reward.function or reward.arguments is set too; "
+            "give either several functions or the one"
+        )
+    for name in reward.functions:
+        if not _COLUMN.fullmatch(name):
+            yield f"reward.functions holds the name {name!r}; use letters, digits and _, beginning with a letter"
+    targets = {"reward": reward.function} | {name: function.function for name, function in reward.functions.items()}
+    if reward.subprocesses == 0 and _UNIT_TESTS in targets.values():
+        yield f"{_UNIT_TESTS} runs programs, and reward.subprocesses is 0; set reward.subprocesses=1"
+    judges = [name for name, role in config.roles.items() if role.target == JUDGE]
+    if judges and (judge.url is None or judge.model is None):
+        missing = "judge.url" if judge.url is None else "judge.model"
+        yield f"{missing} is null, and the role {judges[0]} asks it; set judge.url and judge.model"
+    if judge.url is not None and not judges:
+        yield f"judge.url is {judge.url!r}, and no role asks it; add roles.judge.target={JUDGE}"
+    if judge.url is not None and not judge.url.startswith(("http://", "https://")):
+        yield f"judge.url is {judge.url!r}; it has to begin with http:// or https://"
+    if judge.url is not None and "@" in judge.url.partition("://")[2].partition("/")[0]:
+        yield "judge.url holds a user or a password, and a config is stored and shown; use judge.api_key_env"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -292,6 +322,7 @@ def _secrets(config: Config) -> Iterator[str]:
         "data.generator": config.data.generator,
         "reward.arguments": config.reward.arguments,
         **{f"roles.{name}.arguments": role.arguments for name, role in config.roles.items()},
+        **{f"reward.functions.{name}.arguments": one.arguments for name, one in config.reward.functions.items()},
     }
     for place, values in free.items():
         for path in secret_paths(place, values):
@@ -334,6 +365,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _supervision,
     _run,
     _targets,
+    _rewards,
     _names,
     _placement,
     _own_batching,

@@ -12,7 +12,8 @@ from rlpack.config.batching import ActorBatching, RoleBatching
 from rlpack.config.critic import Critic, Dapo, RewardModel
 from rlpack.config.jobs import Submission
 from rlpack.config.optimization import Lora, Optimizer
-from rlpack.config.rewards import Reward
+from rlpack.config.rewards import Judge, Reward
+from rlpack.config.rewards import RewardFunction as RewardFunction
 from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
 from rlpack.packing.batching import Batching
 
@@ -255,6 +256,7 @@ class Config(Section):
     model: Model = Model()
     data: Data = Data()
     reward: Reward = Reward()
+    judge: Judge = Judge()
     rollout: Rollout = Rollout()
     batching: ActorBatching = Field(
         default=Batching(), description="How the actor, and every role without its own, batches."

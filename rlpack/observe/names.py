@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+_ANY = "<name>"
 REFERENCE = Path("docs/reference/metrics.md")
 
 
@@ -34,6 +35,15 @@ METRICS: dict[str, Metric] = {
     "reward/min": Metric("1", "Lowest reward of the step."),
     "reward/max": Metric("1", "Highest reward of the step."),
     "reward/quarantined": Metric("rows", "Rollouts whose reward was missing or not a finite number; they don't train."),
+    "reward/timeouts": Metric("rows", "Rows that a reward function took too long for; they are quarantined."),
+    "reward/errors": Metric("rows", "Rows that a reward function raised on; they are quarantined."),
+    "reward/killed": Metric("rows", "Rows whose reward process died; they are quarantined."),
+    "reward/invalid": Metric("rows", "Rows that a reward function gave no number for; they are quarantined."),
+    "reward/output_bytes": Metric("bytes", "What reward functions wrote to standard output and error."),
+    "reward/retries": Metric("1", "Requests to a judge beyond the first of each row."),
+    "reward/functions/<name>": Metric(
+        "1", "Mean of what one of reward.functions, or a role's column reward_<name>, gave, before its weight."
+    ),
     "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),
     "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
     "rollout/truncated_fraction": Metric("fraction", "Responses that ended at rollout.max_new_tokens."),
@@ -76,6 +86,9 @@ METRICS: dict[str, Metric] = {
     ),
     "evaluation/accuracy_greedy": Metric(
         "1", "Held-out mean reward of the likeliest tokens: accuracy for rewards 0 and 1."
+    ),
+    "evaluation/quarantined": Metric(
+        "rows", "Responses to held-out prompts without a usable reward; they count as 0 in the three above."
     ),
     "evaluation/loss": Metric("nats", "Mean negative log-prob of the held-out demonstrations' tokens (recipe=sft)."),
     "evaluation/perplexity": Metric("1", "The exponential of evaluation/loss."),
@@ -132,7 +145,8 @@ def unknown_names(names: Iterable[str]) -> list[str]:
     >>> unknown_names(["reward/mean", "rewards/mean"])
     ['rewards/mean']
     """
-    return sorted(set(names) - METRICS.keys())
+    families = tuple(name.removesuffix(_ANY) for name in METRICS if name.endswith(_ANY))
+    return sorted(name for name in set(names) - METRICS.keys() if not name.startswith(families))
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -1,30 +1,27 @@
-"""Find a reward function by its name, call it, and check what it returns, so that a bad reward never reaches a loss."""
+"""Rewards of a batch from several functions: run in the pool, summed with weights, checked before they reach a loss."""
 
-import importlib
-import inspect
 import logging
 import math
-import sysconfig
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from pathlib import Path
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-import rlpack
-from rlpack.rewards.errors import RewardError
+from rlpack.rewards.errors import TooManyFailuresError
+from rlpack.rewards.pool import Pool
+from rlpack.rewards.verdicts import FAILURES, LARGEST, Verdict
+from rlpack.rewards.work import PoolSettings, Target
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[..., Any]
-
-_LARGEST = float(np.finfo(np.float32).max)
+# A rate of failures is that of the last rows, at least so many of them; until then, that of so many.
+_WINDOW_ROWS = 100
+# So many rows that all fail are a function that doesn't work, whatever came before.
+_HOPELESS_ROWS = 4
+_FAILURE = {str(problem): 1 + place for place, problem in enumerate(FAILURES)}
 
 
 @dataclass(frozen=True)
@@ -32,199 +29,202 @@ class Scores:
     """The rewards of a batch.
 
     Attributes:
-        values: f32 [B]; 0 where quarantined.
+        values: weighted sums, f32 [B]; 0 where quarantined.
         quarantined: rows without a usable reward, bool [B]; they take no part in advantages.
-        counts: how many rows are quarantined for each reason: `none`, `nan`, `infinite`.
+        parts: what each function gave, unweighted, f32 [B]; NaN where it gave no number.
+        failures: 0, or for a row on which a function failed 1 + the place of the problem in `FAILURES`, int64 [B].
+        rows: the verdict on each row, of all functions together.
+        counts: how many rows are quarantined for each reason (`rlpack.rewards.verdicts.Problem`).
+        output_bytes: what the functions wrote to their standard output and error.
     """
 
     values: Tensor
     quarantined: Tensor
+    parts: dict[str, Tensor]
+    failures: Tensor
+    rows: Sequence[Verdict]
     counts: dict[str, int]
+    output_bytes: int = 0
 
 
-def resolve(target: str) -> RewardFunction:
-    """Return the function that `target`, "package.module:function", names.
+class Scorer:
+    """Reward functions in their pool, with weights, and with the rate of failures that ends a run."""
 
-    >>> resolve("rlpack.rewards.functions:exact_match").__name__
-    'exact_match'
+    def __init__(
+        self,
+        functions: Mapping[str, Target],
+        weights: Mapping[str, float],
+        settings: PoolSettings,
+        *,
+        max_failures: float = 0.1,
+    ) -> None:
+        """Start the pool's processes, and wait for none, so that they start while others do."""
+        self._functions = functions
+        self._weights = weights
+        self._failures = FailureRate(max_failures)
+        self._pool = Pool(functions, settings)
+        self._written = 0
 
-    Raises:
-        RewardError: the form is another, the module can't be imported, or it has no such function.
+    def close(self) -> None:
+        """End the pool's processes."""
+        self._pool.close()
+
+    def wait(self) -> None:
+        """Wait until every function is loaded, in every process.
+
+        Raises:
+            RewardError: one can't be.
+            PoolError: the processes don't start, or can't be confined as they should.
+        """
+        self._pool.wait()
+
+    def score(self, columns: Mapping[str, Sequence[Any]], num_rows: int) -> Scores:
+        """Return the rewards of a batch.
+
+        A function that returns None of a row has nothing to say of it and adds nothing; where all have nothing to say,
+        or one gave no finite number or failed, the row is quarantined.
+
+        Args:
+            columns: `prompt`, `completion` and the dataset's by name, B entries each; only those are read that a
+                function names.
+            num_rows: B.
+
+        Raises:
+            TooManyFailuresError: functions failed on more rows than may be.
+            RewardError: a function can't be loaded, or a column can't be sent to it.
+            PoolError: the processes don't start.
+        """
+        forms = self._pool.forms()
+        wanted = {"prompt", "completion"}
+        wanted |= {name for key, form in forms.items() for name in form.wants(columns, self._functions[key].arguments)}
+        read = {name: columns[name] for name in columns if name in wanted}
+        verdicts = self._pool.run(read, num_rows, self._failures.allowed(num_rows))
+        scores = scores_of(verdicts, self._weights, self._count_output())
+        self._warn_of_quarantine(scores.rows, scores.counts)
+        self._failures.take(scores.rows, self._first_failure(verdicts))
+        return scores
+
+    def _first_failure(self, verdicts: Mapping[str, Sequence[Verdict]]) -> str:
+        """Return the first failure of any function, with the function's name."""
+        for name, found in verdicts.items():
+            for row, verdict in enumerate(found):
+                if verdict.failed:
+                    text = f" ({verdict.text})" if verdict.text else ""
+                    return f"{self._functions[name].target} on row {row}: {verdict.problem}{text}"
+        return ""
+
+    def _warn_of_quarantine(self, rows: Sequence[Verdict], counts: Mapping[str, int]) -> None:
+        """Say how many rows of a batch have no usable reward, and that nothing trains where that is all of them."""
+        quarantined = sum(counts.values())
+        if not quarantined:
+            return
+        names = ", ".join(target.target for target in self._functions.values())
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
+        share = f"all {len(rows)}" if quarantined == len(rows) else f"{quarantined} of {len(rows)}"
+        way_out = "none of them trains; return finite numbers" if quarantined == len(rows) else "they don't train"
+        texts = [row.text for row in rows if row.failed and row.text]
+        first = f"; the first failure: {texts[0]}" if texts else ""
+        logger.warning("reward function %s: %s rows are quarantined (%s); %s%s", names, share, reasons, way_out, first)
+
+    def _count_output(self) -> int:
+        """Return what the functions wrote since the last batch; the first time its end is shown."""
+        written, before = self._pool.output_bytes, self._written
+        self._written = written
+        if written and not before:
+            logger.warning(
+                "reward functions write to standard output or error, %d bytes so far; from now on it is only counted. "
+                "The end of it: %s", written, self._pool.output,
+            )  # fmt: skip
+        return written - before
+
+
+@dataclass
+class FailureRate:
+    """How many of the last rows a function failed on.
+
+    >>> rate = FailureRate(limit=0.1)
+    >>> rate.allowed(32)
+    10.0
+
+    Attributes:
+        limit: largest share of rows that may fail; 1 allows everything.
+        key: of the configuration, for messages.
+        ways_out: what can be done, for messages.
     """
-    module_name, _, name = target.partition(":")
-    if not module_name or not name.isidentifier():
-        raise RewardError(f"reward.function is {target!r}; its form is package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing a user's module runs it: anything may come
-        reason = f"{type(error).__name__}: {error}"
-        raise RewardError(f"reward.function is {target!r}, and {module_name} can't be imported: {reason}") from error
-    try:
-        function = getattr(module, name)
-    except AttributeError as error:
-        functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
-        raise RewardError(
-            f"reward.function is {target!r}, and {module_name} has no {name}; its functions are: {functions or 'none'}"
-        ) from error
-    if not callable(function):
-        raise RewardError(f"reward.function is {target!r}, which is a {type(function).__name__} and not a function")
-    return function
+
+    limit: float
+    key: str = "reward.max_failures"
+    ways_out: str = "Mend the function, or raise reward.timeout_s, reward.memory_gb or reward.max_failures"
+    _calls: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def allowed(self, rows: int) -> float:
+        """Return how many of the next `rows` rows may fail."""
+        if self.limit >= 1:
+            return math.inf
+        self._forget(rows)
+        seen = sum(count for count, _ in self._calls)
+        return self.limit * max(_WINDOW_ROWS, seen + rows) - sum(failed for _, failed in self._calls)
+
+    def take(self, rows: Sequence[Verdict], first: str) -> None:
+        """Count a batch.
+
+        Raises:
+            TooManyFailuresError: more of the last rows failed than may, or all of several rows did.
+        """
+        problems = Counter(row.problem for row in rows if row.failed)
+        failed = problems.total()
+        too_many = failed > self.allowed(len(rows))
+        self._calls.append((len(rows), failed))
+        if self.limit >= 1 or not failed:
+            return
+        seen = sum(count for count, _ in self._calls)
+        all_failed = failed == len(rows) >= _HOPELESS_ROWS
+        if too_many or all_failed:
+            reasons = ", ".join(f"{problem}: {count}" for problem, count in sorted(problems.items(), key=str))
+            raise TooManyFailuresError(
+                f"reward functions failed on {failed} of {len(rows)} rows ({reasons}), "
+                f"{sum(count for _, count in self._calls)} of the last {seen}; {self.key} is {self.limit:g}. "
+                f"The first: {first}. {self.ways_out}"
+            )
+
+    def _forget(self, rows: int) -> None:
+        """Let go of batches that the window needs no more once `rows` have come."""
+        while self._calls and sum(count for count, _ in self._calls) - self._calls[0][0] + rows >= _WINDOW_ROWS:
+            self._calls.popleft()
 
 
-def call_reward(
-    function: RewardFunction,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-    arguments: Mapping[str, Any],
-) -> Scores:
-    """Return what `function` says of the completions, with rows quarantined whose reward is no finite number.
+def scores_of(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, float], output_bytes: int = 0) -> Scores:
+    """Return the rewards of a batch, from each function's verdicts on its rows.
 
-    True and False are 1 and 0. Quarantined rows are spoken of in the log, with how many there are for which reason.
-    The function gets copies of the lists, so it can't change the batch. It is given the columns that its signature
-    names, or all of them when it takes `**columns`.
-
-    >>> scores = call_reward(lambda prompts, completions: [1, float("nan")], ["a", "b"], ["c", "d"], {}, {})
-    >>> scores.values, scores.quarantined, scores.counts
-    (tensor([1., 0.]), tensor([False,  True]), {'nan': 1})
-
-    Args:
-        function: see `rlpack.rewards.functions`.
-        prompts: texts, B.
-        completions: texts, B.
-        columns: the dataset's columns by name, B entries each; only those that the function is given are read.
-        arguments: `reward.arguments`.
-
-    Raises:
-        RewardError: the function can't take what it is given, raises, or returns another number of rewards than rows,
-            or something that is no list of numbers.
+    >>> scores = scores_of({"a": [Verdict(1.0)], "b": [Verdict(3.0)]}, {"a": 1.0, "b": 0.5})
+    >>> scores.values.tolist(), scores.parts["b"].tolist()
+    ([2.5], [3.0])
     """
-    name = describe(function)
-    keywords = _keywords(function, columns, arguments)
-    try:
-        rewards = function(prompts=list(prompts), completions=list(completions), **keywords)
-    except Exception as error:  # a user's function may raise anything
-        place = _place(error)
-        raise RewardError(f"reward function {name} raised {type(error).__name__}: {error}{place}") from error
-    if inspect.iscoroutine(rewards):
-        rewards.close()
-        raise RewardError(f"reward function {name} is a coroutine; write it without async")
-    if not isinstance(rewards, list | tuple | np.ndarray):
-        raise RewardError(f"reward function {name} returned a {type(rewards).__name__}; return a list of numbers")
-    if len(rewards) != len(completions):
-        raise RewardError(
-            f"reward function {name} returned {len(rewards)} rewards for {len(completions)} rows; return one a row"
-        )
-    problems = [_problem(reward, row, name) for row, reward in enumerate(rewards)]
-    values = [0.0 if problem else float(reward) for reward, problem in zip(rewards, problems, strict=True)]
-    counts = dict(Counter(problem for problem in problems if problem))
-    _warn_of_quarantine(name, counts, len(problems))
+    rows = [_sum_of(row, list(weights.values())) for row in zip(*(verdicts[name] for name in weights), strict=True)]
+    problems = [row.problem for row in rows]
     return Scores(
-        values=torch.tensor(values, dtype=torch.float32),
+        values=torch.tensor([row.value for row in rows], dtype=torch.float32),
         quarantined=torch.tensor([problem is not None for problem in problems], dtype=torch.bool),
-        counts=counts,
+        parts={name: _column(found) for name, found in verdicts.items()},
+        failures=torch.tensor([_FAILURE.get(str(problem), 0) for problem in problems], dtype=torch.int64),
+        rows=rows,
+        counts=dict(Counter(problem for problem in problems if problem)),
+        output_bytes=output_bytes,
     )
 
 
-def check_signature(function: RewardFunction, columns: Iterable[str], arguments: Mapping[str, Any]) -> None:
-    """Check, without calling it, that a reward function can take columns of these names and `reward.arguments`.
-
-    Raises:
-        RewardError: it can't take prompts and completions, needs a column that isn't there, or an argument isn't its.
-    """
-    _keywords(function, dict.fromkeys(columns, ()), arguments)
-
-
-def describe(function: RewardFunction) -> str:
-    """Return the name that a user knows `function` by.
-
-    >>> describe(resolve("rlpack.rewards.functions:exact_match"))
-    'rlpack.rewards.functions:exact_match'
-    """
-    named = inspect.isfunction(function) or inspect.isclass(function) or inspect.isbuiltin(function)
-    return f"{function.__module__}:{function.__qualname__}" if named else repr(function)
+def _sum_of(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:
+    """Return the functions' words on one row as one."""
+    bad = next((verdict for verdict in verdicts if verdict.problem not in (None, "none")), None)
+    if bad is not None:
+        return bad
+    said = [weight * one.value for one, weight in zip(verdicts, weights, strict=True) if one.problem is None]
+    total = math.fsum(said)
+    if not said:
+        return Verdict(problem="none")
+    return Verdict(total) if abs(total) <= LARGEST else Verdict(problem="infinite")
 
 
-def _keywords(
-    function: RewardFunction, columns: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the columns and arguments that `function` is called with."""
-    signature = _signature(function)
-    parameters = signature.parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    unknown = sorted(set(arguments) - set(parameters))
-    if unknown and not takes_all:
-        raise RewardError(f"reward.arguments.{unknown[0]} is not an argument of {describe(function)}; remove it")
-    asked = [name for name in columns if takes_all or name in parameters]
-    given = {name: list(columns[name]) for name in asked if name not in ("prompts", "completions")} | dict(arguments)
-    free = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in free
-        and name not in ("prompts", "completions", *given)
-    ]
-    if missing:
-        raise RewardError(
-            f"reward function {describe(function)} needs {missing[0]!r}; the dataset has the columns "
-            f"{sorted(columns)}, and reward.arguments gives {sorted(arguments)}"
-        )
-    return given
-
-
-def _signature(function: RewardFunction) -> inspect.Signature:
-    """Return the signature of a function that takes `prompts` and `completions` by name."""
-    form = "write it as def score(prompts, completions, answer, **columns)"
-    try:
-        signature = inspect.signature(function)
-    except ValueError as error:  # some functions written in C
-        raise RewardError(f"reward function {describe(function)} doesn't say what it takes; {form}") from error
-    try:
-        signature.bind_partial(prompts=(), completions=())
-    except TypeError as error:
-        raise RewardError(f"reward function {describe(function)} can't take the texts: {error}; {form}") from error
-    return signature
-
-
-def _warn_of_quarantine(name: str, counts: Mapping[str, int], num_rows: int) -> None:
-    """Say how many rows of a batch have no usable reward, and that nothing trains where that is all of them."""
-    quarantined = sum(counts.values())
-    if not quarantined:
-        return
-    reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
-    rows = f"all {num_rows}" if quarantined == num_rows else f"{quarantined} of {num_rows}"
-    way_out = "none of them trains; return finite numbers" if quarantined == num_rows else "they don't train"
-    logger.warning("reward function %s: %s rows are quarantined (%s); %s", name, rows, reasons, way_out)
-
-
-def _place(error: BaseException) -> str:
-    """Return where an exception comes from, in the last line of a user's own code: not of rlpack, not of a package."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_rlpacks(frame.filename)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_pythons(frame.filename)]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
-def _is_rlpacks(file: str) -> bool:
-    return Path(file).is_relative_to(Path(rlpack.__file__).parent)
-
-
-def _is_pythons(file: str) -> bool:
-    return file.startswith("<") or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
-
-
-def _problem(reward: object, row: int, name: str) -> str | None:
-    """Return why a reward can't be used, None if it can."""
-    if reward is None:
-        return "none"
-    if not isinstance(reward, Real | np.bool_):
-        kind = type(reward).__name__
-        raise RewardError(f"reward function {name} gave row {row} a {kind}; a reward is a number, or None")
-    try:
-        value = float(reward)
-    except OverflowError:  # an int beyond float64
-        return "infinite"
-    if math.isnan(value):
-        return "nan"
-    # Beyond float32 a reward would become infinite on its way into the batch.
-    return "infinite" if abs(value) > _LARGEST else None
+def _column(verdicts: Sequence[Verdict]) -> Tensor:
+    """Return what a function gave, f32 [B], NaN where that is no number."""
+    return torch.tensor([v.value if v.problem is None else math.nan for v in verdicts], dtype=torch.float32)

@@ -15,10 +15,12 @@ from rlpack.config.schema import (
     Config,
     Critic,
     Data,
+    Judge,
     Model,
     Placement,
     Pool,
     Reward,
+    RewardFunction,
     Role,
     Rollout,
     WarmUp,
@@ -148,7 +150,7 @@ def score_by_level(prompts: list[str], completions: list[str], level: list[int])
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (Reward(function="math:sqrt"), "math:sqrt can't take the texts"),
+        (Reward(function="math:sqrt"), "math:sqrt doesn't say which texts it takes"),
         (
             Reward(function="tests.unit.recipes.test_checks:score_by_level"),
             r"needs 'level'; the dataset has .*'answer'",
@@ -161,6 +163,39 @@ def test_a_reward_function_that_can_not_be_called_is_refused(reward: Reward, mes
         check(reward=reward)
     own = {**builtin_roles(), "reward": Role(target="tests.unit.recipes.test_checks:Own")}
     check(reward=reward, roles=own)  # which may call it otherwise
+
+
+def test_each_of_several_reward_functions_is_looked_at():
+    fine, lacking = RewardFunction(function="rlpack.rewards.functions:final_answer"), RewardFunction(function="math:no")
+    with pytest.raises(RewardError, match=r"reward\.functions\.b\.function is 'math:no', and math has no no"):
+        check(reward=Reward(functions={"a": fine, "b": lacking}))
+    strange = fine.model_copy(update={"arguments": {"colour": "red"}})
+    with pytest.raises(RewardError, match=r"reward\.functions\.b\.arguments\.colour is not an argument"):
+        check(reward=Reward(functions={"a": fine, "b": strange}))
+
+
+def test_a_sandbox_that_this_machine_can_not_give_is_refused(monkeypatch: pytest.MonkeyPatch):
+    strict = Reward(sandbox="strict")
+    check(reward=strict)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RewardError, match=r"reward\.sandbox=strict can't be had on this machine: .*; set reward"):
+        check(reward=strict)
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (Judge(instructions="{prompt}"), r"doesn't name \{completion\}"),
+        (Judge(instructions="{completion} {level}"), r"names \{level\}; the dataset has"),
+        (Judge(api_key_env="NO_SUCH_KEY"), "judge.api_key_env is 'NO_SUCH_KEY', and there is no such environment"),
+    ],
+)
+def test_a_judge_that_could_not_be_asked_is_refused(judge: Judge, message: str):
+    roles = {**builtin_roles(), "judge": Role(target="workers.judge:JudgeWorker")}
+    place = {"url": "http://localhost/v1", "model": "any"}
+    check(roles=roles, judge=Judge(**place))
+    with pytest.raises(RewardError, match=message):
+        check(roles=roles, judge=judge.model_copy(update=place))
 
 
 def test_a_reward_function_may_take_everything_that_the_reward_role_gives():

@@ -254,7 +254,7 @@ def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not
 
     set_group(session, "reward", score=score)
     set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
-    rewards, valid, _ = stages.scores(session.scorers, rollouts)
+    rewards, valid, _, _ = stages.scores(session.scorers, rollouts)
     assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
 
 
@@ -281,6 +281,35 @@ def test_a_column_that_is_there_already_is_refused_by_the_role_that_adds_it(
     set_group(session, "judge", score=rollouts.keep([]).union(scored | added))
     with pytest.raises(RoleError, match=message):
         stages.score(session, rollouts)
+
+
+def test_what_scoring_roles_say_of_their_work_is_summed_over_roles_and_over_the_calls_of_a_step(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)]).union({"completion": [*"abc"]})
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        zeros = torch.zeros(3)
+        failures = torch.tensor([0, 1, 4])  # a row that was late, one without a number
+        part = torch.tensor([0.5, torch.nan, 1.0])
+        return batch.keep([]).union(
+            {"rewards": zeros + 1, "quarantined": failures > 0, "reward_failure": failures, "reward_style": part}
+        )
+
+    def judge(batch: BatchedDataDict) -> BatchedDataDict:
+        zeros = torch.zeros(3)
+        failures = torch.tensor([0, 1, 0])
+        said = {"reward_failure": failures, "reward_retries": torch.tensor([5, 0, 0])}
+        return batch.keep([]).union({"rewards": zeros, "quarantined": zeros > 0, **said})
+
+    set_group(session, "reward", score=score)
+    set_group(session, "judge", score=judge)
+    scored = stages.score(session, rollouts)
+    stages.score(session, rollouts)
+    assert "reward_failure" not in scored
+    assert scored["reward_style"][0] == 0.5
+    figures = {name: session.metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "retries")}
+    assert figures == {"timeouts": 4.0, "errors": 0.0, "invalid": 2.0, "retries": 10.0}
+    assert session.metrics["reward/functions/style"] == 0.75
+    assert session.metrics["reward/quarantined"] == 2
 
 
 def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Path):

@@ -1,195 +1,215 @@
-import json
-import math
 import pickle
 import re
-import sys
+import time
 
-import numpy as np
+import psutil
 import pytest
 import torch
 
-from rlpack.rewards.errors import RewardError
-from rlpack.rewards.functions import final_answer
-from rlpack.rewards.scoring import call_reward, check_signature, resolve
+from rlpack.rewards.errors import PoolError, RewardError, TooManyFailuresError
+from rlpack.rewards.scoring import FailureRate, Scorer
+from rlpack.rewards.verdicts import FAILURES, Verdict
+from rlpack.rewards.work import PoolSettings, Target
+from tests.unit.rewards import samples
+
+ERROR = Verdict(problem="error", text="such")
 
 
-def score(function, rows=2, columns=None, arguments=None):
-    texts = [f"text {row}" for row in range(rows)]
-    return call_reward(function, texts, texts, columns or {}, arguments or {})
+@pytest.fixture(scope="module")
+def scorers():
+    """One scorer for each set of functions that tests ask for."""
+    opened = {}
+
+    def scorer(*names, weights=None, max_failures=1.0, arguments=None, timeout_s=10.0, **settings):
+        key = repr((names, weights, max_failures, arguments, timeout_s, settings))
+        if key not in opened:
+            targets = {name: Target(f"tests.unit.rewards.samples:{name}", arguments or {}, timeout_s) for name in names}
+            weights = weights or dict.fromkeys(names, 1.0)
+            opened[key] = Scorer(targets, weights, PoolSettings(**settings), max_failures=max_failures)
+        return opened[key]
+
+    yield scorer
+    for found in opened.values():
+        found.close()
 
 
-def returning(value):
-    return lambda prompts, completions: value
+def texts(*completions, **columns):
+    return {"prompt": ["a"] * len(completions), "completion": list(completions), **columns}
 
 
-def test_numbers_of_any_kind_become_float32():
-    scores = score(returning([1, 0.5, np.float64(2.0), np.float32(0.25), np.int64(3)]), rows=5)
-    assert scores.values.dtype == torch.float32
-    assert scores.values.tolist() == [1, 0.5, 2, 0.25, 3]
-    assert not scores.quarantined.any()
-    assert scores.counts == {}
-    assert score(returning(np.array([1.0, 2.0]))).values.tolist() == [1, 2]
+def score(scorer, *completions, **columns):
+    return scorer.score(texts(*completions, **columns), len(completions))
 
 
-def test_rewards_that_are_no_finite_numbers_are_quarantined_and_counted():
-    values = [1.0, None, math.nan, math.inf, -math.inf, 1e308, np.float32("nan"), 10**400]
-    scores = score(returning(values), rows=8)
-    assert scores.quarantined.tolist() == [False] + [True] * 7
-    assert scores.values.tolist() == [1.0] + [0.0] * 7
-    assert scores.counts == {"none": 1, "nan": 2, "infinite": 4}
+def test_functions_of_every_form_are_called_with_what_they_name(scorers):
+    names = ("batched", "everything", "single", "single_completion", "answers_alone", "waiting", "waiting_batch",
+             "gives_an_awaitable", "instance")  # fmt: skip
+    found = score(scorers(*names, rows_per_call=4), "b", "cc", "b", answer=["ab", "x", "bb"], level=[1, 2, 3])
+    parts = {name: part.tolist() for name, part in found.parts.items()}
+    assert parts.pop("everything")[0] in (1.0, 2.0)  # of a call, which has a part of the rows
+    assert parts == {
+        "batched": [2, 4, 4],
+        "single": [1, 0, 0],
+        "single_completion": [1, 0, 1],
+        "answers_alone": [1, 0, 0],
+        "waiting": [1, 0, 1],
+        "waiting_batch": [1, 1, 1],
+        "gives_an_awaitable": [1, 1, 1],
+        "instance": [2, 2, 2],
+    }
 
 
-@pytest.mark.parametrize("value", [[True, False], np.array([True, False]), [np.bool_(True), False], (1, np.False_)])
-def test_a_comparison_is_a_reward_of_one_or_zero(value):
-    scores = score(returning(value))
-    assert scores.values.tolist() == [1.0, 0.0]
-    assert not scores.quarantined.any()
+def test_verls_function_gets_the_right_answer_wherever_its_datasets_have_it(scorers):
+    scorer = scorers("compute_score")
+    sources = {"data_source": ["sums", "sums"]}
+    assert score(scorer, "1", "2", answer=["1", "1"], **sources).values.tolist() == [1, 0]
+    assert score(scorer, "1", "2", ground_truth=["1", "2"], answer=["2", "1"], **sources).values.tolist() == [1, 1]
+    nested = [{"ground_truth": "2", "style": "rule"}] * 2
+    extra = [{"bonus": 0.5}, None]
+    assert score(scorer, "2", "2", reward_model=nested, extra_info=extra, **sources).values.tolist() == [1.5, 1]
+    given = scorers("compute_score", arguments={"data_source": "sums"})
+    assert score(given, "1", answer=["1"]).values.tolist() == [1.0]
 
 
-def test_quarantined_rows_are_logged_with_their_reasons_every_time(caplog):
-    score(returning([1.0, 2.0]))
-    assert not caplog.records
+def test_the_rows_of_an_async_function_wait_at_one_time(scorers):
+    scorer = scorers("waiting", rows_per_call=32)
+    score(scorer, "b", answer=["b"])
+    began = time.monotonic()
+    found = score(scorer, *["b"] * 64, answer=["b"] * 64)
+    assert time.monotonic() - began < 64 * 0.2 / 8
+    assert found.values.tolist() == [1.0] * 64
+
+
+def test_rewards_are_summed_with_weights_and_each_function_has_its_own_column(scorers):
+    found = score(scorers("half", "single_completion", weights={"half": 2.0, "single_completion": -0.25}), "b", "c")
+    assert found.values.dtype == torch.float32
+    assert found.values.tolist() == [0.75, 1.0]
+    assert found.parts["half"].tolist() == [0.5, 0.5]
+
+
+def test_what_a_function_has_nothing_to_say_of_adds_nothing_and_what_it_broke_is_quarantined(scorers, caplog):
+    found = score(scorers("seldom", "half"), "none", "nan", "text", "good")
+    assert found.values.tolist() == [0.5, 0, 0, 1]
+    assert found.quarantined.tolist() == [False, True, True, False]
+    assert found.counts == {"nan": 1, "invalid": 1}
+    assert found.failures.tolist() == [0, 0, 1 + FAILURES.index("invalid"), 0]
+    assert "2 of 4 rows are quarantined (invalid: 1, nan: 1); they don't train" in caplog.text
+    assert found.parts["seldom"].isnan().tolist() == [True, True, True, False]
+
+
+def test_rows_that_nobody_judges_are_quarantined_and_named_every_time(scorers, caplog):
+    scorer = scorers("seldom")
     for _ in range(2):
         caplog.clear()
-        score(returning([1.0, None, math.nan, None]), rows=4)
-        assert "3 of 4 rows are quarantined (nan: 1, none: 2)" in caplog.text
-    score(returning([None, None]))
-    assert "all 2 rows are quarantined (none: 2); none of them trains" in caplog.text
+        assert score(scorer, "none", "none").counts == {"none": 2}
+        assert "all 2 rows are quarantined (none: 2); none of them trains" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "returned a NoneType"),
-        ("11", "returned a str"),
-        ({0: 1.0, 1: 1.0}, "returned a dict"),
-        (torch.ones(2), "returned a Tensor"),
-        (1.0, "returned a float"),
-        ([1.0], "returned 1 rewards for 2 rows"),
-        ([1.0] * 3, "returned 3 rewards for 2 rows"),
-        ([1.0, "1"], "gave row 1 a str"),
-        ([[1.0], [1.0]], "gave row 0 a list"),
-        (np.ones((2, 2)), "gave row 0 a ndarray"),
-        ([1.0, torch.tensor(1.0)], "gave row 1 a Tensor"),
-        ([1.0, 1j], "gave row 1 a complex"),
-    ],
-)
-def test_what_is_no_list_of_one_number_a_row_is_refused(value, text):
-    with pytest.raises(RewardError, match=text):
-        score(returning(value))
+def test_the_row_that_raises_is_found_and_the_others_keep_their_rewards(scorers):
+    found = score(scorers("fails_on_some", rows_per_call=8), *["good"] * 6, "raise", *["good"] * 9)
+    assert found.quarantined.nonzero().flatten().tolist() == [6]
+    assert found.values.sum() == 15
 
 
-def test_a_function_that_raises_is_named_with_its_reason():
-    def broken(prompts, completions):
-        raise KeyError("answer")
-
-    with pytest.raises(RewardError, match="broken raised KeyError: 'answer'") as caught:
-        score(broken)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_a_function_that_raises_is_named_with_its_own_file_and_line_even_when_a_package_raised():
-    def broken(prompts, completions):
-        return [json.loads(text) for text in completions]
-
-    line = broken.__code__.co_firstlineno + 1
-    with pytest.raises(RewardError, match=rf"JSONDecodeError: .* \({re.escape(__file__)}, line {line}\)"):
-        score(broken)
+def test_a_function_that_always_fails_ends_the_run_with_its_own_file_and_line(scorers):
+    line = samples.broken.__code__.co_firstlineno + 1
+    place = rf"\({re.escape(samples.__file__)}, line {line}\)"
+    scorer = scorers("broken", max_failures=0.1)
+    with pytest.raises(
+        TooManyFailuresError, match=rf"samples:broken on row 0: error \(JSONDecodeError: .* {place}\)"
+    ) as e:
+        score(scorer, *["no JSON"] * 4)
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 
-def test_a_coroutine_is_refused_and_closed():
-    async def waiting(prompts, completions):
-        return [1.0, 1.0]
-
-    with pytest.raises(RewardError, match="without async"):
-        score(waiting)
+def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers):
+    with pytest.raises(TooManyFailuresError, match=r"samples:short on row 0: invalid \(returned 1 rewards for 2 rows"):
+        score(scorers("short", max_failures=0.1), *"abcd")
 
 
-def test_a_function_cannot_change_the_batch():
-    def greedy(prompts, completions, answer):
-        prompts.clear()
-        completions.append("x")
-        answer.reverse()
-        return [0.0, 0.0]
-
-    prompts, completions, answer = ["p", "q"], ["a", "b"], ["1", "2"]
-    call_reward(greedy, prompts, completions, {"answer": answer}, {})
-    assert (prompts, completions, answer) == (["p", "q"], ["a", "b"], ["1", "2"])
-
-
-def test_a_function_gets_the_columns_that_it_names_or_all():
-    columns = {"answer": ["1", "2"], "level": [3, 4]}
-    seen = {}
-
-    def named(prompts, completions, level):
-        seen["named"] = level
-        return [0.0, 0.0]
-
-    def everything(prompts, completions, **rest):
-        seen["everything"] = rest
-        return [0.0, 0.0]
-
-    score(named, columns=columns)
-    score(everything, columns=columns, arguments={"scale": 2})
-    assert seen == {"named": [3, 4], "everything": columns | {"scale": 2}}
+def test_the_rate_of_failures_is_that_of_the_last_hundred_rows():
+    rate = FailureRate(0.1)
+    good = [Verdict(1.0)] * 5
+    for _ in range(10):
+        rate.take([*good, ERROR], "f")
+    with pytest.raises(TooManyFailuresError, match=r"failed on 1 of 6 rows \(error: 1\), 11 of the last 66;.*is 0\.1"):
+        rate.take([*good, ERROR], "f")
+    seldom = FailureRate(0.1)
+    for _ in range(100):
+        seldom.take([*good * 3, ERROR], "f")
 
 
-def test_a_column_or_an_argument_that_does_not_exist_is_named():
-    with pytest.raises(RewardError, match=r"needs 'answer'; the dataset has the columns \['level'\]"):
-        score(final_answer, columns={"level": [1, 2]})
-    with pytest.raises(RewardError, match=r"reward\.arguments\.marked is not an argument"):
-        score(final_answer, columns={"answer": ["1", "2"]}, arguments={"marked": "#"})
+@pytest.mark.parametrize(("rows", "allowed"), [(10, 10), (100, 10), (200, 20)])
+def test_the_first_batch_may_fail_as_often_as_a_hundred_rows(rows, allowed):
+    assert FailureRate(0.1).allowed(rows) == allowed
+    assert FailureRate(1.0).allowed(rows) == float("inf")
+    FailureRate(1.0).take([ERROR] * rows, "f")
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "text"),
-    [
-        (math.sqrt, {}, "reward function math:sqrt can't take the texts: .*'prompts'; write it as def score"),
-        (lambda prompts, completions, /: [], {}, "can't take the texts"),
-        (print, {}, "can't take the texts"),
-        (dict, {}, "doesn't say what it takes; write it as def score"),
-        (lambda prompts, completions, level: [], {}, r"needs 'level'; the dataset has the columns \['answer'\]"),
-        (lambda prompts, completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument"),
-    ],
-)
-def test_what_a_function_can_not_take_is_known_before_it_is_called(function, arguments, text):
-    with pytest.raises(RewardError, match=text):
-        check_signature(function, ["answer"], arguments)
-    check_signature(final_answer, ["answer", "uid"], {"marker": "="})
+def test_no_failure_is_too_many_where_none_may_be():
+    rate = FailureRate(0.0)
+    rate.take([Verdict(1.0)], "f")
+    with pytest.raises(TooManyFailuresError):
+        rate.take([Verdict(1.0), ERROR], "f")
 
 
-def test_arguments_reach_the_function():
-    found = score(final_answer, columns={"answer": ["0", "2"]}, arguments={"marker": "text "})
-    assert found.values.tolist() == [1.0, 0.0]
+def test_output_is_shown_once_without_its_control_characters_and_counted(scorers, caplog):
+    scorer = scorers("talks", processes=1)
+    assert score(scorer, "one").output_bytes == len("\x1b[31mred one\n")
+    assert "[31mred one" in caplog.text
+    assert "\x1b" not in caplog.text
+    caplog.clear()
+    assert score(scorer, "two").output_bytes == len("\x1b[31mred two\n")
+    assert not caplog.records
 
 
-def test_no_rows_give_no_rewards():
-    scores = score(returning([]), rows=0)
-    assert scores.values.shape == (0,)
-    assert scores.quarantined.dtype == torch.bool
+def test_texts_of_any_kind_arrive_as_they_are(scorers):
+    odd = ["é🙂\x00", "\ud800", "a\nb", "x" * 100_000]
+    found = score(scorers("batched"), *odd, level=[0] * 4)
+    assert found.values.tolist() == [len(text) for text in odd]
 
 
-@pytest.mark.parametrize(
-    ("target", "text"),
-    [
-        ("rlpack.rewards.functions.final_answer", "package.module:function"),
-        (":final_answer", "package.module:function"),
-        ("rlpack.rewards.functions:", "package.module:function"),
-        ("rlpack.rewards.functions:a b", "package.module:function"),
-        ("no_such_package.rewards:f", "can't be imported: ModuleNotFoundError"),
-        ("rlpack.rewards.functions:final_answr", "its functions are: final_answer, exact_match"),
-        ("rlpack.rewards.scoring:_LARGEST", "is a float and not a function"),
-    ],
-)
-def test_a_target_that_names_no_function_is_refused_with_the_way_out(target, text):
-    with pytest.raises(RewardError, match=text):
-        resolve(target)
+def test_a_column_that_can_not_be_sent_is_named(scorers):
+    with pytest.raises(RewardError, match=r"the column 'level' can't be sent to .*samples:batched: .*bytes"):
+        score(scorers("batched"), "a", level=[b"1"])
+    assert score(scorers("batched"), "a", level=[1]).values.tolist() == [2.0]
 
 
-def test_a_module_that_fails_while_it_is_imported_is_reported_with_its_reason(tmp_path, monkeypatch):
-    (tmp_path / "broken_rewards.py").write_text("import math\nmath.no_such_name\n")
+def test_no_rows_give_no_rewards(scorers):
+    found = scorers("half", max_failures=0.1).score(texts(), 0)
+    assert found.values.shape == (0,)
+    assert found.quarantined.dtype == torch.bool
+
+
+def test_a_function_that_can_not_be_loaded_is_named(tmp_path, monkeypatch):
+    (tmp_path / "raising.py").write_text("import os\nraise OSError('no licence')\n")
+    (tmp_path / "exiting.py").write_text("import os\nos._exit(4)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RewardError, match="broken_rewards can't be imported: AttributeError"):
-        resolve("broken_rewards:f")
-    assert "broken_rewards" not in sys.modules
+    for target, error, text in (
+        (
+            "raising:f",
+            RewardError,
+            "reward.function is 'raising:f', .* can't be imported: OSError: no licence",
+        ),
+        ("exiting:f", PoolError, "a reward process could not start: its process ended itself with exit status 4"),
+    ):
+        scorer = Scorer({"f": Target(target)}, {"f": 1.0}, PoolSettings(processes=1))
+        try:
+            with pytest.raises(error, match=text):
+                scorer.score(texts("a"), 1)
+        finally:
+            scorer.close()
+
+
+def test_a_pool_whose_keeper_is_killed_says_so():
+    before = psutil.Process().children()
+    scorer = Scorer({"half": Target("tests.unit.rewards.samples:half")}, {"half": 1.0}, PoolSettings())
+    try:
+        score(scorer, "a")
+        (keeper,) = set(psutil.Process().children()) - set(before)
+        keeper.kill()
+        keeper.wait(5.0)
+        with pytest.raises(PoolError, match="the keeper of the reward processes ended"):
+            score(scorer, *["a"] * 4)
+    finally:
+        scorer.close()
