@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recipes.session import Session
-from recipes.stages import SCORED, Draw, count_failures, respond, scores
+from recipes.stages import SCORED, Draw, begin_scoring, count_failures, respond, scores
 from rlpack.data.batch import BatchedDataDict
 from rlpack.observe.console import Sample
 from workers.actor import ActorWorker
@@ -41,7 +41,7 @@ def _rewards(session: Session, samples: int, temperature: float) -> Tensor:
     with session.store.step():
         draw = Draw(session.held_out.batch(positions), _STEP, positions)
         rollouts = respond(session, draw, samples, temperature)
-        rewards, valid, _, counts = scores([session.groups["reward"]], rollouts)
+        rewards, valid, _, counts = scores(begin_scoring([session.groups["reward"]], rollouts), rollouts)
         count_failures(session, counts)
         key = "evaluation/quarantined"
         session.metrics[key] = session.metrics.get(key, 0.0) + float((~valid).sum())

@@ -2,7 +2,7 @@
 
 for each step:
     rollouts   = rollout.generate(prompts × n)
-    reward     = reward.score(rollouts)
+    reward     = reward.score(rollouts)         # beside the next line, where a role waits for others
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     advantages = group_relative(reward)
     actor.update(rollouts)            # every mini-batch, μ times
@@ -31,9 +31,10 @@ def train(session: Session) -> None:
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = stages.draw_prompts(session, step)
         rollouts = stages.generate(session, prompts)
-        rollouts = stages.score(session, rollouts)
+        scoring = stages.begin_scoring(session.scorers, rollouts)
         rollouts = stages.old_logprobs(session, rollouts)
         rollouts = stages.reference_logprobs(session, rollouts)
+        rollouts = stages.finish_scoring(session, rollouts, scoring)
         rollouts = stages.advantages(session, rollouts)
         stages.update(session, rollouts)
         stages.load_rollout_weights(session)

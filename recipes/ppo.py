@@ -2,7 +2,7 @@
 
 for each step:
     rollouts   = rollout.generate(prompts × n)
-    reward     = reward.score(rollouts)
+    reward     = reward.score(rollouts)         # beside the next line, where a role waits for others
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     values     = critic.values(rollouts)
     advantages = gae(reward - β·KL, values)
@@ -35,9 +35,10 @@ def train(session: Session) -> None:
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = stages.draw_prompts(session, step)
         rollouts = stages.generate(session, prompts)
-        rollouts = stages.score(session, rollouts)
+        scoring = stages.begin_scoring(session.scorers, rollouts)
         rollouts = stages.old_logprobs(session, rollouts)
         rollouts = stages.reference_logprobs(session, rollouts)
+        rollouts = stages.finish_scoring(session, rollouts, scoring)
         rollouts = valuing.values(session, rollouts)
         rollouts = valuing.advantages(session, rollouts)
         valuing.update_critic(session, rollouts)

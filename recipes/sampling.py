@@ -57,7 +57,7 @@ def greedy_rewards(session: Session, draw: stages.Draw, rollouts: BatchedDataDic
     samples = session.config.trainer.group_size
     with session.run.timer("greedy"):
         greedy = stages.respond(session, draw, 1, temperature=0.0)
-        rewards, valid, _, counts = stages.scores(session.scorers, greedy)
+        rewards, valid, _, counts = stages.scores(stages.begin_scoring(session.scorers, greedy), greedy)
     stages.count_failures(session, counts)
     session.metrics["reward/greedy_mean"] = rewards[valid].mean().item() if valid.any() else 0.0
     both = rollouts["valid"] & valid.repeat_interleave(samples)

@@ -4,7 +4,7 @@ Each takes the session and the batch so far and returns the batch with more colu
 session. Row order never changes: every role gives its rows back in the order it got them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from shutil import rmtree
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.returns import check_scores
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import MicrobatchPlan
 from rlpack.rewards.verdicts import FAILURES
 from rlpack.rollout.engine import SamplingParams
 from workers.actor import ActorWorker
@@ -100,14 +101,36 @@ def respond(session: Session, draw: Draw, samples: int, temperature: float) -> B
     return rollouts.union(dict(prompts.drop(_GENERATE)))
 
 
+class Scoring(NamedTuple):
+    """Scoring roles at work: each role, and what waits for what it says."""
+
+    groups: Sequence[WorkerGroup[RewardWorker]]
+    waits: Sequence[Callable[[], BatchedDataDict]]
+    sent: BatchedDataDict
+
+
 def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `rewards`, summed over all scoring roles; rows without a finite reward are quarantined.
+    """Add `rewards`, summed over all scoring roles; rows without a finite reward are quarantined."""
+    return finish_scoring(session, rollouts, begin_scoring(session.scorers, rollouts))
+
+
+def begin_scoring(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> Scoring:
+    """Let the scoring roles begin; those that wait for others go on while the log-probs are computed.
+
+    The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
+    """
+    sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
+    return Scoring(groups, [group.begin(RewardWorker.score, sent) for group in groups], sent)
+
+
+def finish_scoring(session: Session, rollouts: BatchedDataDict, scoring: Scoring) -> BatchedDataDict:
+    """Add `rewards` f32 [B] and `valid` bool [B], once all scoring roles are done, and the columns that roles add.
 
     A quarantined row stays in the batch, for order's sake, but none of its tokens counts: it adds to no loss, no
     denominator and no baseline.
     """
     with session.run.timer("reward"):
-        rewards, valid, extras, counts = scores(session.scorers, rollouts)
+        rewards, valid, extras, counts = scores(scoring, rollouts)
     count_failures(session, counts)
     scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
     report_rewards(session, scored)
@@ -153,25 +176,21 @@ class Judgement(NamedTuple):
     counts: dict[str, float]
 
 
-def scores(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> Judgement:
-    """Return what the scoring roles say together; a row without a finite reward has 0.
-
-    The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
-    """
-    sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
+def scores(scoring: Scoring, rollouts: BatchedDataDict) -> Judgement:
+    """Return what the scoring roles say together; a row without a finite reward has 0."""
     results: list[Judgement] = []
     extras = rollouts.keep([])
-    for group in groups:
-        results.append(_judged(group, sent, taken={*FIELDS, *rollouts, *extras, *Algorithm.model_fields}))
+    for group, wait in zip(scoring.groups, scoring.waits, strict=True):
+        taken = {*FIELDS, *rollouts, *extras, *Algorithm.model_fields}
+        results.append(_judged(group, wait(), group.plan(scoring.sent), taken))
         extras = extras.union(results[-1].extras)
     valid = torch.stack([result.valid for result in results]).all(0)
     rewards = torch.stack([result.rewards for result in results]).sum(0).where(valid, 0.0)
     return Judgement(rewards, valid, extras, merge(result.counts for result in results))
 
 
-def _judged(group: WorkerGroup[Any], rollouts: BatchedDataDict, taken: set[str]) -> Judgement:
+def _judged(group: WorkerGroup[Any], found: BatchedDataDict, plan: MicrobatchPlan, taken: set[str]) -> Judgement:
     """Return one role's rewards, and which rows it scored: none that its batching drops."""
-    found, plan = group.run(RewardWorker.score, rollouts), group.plan(rollouts)
     check_scores(group.role, RewardWorker.score.__name__, found, plan, taken)
     valid = ~found["quarantined"]
     valid[torch.from_numpy(plan.step_of_row) < 0] = False
@@ -201,8 +220,8 @@ def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict
     """
     with session.run.timer("logprobs"):
         old = session.actor.run(ActorWorker.logprobs, rollouts.keep([*SCORED, "rollout_logprobs"]))
-    sums, tokens = (old[name].where(rollouts["valid"], 0).sum() for name in ("logprob_gap", "response_tokens"))
-    session.metrics["rollout/logprob_gap"] = (sums / tokens.clamp(min=1)).item()
+    gap = old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)
+    session.metrics["rollout/logprob_gap"] = gap.item()
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
@@ -212,8 +231,7 @@ def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDa
         return rollouts
     with session.run.timer("reference"):
         found = session.reference.run(ReferenceWorker.logprobs, rollouts.keep([*SCORED, "logprobs"]))
-    kept = found["kl_sum"][rollouts["valid"]]
-    session.metrics["reference/kl"] = kept.mean().item() if kept.numel() else 0.0
+    session.metrics["reference/kl"] = found["kl_sum"].mean().item()
     session.metrics["reference/kl_coef"] = session.kl_coef
     return rollouts.union(found)
 

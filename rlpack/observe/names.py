@@ -98,7 +98,7 @@ METRICS: dict[str, Metric] = {
     "warm_up/skipped_steps": Metric("steps", "Supervised steps left out, as actor/skipped_steps."),
     "time/step_s": Metric("s", "Wall-clock time of the whole step."),
     "time/generate_s": Metric("s", "Generation."),
-    "time/reward_s": Metric("s", "Rewards."),
+    "time/reward_s": Metric("s", "Waiting for rewards; what was done beside the log-probs is left out."),
     "time/logprobs_s": Metric("s", "Log-probs of the policy before its update."),
     "time/reference_s": Metric("s", "Log-probs of the reference."),
     "time/values_s": Metric("s", "Values of the critic before its update."),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,6 +67,9 @@ class FakeGroup:
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
         return make_plan(batch["input_ids"].lengths.numpy(), self.batching, dp_size=1)
+
+    def begin(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return partial(self.run, method, *args, **kwargs)
 
     def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self.called.append(method.__name__)
@@ -175,10 +179,9 @@ def test_a_reference_of_a_run_that_came_to_nothing_is_not_taken_over(tmp_path: P
 
 def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
-    rollouts = rollouts.union({"valid": torch.tensor([True, True, False])})
 
     def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
-        sums = {"logprob_sum": torch.zeros(3).double(), "logprob_gap": torch.tensor([2.0, 2.5, 99.0]).double()}
+        sums = {"logprob_sum": torch.zeros(3).double(), "logprob_gap": torch.tensor([2.0, 2.5, 1.0]).double()}
         figures = {"response_tokens": torch.tensor([4, 5, 2]), **sums}
         return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], **figures})
 
@@ -254,7 +257,7 @@ def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not
 
     set_group(session, "reward", score=score)
     set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
-    rewards, valid, _, _ = stages.scores(session.scorers, rollouts)
+    rewards, valid, _, _ = stages.scores(stages.begin_scoring(session.scorers, rollouts), rollouts)
     assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
 
 
