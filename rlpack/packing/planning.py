@@ -216,14 +216,20 @@ def _deal(request: Request, items: Items, column: np.ndarray, index: np.ndarray)
 def _fixed_step(request: Request, items: Items, alone: np.ndarray) -> _Grid:
     """Plan a step in arrival order."""
     batching = request.batching
-    runs = np.array_split(np.arange(items.size), request.dp_size)
+    # Ranks without an item have nothing to plan; of a small step on many ranks they are nearly all.
+    runs = np.array_split(np.arange(items.size), request.dp_size) if items.size >= request.dp_size else _single(items)
     formed = [form(batching, items.take(run), request.seed)[0] for run in runs]
-    wanted = _target(batching, max(int(labels.max(initial=-1)) + 1 for labels in formed))
+    wanted = _target(batching, max((int(labels.max(initial=-1)) + 1 for labels in formed), default=0))
     rank, index = np.empty((2, items.size), dtype=np.int64)
     for at, (run, labels) in enumerate(zip(runs, formed, strict=True)):
         rank[run] = at
         index[run] = _in_arrival_order(cut(batching, items.take(run), labels, wanted))
     return _Grid(rank, index, wanted)
+
+
+def _single(items: Items) -> list[np.ndarray]:
+    """Return a run for each item."""
+    return list(np.arange(items.size).reshape(-1, 1))
 
 
 def _in_arrival_order(labels: np.ndarray) -> np.ndarray:

@@ -45,7 +45,8 @@ def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong
     longest = draw(st.sampled_from([0, 1, longest]))
     size = draw(st.sampled_from([3, 20, 200, 5000]))
     lengths = draw(st.lists(st.integers(0, longest), max_size=size)) if size < 5000 else _many(draw, longest)
-    mini_batch = draw(st.none() | st.integers(1, len(lengths) + 5))
+    # Thousands of steps on hundreds of ranks take the checks minutes, and say no more than a hundred.
+    mini_batch = draw(st.none() | st.integers(1 + len(lengths) // 100, len(lengths) + 5))
     groups = _grouped(draw, len(lengths), mini_batch, min(most_groups, batching.rows)) if most_groups else None
     if groups is not None and most_groups * multiple > budget:
         groups = None  # rows without a token, padded to the multiple, would not fit together
