@@ -33,6 +33,8 @@ export SRUN_CPUS_PER_TASK=$cpus # srun doesn't take it over from sbatch
 token=$(mktemp "${RLPACK_TOKEN_DIR:-$HOME}/.rlpack-$SLURM_JOB_ID-XXXXXX")
 python -c 'import secrets; print(secrets.token_hex(32))' > "$token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token RAY_USAGE_STATS_ENABLED=0
+# Reward functions are ended by their keeper, which cleans up after them; Ray would end it first.
+export RAY_kill_child_processes_on_worker_exit=false
 
 steps=()
 driver=

@@ -25,7 +25,8 @@ COPY configs configs
 RUN pip install --no-cache-dir --constraint constraints.txt ".[tensorboard,wandb]"
 
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-ENV PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
+# The last one: reward functions are ended by their keeper, which cleans up after them; Ray would end it first.
+ENV PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 RAY_kill_child_processes_on_worker_exit=false
 USER 1000
 WORKDIR /home/rlpack
 CMD ["rlpack", "--help"]

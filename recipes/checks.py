@@ -12,8 +12,8 @@ from recipes.own_roles import check_role
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.algorithms.shaping import soft_overlong
+from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import is_builtin, role_batching, started_roles
-from rlpack.config.rules import JUDGE
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
@@ -105,8 +105,10 @@ def _check_algorithm(config: Config) -> None:
     PolicyGradient(settings, config.rollout.temperature).evaluate(tokens)
     own = [name for name in started_roles(config) if not is_builtin(name)]  # such a role may add what it asks for
     if config.recipe != "ppo" and not own:
-        greedy = ("greedy_rewards",) if config.recipe == "remax" else ()
-        find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *greedy, *dict(settings)})
+        added = [f"reward_{name}" for name in config.reward.functions]
+        added += ["greedy_rewards"] if config.recipe == "remax" else []
+        added += ["kl_sum"] if "reference" in started_roles(config) else []
+        find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *added, *dict(settings)})
     if config.recipe == "dapo":
         longest, dapo = config.rollout.max_new_tokens, config.dapo
         soft_overlong(torch.zeros(1), longest=longest, buffer=dapo.overlong_buffer, penalty=dapo.overlong_penalty)

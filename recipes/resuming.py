@@ -19,7 +19,11 @@ from rlpack.observe.directory import flat
 FIXED_KEYS = ("recipe", "seed", "model", "data", "warm_up")
 # With another value of these a checkpoint's weights or moments would not be those of the run.
 _OF_STATE = ("name", "frozen", "undecayed")
-FIXED_BELOW = ("actor.lora.", *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _OF_STATE))
+FIXED_BELOW = (
+    "actor.lora.",
+    "critic.path",
+    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _OF_STATE),
+)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def informative_rollouts(session: Session, step: int) -> BatchedDataDict:
     batch = BatchedDataDict.concat(rounds)
     useful = is_informative(batch)
     stages.report_rewards(session, batch)
+    stages.report_lengths(session, batch)
     session.metrics |= {
         "sampling/rounds": float(len(rounds)),
         "sampling/informative_fraction": found / drawn,
@@ -48,8 +49,7 @@ def without_cut_off(session: Session, rollouts: BatchedDataDict) -> BatchedDataD
         return rollouts
     cut_off = torch.tensor([reason == "length" for reason in rollouts["finish_reason"]], dtype=torch.bool)
     session.metrics["sampling/overlong_filtered"] = float(cut_off.sum())
-    counts = rollouts["response_tokens"].where(~cut_off, 0)
-    return rollouts.drop(["response_tokens"]).union({"response_tokens": counts})
+    return rollouts.union({"trains": ~cut_off})
 
 
 def greedy_rewards(session: Session, draw: stages.Draw, rollouts: BatchedDataDict) -> BatchedDataDict:

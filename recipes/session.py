@@ -119,7 +119,7 @@ class Session:
 
     @property
     def reference(self) -> WorkerGroup[ReferenceWorker] | None:
-        """Return the frozen policy's ranks, if the loss has a KL term."""
+        """Return the frozen policy's ranks, if there is a KL term."""
         return self.groups.get("reference")
 
     @property
@@ -140,8 +140,8 @@ class Session:
     @property
     def kl_coef(self) -> float:
         """Return the weight of the KL term in the step under way: the configuration's, or what it was adapted to."""
-        adapted = self.progress.kl_coef
-        return self.config.algorithm.kl_coef if adapted is None else adapted
+        settings, adapted = self.config.algorithm, self.progress.kl_coef
+        return settings.kl_coef if adapted is None or settings.kl_target is None else adapted
 
     def steps(self, phase: Phase, total: int, evaluate: Callable[["Session"], None] | None = None) -> Iterator[int]:
         """Yield the steps of a phase that are still to do, from 1; between them, all that is not the algorithm.

@@ -73,13 +73,18 @@ def generate(session: Session, draw: Draw) -> BatchedDataDict:
     settings = session.config
     with session.run.timer("generate"):
         rollouts = respond(session, draw, settings.trainer.group_size, settings.rollout.temperature)
+    report_lengths(session, rollouts)
+    return rollouts
+
+
+def report_lengths(session: Session, rollouts: BatchedDataDict) -> None:
+    """Take over the figures of the responses' lengths."""
     counts = (rollouts["input_ids"].lengths - rollouts["prompt_lengths"]).float()
     session.metrics |= {
         "rollout/response_tokens_mean": counts.mean().item(),
         "rollout/response_tokens_max": counts.max().item(),
         "rollout/truncated_fraction": float(np.mean([reason == "length" for reason in rollouts["finish_reason"]])),
     }
-    return rollouts
 
 
 def respond(session: Session, draw: Draw, samples: int, temperature: float) -> BatchedDataDict:
@@ -231,8 +236,6 @@ def reference_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDa
         return rollouts
     with session.run.timer("reference"):
         found = session.reference.run(ReferenceWorker.logprobs, rollouts.keep([*SCORED, "logprobs"]))
-    session.metrics["reference/kl"] = found["kl_sum"].mean().item()
-    session.metrics["reference/kl_coef"] = session.kl_coef
     return rollouts.union(found)
 
 
@@ -263,9 +266,17 @@ def reward_kl_coef(session: Session) -> float:
 
 
 def weighed(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `loss_weight` and `token_weight` of the actor's update: for all of a row's tokens, f32 [B]."""
+    """Add `loss_weight` and `token_weight` of the actor's update: for all of a row's tokens, f32 [B].
+
+    Rows that are not `valid`, or not to train (`trains`, where there is such a column), weigh nothing.
+    """
     plan = session.actor.plan(rollouts, mini_batches=True)
-    counts = rollouts["response_tokens"].where(rollouts["valid"], 0)
+    weighs = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
+    counts = rollouts["response_tokens"].where(weighs, 0)
+    if "kl_sum" in rollouts:
+        kept = rollouts["kl_sum"][rollouts["valid"]]
+        session.metrics["reference/kl"] = kept.mean().item() if kept.numel() else 0.0
+        session.metrics["reference/kl_coef"] = session.kl_coef
     session.report_plan(plan, keep=True)
     return rollouts.union(step_weights(counts, plan, session.config.algorithm))
 

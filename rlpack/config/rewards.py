@@ -33,7 +33,8 @@ class Reward(Section):
         default_factory=dict, description="Several functions by name, summed with weights, instead of reward.function."
     )
     timeout_s: Positive = Field(
-        default=10.0, description="Deadline of a row, or of a call of a function that takes several rows, in seconds."
+        default=10.0,
+        description="Deadline of a row, or of a call that takes several, in seconds of the clock; cores are shared.",
     )
     batch_timeout_s: Positive = Field(default=600.0, description="Deadline of all rows of a rank, in seconds.")
     max_failures: Share = Field(

@@ -13,14 +13,12 @@ from pathlib import Path
 from rlpack.config.errors import ConfigError
 from rlpack.config.jobs import submission_problems
 from rlpack.config.optimization import Lora, Optimizer
+from rlpack.config.reward_rules import judge_problems, reward_problems
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
-from rlpack.config.schema import Config, Data, Reward, RoleBatching
+from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_UNIT_TESTS = "rlpack.rewards.programs:unit_tests"
-JUDGE = "workers.judge:JudgeWorker"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _FILES = (".jsonl", ".parquet")
 _NO_LORA = Lora()
@@ -52,6 +50,14 @@ def odd_choices(config: Config) -> list[str]:
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
     if size is not None and size > sequences:
         found.append(f"trainer.mini_batch_size is {size}: the {sequences} sequences of a rollout batch are one step")
+    for name, section, is_read in (
+        ("critic", config.critic, config.recipe == "ppo"),
+        ("dapo", config.dapo, config.recipe == "dapo"),
+        ("reward_model", config.reward_model, config.reward_model.path is not None),
+    ):
+        if not is_read and section != type(section)():
+            way_out = f"recipe={name}" if name == "dapo" else "recipe=ppo" if name == "critic" else f"{name}.path"
+            found.append(f"{name}.* is set and nothing reads it without {way_out}")
     return found
 
 
@@ -133,27 +139,31 @@ def _recipe(config: Config) -> Iterator[str]:
             f"algorithm.advantage is {algorithm.advantage!r}, and recipe=ppo takes its advantages from the critic "
             "(critic.discount, critic.trace_decay, critic.whiten); leave it out, or choose another recipe"
         )
-    if recipe == "ppo":
+    if recipe != "sft":
         yield from _cut_alike(config)
     if recipe == "dapo" and config.trainer.group_size == 1:
         yield "trainer.group_size is 1, and recipe=dapo trains on groups whose rewards differ; set it to 2 or more"
 
 
 def _cut_alike(config: Config) -> Iterator[str]:
-    """Refuse an actor and a critic that leave out or cut other rows, or at other lengths."""
-    cuts = []
-    for role in ("actor", "critic"):
+    """Refuse a critic or a reference that leaves out or cuts other rows than the actor, or at other lengths."""
+    cuts = {}
+    for role in ("actor", "critic", "reference"):
+        if role not in started_roles(config):
+            continue
         try:
             batching = role_batching(config, role)
         except ConfigError:
             return  # another rule says why
+        multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
         cutting = batching.overlong in {"truncate", "drop"}
-        cuts.append((batching.overlong, batching.max_tokens, batching.mode) if cutting else None)
-    if cuts[0] != cuts[1]:
-        yield (
-            "the actor's batching and critic.batching cut over-long sequences differently, so tokens would be trained "
-            "without a value; give both the same mode, max_tokens and overlong, or overlong=error"
-        )
+        cuts[role] = (batching.overlong, batching.max_tokens, batching.mode, multiple) if cutting else None
+    for role, cut in cuts.items():
+        if cut != cuts["actor"]:
+            yield (
+                f"the actor's batching and {role}.batching cut over-long sequences differently, so tokens would be "
+                f"trained of which the {role} says nothing; give both the same mode, max_tokens, multiple and overlong"
+            )
 
 
 def _object_store(config: Config) -> Iterator[str]:
@@ -240,39 +250,17 @@ def _targets(config: Config) -> Iterator[str]:
             yield f"{key} is {target!r}; it has to be package.module:Name"
 
 
-def _rewards(config: Config) -> Iterator[str]:
-    reward, judge = config.reward, config.judge
-    if reward.functions and (reward.arguments or reward.function != Reward().function):
-        yield (
-            f"reward.functions has {', '.join(reward.functions)}, and reward.function or reward.arguments is set too; "
-            "give either several functions or the one"
-        )
-    for name in reward.functions:
-        if not _COLUMN.fullmatch(name):
-            yield f"reward.functions holds the name {name!r}; use letters, digits and _, beginning with a letter"
-    targets = {"reward": reward.function} | {name: function.function for name, function in reward.functions.items()}
-    if reward.subprocesses == 0 and _UNIT_TESTS in targets.values():
-        yield f"{_UNIT_TESTS} runs programs, and reward.subprocesses is 0; set reward.subprocesses=1"
-    judges = [name for name, role in config.roles.items() if role.target == JUDGE]
-    if judges and (judge.url is None or judge.model is None):
-        missing = "judge.url" if judge.url is None else "judge.model"
-        yield f"{missing} is null, and the role {judges[0]} asks it; set judge.url and judge.model"
-    if judge.url is not None and not judges:
-        yield f"judge.url is {judge.url!r}, and no role asks it; add roles.judge.target={JUDGE}"
-    if judge.url is not None and not judge.url.startswith(("http://", "https://")):
-        yield f"judge.url is {judge.url!r}; it has to begin with http:// or https://"
-    if judge.url is not None and "@" in judge.url.partition("://")[2].partition("/")[0]:
-        yield "judge.url holds a user or a password, and a config is stored and shown; use judge.api_key_env"
-
-
 def _names(config: Config) -> Iterator[str]:
     for kind, names in (("placement.pools", config.placement.pools), ("roles", config.roles)):
         for name in names:
             if not _NAME.fullmatch(name):
                 yield f"{kind} holds the name {name!r}; use letters, digits, - and _, beginning with a letter"
-    for role in ("actor",) if config.recipe == "sft" else ("actor", "rollout", "reward"):
+    needed = ("actor",) if config.recipe == "sft" else ("actor", "rollout", "reward")
+    for role in (*needed, "critic") if config.recipe == "ppo" else needed:
         if role not in config.roles:
             yield f"recipe={config.recipe} needs the role {role}; keep roles.{role}"
+    if config.reward_model.path is not None and "reward_model" not in config.roles:
+        yield f"reward_model.path is {config.reward_model.path!r} and needs the role; keep roles.reward_model"
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -299,7 +287,8 @@ def _placement(config: Config) -> Iterator[str]:
 def _own_batching(config: Config) -> Iterator[str]:
     for name, role in config.roles.items():
         if is_builtin(name) and role.batching != RoleBatching():
-            home = {"actor": "batching", "reference": "reference.batching"}.get(name)
+            sections = ("critic", "reference", "reward_model")
+            home = "batching" if name == "actor" else f"{name}.batching" if name in sections else None
             way_out = f"set {home} instead" if home else f"the role {name} makes no microbatches; leave it unset"
             yield f"roles.{name}.batching is set; {way_out}"
         try:
@@ -335,7 +324,7 @@ def _job(config: Config) -> Iterator[str]:
 
 def _token_budget(config: Config) -> Iterator[str]:
     """The longest sequence that a rollout can give has to fit one microbatch, else a run may die hours later."""
-    if config.recipe != "grpo":
+    if config.recipe == "sft":
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for role in started_roles(config):
@@ -365,7 +354,8 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _supervision,
     _run,
     _targets,
-    _rewards,
+    reward_problems,
+    judge_problems,
     _names,
     _placement,
     _own_batching,

@@ -95,6 +95,7 @@ _TABLE = (
     Field("rewards", "per-row", torch.float32),
     Field("quarantined", "per-row", torch.bool),
     Field("valid", "per-row", torch.bool),
+    Field("trains", "per-row", torch.bool),
     Field("completion", "list", None),
     Field("finish_reason", "list", None, is_name=True),
     Field("uid", "list", None, is_name=True),

@@ -57,7 +57,9 @@ def sharded(
             machines most of the time, takes part in no collective, and returns rows.
         merge: makes one result of the ranks' results; by default they are containers whose rows are restored.
     """
-    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge, beside=beside and merge is None))
+    if beside and merge is not None:
+        raise ValueError("a method that runs beside others returns rows; leave merge out, or beside")
+    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge, beside=beside))
 
 
 def broadcast(method: Callable[P, R]) -> Callable[P, R]:

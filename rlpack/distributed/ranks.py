@@ -193,7 +193,7 @@ class RayRanks:
         begun = self._submit(role, method, args_of_rank, kwargs, ticket, beside=True)
 
         def finish() -> list[BatchedDataDict]:
-            self._wait(begun, max(1.0, deadline - time.monotonic()))
+            self._wait(begun, max(1.0, deadline - time.monotonic()), limit_s=self._call_s)
             refs = [self._hosts[call.rank].finish.remote(ticket) for call in begun]
             return self._gather(_calls(refs, role, method), ticket, deadline)
 
@@ -202,7 +202,7 @@ class RayRanks:
     def _gather(self, calls: list[_Call], ticket: int, deadline: float) -> list[BatchedDataDict]:
         """Return the rows that calls find, once there is room for their tokens and texts in the object store."""
         role, method = calls[0].role, calls[0].method
-        found: list[Outline] = self._wait(calls, max(1.0, deadline - time.monotonic()))
+        found: list[Outline] = self._wait(calls, max(1.0, deadline - time.monotonic()), limit_s=self._call_s)
         sizes: Counter[str] = Counter()
         for node, outline in zip(self._nodes, found, strict=False):
             sizes[node] += sum(outline.sizes)
@@ -274,8 +274,13 @@ class RayRanks:
                 refs.append(start.remote(ticket, role, method, keywords, *args))
         return _calls(refs, role, method)
 
-    def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:
-        """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise."""
+    def _wait(
+        self, calls: list[_Call], timeout_s: float, *others: "RayRanks", limit_s: float | None = None
+    ) -> list[Any]:
+        """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise.
+
+        `limit_s` is what the deadline was at first, where a part of it has gone by.
+        """
         pools = {self, *others}
         deadline = time.monotonic() + timeout_s
         results: dict[ray.ObjectRef, Any] = {}
@@ -285,7 +290,7 @@ class RayRanks:
             if not done:
                 for pool in pools:
                     pool.kill()
-                raise _late([call for call in calls if call.ref in pending], timeout_s)
+                raise _late([call for call in calls if call.ref in pending], limit_s or timeout_s)
             try:
                 results[done[0]] = ray.get(done[0])
             except RayError as error:

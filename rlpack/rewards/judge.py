@@ -139,7 +139,7 @@ class JudgeClient:
         try:
             async with (
                 asyncio.timeout(settings.timeout_s),  # the client's own starts again with every byte
-                client.stream("POST", url, content=json.dumps(request)) as response,
+                client.stream("POST", url, json=request) as response,
             ):
                 body = await _body(response)
         except (TimeoutError, httpx.TimeoutException) as error:

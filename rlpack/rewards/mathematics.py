@@ -5,7 +5,7 @@ ends a row at `reward.timeout_s`, whatever sympy is at.
 """
 
 import logging
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from rlpack.rewards.errors import RewardError
@@ -44,7 +44,7 @@ def _quiet() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-@cache
+@lru_cache(4096)
 def _gold(answer: str) -> tuple[Any, ...]:
     """Return what an answer may mean; one without any sign of LaTeX around it is read as LaTeX first."""
     readings = [answer] if any(mark in answer for mark in _MARKS) else [f"${answer}$", answer]

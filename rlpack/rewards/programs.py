@@ -23,8 +23,9 @@ from rlpack.rewards.sandbox import SandboxError, confine
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _OUTPUT_BYTES = 1 << 20
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-# The program comes first. Its tests are read when it has run, and each that holds is noted by a word that the program
-# was not told: one that ends the process early passes none.
+# The program comes first. Its tests are read when it has run, and each that holds is noted by a word that comes with
+# them: a program that ends the process early passes none. One that reads the rest of the input itself learns the word;
+# tests of input and output are what no program can fool.
 _HARNESS = """
 import json, sys
 space = {"__name__": "program"}

@@ -215,9 +215,9 @@ def scores_of(verdicts: Mapping[str, Sequence[Verdict]], weights: Mapping[str, f
 
 def _sum_of(verdicts: Sequence[Verdict], weights: Sequence[float]) -> Verdict:
     """Return the functions' words on one row as one."""
-    bad = next((verdict for verdict in verdicts if verdict.problem not in (None, "none")), None)
-    if bad is not None:
-        return bad
+    broken = [verdict for verdict in verdicts if verdict.problem not in (None, "none")]
+    if broken:  # what is counted as a failure of a function comes before a number that is none
+        return next((verdict for verdict in broken if str(verdict.problem) in _FAILURE), broken[0])
     said = [weight * one.value for one, weight in zip(verdicts, weights, strict=True) if one.problem is None]
     total = math.fsum(said)
     if not said:

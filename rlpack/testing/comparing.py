@@ -49,7 +49,9 @@ def _in_column(name: str, one: Any, other: Any, tolerance: float) -> str | None:
 
 def _differ(one: Any, other: Any) -> bool:
     """Whether two objects differ; NaN equals NaN, and arrays compare as a whole, which `!=` would not give."""
-    return repr(one) != repr(other) and pickle.dumps(one) != pickle.dumps(other)
+    if isinstance(one, float | int | str | None) or isinstance(other, float | int | str | None):
+        return repr(one) != repr(other)
+    return pickle.dumps(one) != pickle.dumps(other)
 
 
 def _in_tokens(name: str, one: Ragged, other: Ragged, tolerance: float) -> str | None:

@@ -113,7 +113,7 @@ def test_a_target_is_loaded_by_its_text():
         ("no_such_package:Judge", r"No module named 'no_such_package'; is the package installed on every node\?"),
         ("workers.no_such:Judge", r"No module named 'workers\.no_such'"),
         ("workers.reward:Judge", r"workers\.reward has no class Judge; it has .*RewardWorker"),
-        ("workers.reward:call_reward", "workers.reward has no class call_reward"),
+        ("workers.reward:targets_of", "workers.reward has no class targets_of"),
     ],
 )
 def test_a_target_that_gives_no_class_is_named_with_what_went_wrong(target: str, message: str):

@@ -62,7 +62,7 @@ def test_positions_that_do_not_restart_are_seen(monkeypatch):
         ),
         with_kwargs=True,
     )
-    with pytest.raises(IsolationError, match="nats apart packed and alone"):
+    with pytest.raises(IsolationError, match="apart packed and alone"):
         check_isolation(policy, "cpu", VOCABULARY)
 
 

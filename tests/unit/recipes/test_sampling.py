@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes.sampling import greedy_rewards, informative_rollouts, without_cut_off
-from recipes.stages import draw_prompts
+from recipes.stages import draw_prompts, weighed
 from rlpack.config.critic import Dapo
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.data.batch import BatchedDataDict
@@ -72,14 +72,17 @@ def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:
     assert session.metrics["sampling/informative_fraction"] == 1.0
 
 
-@pytest.mark.parametrize(("asked_for", "counts"), [(True, [4, 0]), (False, [4, 10])])
+@pytest.mark.parametrize(("asked_for", "shares"), [(True, [0.25, 0.0]), (False, [1 / 14, 1 / 14])])
 def test_responses_that_were_cut_off_count_nothing_if_that_is_asked_for(
-    tmp_path: Path, asked_for: bool, counts: list[int]
+    tmp_path: Path, asked_for: bool, shares: list[float]
 ) -> None:
     session = session_of(tmp_path, dapo=Dapo(overlong_filter=asked_for))
     rollouts = tiny_rollouts([(3, 4), (3, 10)]).drop(["finish_reason"])
     rollouts = rollouts.union({"finish_reason": ["stop", "length"], "response_tokens": torch.tensor([4, 10])})
-    assert without_cut_off(session, rollouts)["response_tokens"].tolist() == counts
+    set_group(session, "actor")
+    found = weighed(session, without_cut_off(session, rollouts).union({"valid": torch.ones(2, dtype=torch.bool)}))
+    assert found["token_weight"].tolist() == pytest.approx(shares)
+    assert found["response_tokens"].tolist() == [4, 10]  # what advantages are made of stays
     assert session.metrics.get("sampling/overlong_filtered", 0.0) == float(asked_for)
 
 
