@@ -190,7 +190,9 @@ def scores(scoring: Scoring, rollouts: BatchedDataDict) -> Judgement:
         results.append(_judged(group, wait(), group.plan(scoring.sent), taken))
         extras = extras.union(results[-1].extras)
     valid = torch.stack([result.valid for result in results]).all(0)
-    rewards = torch.stack([result.rewards for result in results]).sum(0).where(valid, 0.0)
+    rewards = torch.stack([result.rewards for result in results]).sum(0)
+    valid &= rewards.isfinite()  # two finite ones may add up to more than a number holds
+    rewards = rewards.where(valid, 0.0)
     return Judgement(rewards, valid, extras, merge(result.counts for result in results))
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlpack.config.section import Count, NonNegative, Positive, Section
+from rlpack.config.section import Count, NonNegative, Positive, Seconds, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -15,7 +15,7 @@ class RewardFunction(Section):
     function: str = Field(description="package.module:function, as reward.function.")
     weight: float = Field(default=1.0, description="What its rewards are multiplied by before they are summed.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
-    timeout_s: Positive | None = Field(default=None, description="Its own deadline; null takes reward.timeout_s.")
+    timeout_s: Seconds | None = Field(default=None, description="Its own deadline; null takes reward.timeout_s.")
 
 
 class Reward(Section):
@@ -32,11 +32,11 @@ class Reward(Section):
     functions: dict[str, RewardFunction] = Field(
         default_factory=dict, description="Several functions by name, summed with weights, instead of reward.function."
     )
-    timeout_s: Positive = Field(
+    timeout_s: Seconds = Field(
         default=10.0,
         description="Deadline of a row, or of a call that takes several, in seconds of the clock; cores are shared.",
     )
-    batch_timeout_s: Positive = Field(default=600.0, description="Deadline of all rows of a rank, in seconds.")
+    batch_timeout_s: Seconds = Field(default=600.0, description="Deadline of all rows of a rank, in seconds.")
     max_failures: Share = Field(
         default=0.1, description="Share of rows that functions may fail on before the run is ended; 1 for any."
     )
@@ -75,7 +75,7 @@ class Judge(Section):
     weight: float = Field(default=1.0, description="What its rewards are multiplied by before they are summed.")
     max_tokens: Count = Field(default=512, description="Longest answer of the judge.")
     concurrency: Count = Field(default=16, description="Requests of one rank at one time.")
-    timeout_s: Positive = Field(default=60.0, description="Deadline of one request, in seconds.")
+    timeout_s: Seconds = Field(default=60.0, description="Deadline of one request, in seconds.")
     retries: int = Field(default=2, ge=0, description="Further attempts after a failed one.")
     backoff_s: NonNegative = Field(default=1.0, description="Pause before the first retry; it doubles with each.")
     max_failures: Share = Field(default=0.1, description="Share of rows without a score before the run is ended.")

@@ -50,6 +50,10 @@ def odd_choices(config: Config) -> list[str]:
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
     if size is not None and size > sequences:
         found.append(f"trainer.mini_batch_size is {size}: the {sequences} sequences of a rollout batch are one step")
+    if config.recipe == "ppo" and config.critic.warm_up_steps >= config.trainer.steps > 0:
+        found.append(f"critic.warm_up_steps is {config.critic.warm_up_steps}: the policy itself is never trained")
+    if config.recipe == "remax" and config.algorithm.advantage != "against_greedy":
+        found.append(f"algorithm.advantage is {config.algorithm.advantage}: the greedy responses are used for nothing")
     for name, section, is_read in (
         ("critic", config.critic, config.recipe == "ppo"),
         ("dapo", config.dapo, config.recipe == "dapo"),

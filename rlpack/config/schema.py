@@ -14,7 +14,7 @@ from rlpack.config.jobs import Submission
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.rewards import Judge, Reward
 from rlpack.config.rewards import RewardFunction as RewardFunction
-from rlpack.config.section import Count, NonNegative, Positive, Section, TokenId, Unit
+from rlpack.config.section import Count, NonNegative, Positive, Seconds, Section, TokenId, Unit
 from rlpack.packing.batching import Batching
 
 BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_model")
@@ -188,10 +188,10 @@ class Placement(Section):
         default_factory=lambda: dict.fromkeys(BUILTIN_ROLES, "main"),
         description="Pool of each role; roles of one pool share its processes. Others run in the first pool.",
     )
-    start_timeout_s: Positive = Field(
+    start_timeout_s: Seconds = Field(
         default=300.0, description="Deadline for processes and roles to start, in seconds."
     )
-    call_timeout_s: Positive = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
+    call_timeout_s: Seconds = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
     object_store_gb: float | None = Field(
         default=None,
         ge=0.08,

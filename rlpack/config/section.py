@@ -8,6 +8,8 @@ TokenId = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+# Up to eleven days; system calls take no wait that is much longer.
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Unit = Annotated[float, Field(gt=0, le=1)]
 
 

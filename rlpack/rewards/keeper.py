@@ -45,6 +45,7 @@ class Keeper:
         scratch: directory of all children.
         limits: of each child.
         serve: what a child does, given its channel and its scratch directory.
+        wakers: by which a signal wakes the keeper; no child keeps them.
     """
 
     control: socket.socket
@@ -53,12 +54,13 @@ class Keeper:
     serve: Callable[[socket.socket, Path], None]
     pids: dict[int, int] = field(default_factory=dict)
     cleaners: set[int] = field(default_factory=set)
+    wakers: tuple[socket.socket, ...] = ()
 
     def run(self) -> None:
         """Obey the pool until it is gone."""
         owner = os.getppid()
-        wake, waker = socket.socketpair()
-        for end in (wake, waker):
+        wake, waker = self.wakers = socket.socketpair()
+        for end in self.wakers:
             end.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -120,7 +122,8 @@ class Keeper:
             sandbox.die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self.control.close()
+            for end in (self.control, *self.wakers):
+                end.close()
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (output, 1), (output, 2)):
                 os.dup2(source, target)

@@ -200,9 +200,9 @@ class Pool:
             return child.is_dying  # of a call that was given up
         match message:
             case {"row": int(place), "verdict": [float(value) | int(value), problem, str(text)]} if place in call.left:
-                verdict = Verdict(float(value), problem, printable(text))
                 if problem not in (None, *PROBLEMS) or not abs(value) <= LARGEST:
                     return False
+                verdict = Verdict(float(value) if problem is None else 0.0, problem, printable(text))
                 self._restart_clock_of_row(call)
                 self._work.judge(call, place, verdict)
                 return True

@@ -255,7 +255,8 @@ def _ending(status: int) -> str:
     """Say how a process ended, from its exit status or minus the signal that ended it."""
     if status >= 0:
         return f"its process ended itself with exit status {status}"
-    name = signal.Signals(-status).name
+    known = {one.value: one.name for one in signal.Signals}  # of the real-time ones only the first and the last
+    name = known.get(-status, f"signal {-status}")
     hint = {
         "SIGXCPU": ", having used twice its deadline in CPU time",
         "SIGKILL": ", by itself, for too many processes, or for want of memory",

@@ -4,6 +4,7 @@ Each is named in the configuration like any other, so it is loaded by the pool's
 """
 
 import ctypes
+import json
 import math
 import os
 import re
@@ -230,6 +231,29 @@ def writes_nonsense_to_the_pool(completion):
         except OSError:
             continue
     return 1.0
+
+
+def forges_a_verdict(completion):
+    text = json.dumps({"row": 0, "verdict": [10**400, None, ""]}).encode()
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, len(text).to_bytes(4, "big") + text)
+        except OSError:
+            continue
+    return 1.0
+
+
+def shuts_every_socket(completion):
+    for descriptor in range(3, 64):
+        try:
+            socket.socket(fileno=descriptor).shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+    return 1.0
+
+
+def ends_by_a_real_time_signal(completion):
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
 
 
 def closes_everything(completion):

@@ -85,6 +85,9 @@ OUTCOMES = {
     "forgets_a_coroutine": "none",
     "writes_nonsense_to_the_pool": "killed",
     "closes_everything": "killed",
+    "forges_a_verdict": "killed",
+    "shuts_every_socket": "killed",
+    "ends_by_a_real_time_signal": "killed",
     "writes_inside": 1.0,
 }
 
