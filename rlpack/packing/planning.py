@@ -30,7 +30,7 @@ from rlpack.packing.sorting import ascending, decreasing
 # A step this close to the bound of its lock step, as a part of it, is not improved further.
 _CLOSE = 2**-11
 # Exchanges that a plan looks at, at most: about five nanoseconds each.
-_LEAST_WORK, _WORK_PER_ROW = 3 * 2**19, 96
+_LEAST_WORK, _WORK_PER_ROW = 2**20, 64
 # More is a slip of the pen that takes all memory: a plan holds every microbatch of every rank, empty ones too.
 MAX_RANKS, _MOST_CELLS = 2**20, 2**26
 
