@@ -42,8 +42,17 @@ def problems(verdicts):
     return dict(Counter(verdict.problem for verdict in verdicts))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def others():
+    """Note what other modules' tests have running, their fork server for one."""
+    OTHERS.update(process.pid for process in psutil.Process().children(recursive=True))
+
+
+OTHERS: set[int] = set()
+
+
 def descendants():
-    return [process.pid for process in psutil.Process().children(recursive=True)]
+    return [process.pid for process in psutil.Process().children(recursive=True) if process.pid not in OTHERS]
 
 
 def assert_small(pool):
