@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import ray
 from aiohttp import ClientError
 from pydantic import ValidationError
@@ -114,7 +115,7 @@ class JobServer:
             os.environ.pop(_ADDRESS_VARIABLE)
             if before is not None:
                 os.environ[_ADDRESS_VARIABLE] = before
-        if not self._client._headers and urlsplit(self.address).hostname not in _SECURE_HOSTS:
+        if urlsplit(self.address).hostname not in _SECURE_HOSTS and _answers_anyone(self.address):
             logger.warning(
                 "%s takes jobs without a token: whoever reaches it runs code there; see docs/guide.md", self.address
             )
@@ -242,6 +243,15 @@ class JobServer:
 
 async def _next(stream: Any) -> str | None:
     return await anext(stream, None)
+
+
+def _answers_anyone(address: str) -> bool:
+    """Return whether a job server answers without a token."""
+    try:
+        answer = httpx.get(f"{address}/api/version", timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S))
+    except httpx.HTTPError:
+        return False
+    return answer.is_success
 
 
 def _http_address(address: str) -> str:

@@ -30,12 +30,13 @@ def folder(tmp_path, monkeypatch):
 
 
 @contextmanager
-def server(status: int, body: bytes) -> Iterator[str]:
-    """Answer every request alike, and give the address."""
+def server(status: int, body: bytes, without_token: int | None = None) -> Iterator[str]:
+    """Answer every request alike, and give the address; what Ray's client does not ask may get another status."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
+            is_ours = "httpx" in self.headers["User-Agent"]
+            self.send_response(without_token if is_ours and without_token else status)
             self.end_headers()
             self.wfile.write(body)
 
@@ -153,6 +154,10 @@ def test_a_server_that_asks_no_token_is_warned_of_unless_it_is_on_this_machine(f
         monkeypatch.setattr(jobs, "_SECURE_HOSTS", ())
         jobs.JobServer(here)
         assert f"{here} takes jobs without a token: whoever reaches it runs code there" in caplog.text
+    caplog.clear()
+    with server(200, b'{"ray_version": "2.60.0"}', without_token=401) as here:
+        jobs.JobServer(here)
+        assert caplog.text == ""
 
 
 @pytest.mark.parametrize("name", ["../x", "a b", ""])
