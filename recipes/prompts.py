@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _TAKEN = frozenset(FIELDS)
 # Of the store's budget, what the datasets may keep; the rest is for the batches of a step.
 _SHARE = 0.25
+# Bytes of a block of tokens, which travels whole to each node.
+_TOKEN_BLOCK = 2**20
 
 
 class Split:
@@ -34,7 +36,11 @@ class Split:
         self._num_rows = len(prompts)
         self._prompts = Shelf(store, allowance, len(prompts), prompts.batch)
         self._demonstrations = Shelf(
-            store, allowance, len(prompts), lambda rows: prompts.demonstrations(rows, tokenizer)
+            store,
+            allowance,
+            len(prompts),
+            lambda rows: prompts.demonstrations(rows, tokenizer),
+            block_bytes=_TOKEN_BLOCK,
         )
 
     def __len__(self) -> int:

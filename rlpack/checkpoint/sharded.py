@@ -17,13 +17,13 @@ from rlpack.checkpoint.errors import CheckpointError
 def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write weights and optimizer state of all ranks into `folder`, which is new; a collective.
 
+    The optimizer is one of `rlpack.models.optimizers.build_optimizer`, which has state from the start: torch would have
+    any other take a step to get some, and saving must not change training.
+
     Raises:
         CheckpointError: a rank could not write, on a full disk, say.
     """
-    untouched = not optimizer.state
     weights, moments = get_state_dict(model, optimizer)
-    if untouched:
-        _forget_made_up_step(optimizer)
     try:
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     # It derives from BaseException, so that `except Exception` would not see it.
@@ -43,16 +43,6 @@ def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     except CheckpointException as error:
         raise CheckpointError(f"{folder} does not fit this model, check model.*: {_first(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-
-
-def _forget_made_up_step(optimizer: torch.optim.Optimizer) -> None:
-    """Set the step counts of a new optimizer back to zero.
-
-    To have something to save, `get_state_dict` makes an optimizer without state take a step on zero gradients. AdamW's
-    moments stay zero, but its count would go on from one, and saving must not change training.
-    """
-    for state in optimizer.state.values():
-        state["step"].zero_()
 
 
 def _first(error: CheckpointException) -> str:

@@ -64,7 +64,9 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     ]
     if settings.name == "adamw_8bit":
         return _eight_bit(groups, settings)
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2))
+    # foreach: weight by weight, DTensor's dispatch takes longer than the arithmetic of small weights.
+    betas = settings.beta1, settings.beta2
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, foreach=True)
     for weight in trained:
         # What AdamW itself starts from. Without it a checkpoint before the first step would make torch invent one.
         moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}

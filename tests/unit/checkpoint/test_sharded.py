@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
+from rlpack.config.optimization import Optimizer
+from rlpack.models.optimizers import build_optimizer
 
 
 @pytest.fixture
@@ -16,13 +18,13 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def training(width: int = 3, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+def training(width: int = 3, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = torch.nn.Linear(width, 2)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, build_optimizer(model, Optimizer(learning_rate=0.1, weight_decay=0.01))
 
 
-def step(model: torch.nn.Module, optimizer: torch.optim.AdamW, number: int) -> None:
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.zero_grad()
     inputs = torch.arange(6, dtype=torch.float32).reshape(2, 3) * number - 3
     model(inputs).square().sum().backward()

@@ -122,6 +122,14 @@ def test_datasets_share_what_they_may_take():
     assert store.noted == [(256, True), (1, False)]
 
 
+def test_blocks_of_tokens_are_as_large_as_is_asked_for():
+    whole, store = rows(700), CountingStore()
+    shelf = Shelf(store, Allowance(1e9), 700, lambda index: whole.select(index), block_bytes=2 * BLOCK + 7)
+    found = shelf.rows(np.array([699, 3]))
+    assert found["uid"] == ["row 699", "row 3"]
+    assert store.noted == [(512, True), (188, True)]
+
+
 def test_columns_that_cannot_be_put_away_are_named():
     batch = rows()
     tokens = batch["logprobs"]
