@@ -19,7 +19,7 @@ from rlpack.data.errors import DataError
 from rlpack.data.prompts import Prompts
 from rlpack.data.tokenisation import eos_id, pad_id, tokenizer_name
 from rlpack.models.heads import TokenHead
-from rlpack.models.loading import check_classifier, outline
+from rlpack.models.loading import check_classifier, check_same_tokens, outline
 from rlpack.models.optimizers import freeze
 from rlpack.packing import Batching
 from rlpack.rewards.errors import RewardError
@@ -56,7 +56,7 @@ def check_before_start(
     if config.recipe != "sft":
         _check_ends(config, tokenizer)
     names = started_roles(config)
-    _check_trained(config, model, len(tokenizer))
+    _check_trained(config, model, tokenizer)
     for name in names:
         check_role(name, config.roles[name])
     if any(config.roles[name].target == JUDGE for name in names):
@@ -87,12 +87,17 @@ def _check_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check_trained(config: Config, model: PreTrainedModel, vocab_size: int) -> None:
+def _check_trained(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """See that there is a model for the critic, and that patterns name weights of what they are over."""
     choose_trained(copy.deepcopy(model), config.actor, seed=config.seed)
     if "critic" in started_roles(config):
-        path = config.critic.path
-        begun = copy.deepcopy(model) if path is None else outline(Model(path=path), vocab_size=vocab_size)
+        begun = copy.deepcopy(model)
+        if (path := config.critic.path) is not None:
+            begun = outline(
+                Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
+            )
+            way_out = "leave critic.path=null, or take a model of the policy's family"
+            check_same_tokens(path, config.critic.revision, tokenizer, key="critic.path", way_out=way_out)
         critic = TokenHead(cast(PreTrainedModel, begun.base_model))
         freeze(critic.named, config.critic.optimizer, "critic.optimizer")
 

@@ -22,6 +22,7 @@ _OF_STATE = ("name", "frozen", "undecayed")
 FIXED_BELOW = (
     "actor.lora.",
     "critic.path",
+    "critic.revision",
     *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _OF_STATE),
 )
 

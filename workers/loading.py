@@ -92,7 +92,8 @@ def build_critic(
         IsolationError: packed sequences see each other in this model.
     """
     path, settings = config.critic.path, config.actor
-    lm = build_model(config.model if path is None else Model(path=path), tokenizer, context, seed=config.seed)
+    model = config.model if path is None else Model(path=path, revision=config.critic.revision)
+    lm = build_model(model, tokenizer, context, seed=config.seed)
     critic = TokenHead(cast(PreTrainedModel, lm.base_model))
     freeze(critic.named, config.critic.optimizer, "critic.optimizer")
     return _prepared(critic, settings, tokenizer, context, batching)

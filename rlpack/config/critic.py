@@ -14,6 +14,7 @@ class Critic(Section):
         default=None,
         description="Folder or hub name of the model it begins as; null takes the policy as the recipe finds it.",
     )
+    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     batching: RoleBatching = RoleBatching()
     warm_up_steps: int = Field(

@@ -197,8 +197,9 @@ def _model(config: Config) -> Iterator[str]:
             f"model.path is {model.path!r} and model.config is set too; model.config is for a new model: "
             "choose model=pretrained together with model.path"
         )
-    if model.revision is not None and model.path is None:
-        yield f"model.revision is {model.revision!r}, but model.path is null; a revision belongs to a hub model"
+    for name, section in (("model", model), ("critic", config.critic), ("reward_model", config.reward_model)):
+        if section.revision is not None and section.path is None:
+            yield f"{name}.revision is {section.revision!r}, but {name}.path is null; a revision belongs to a hub model"
     if model.trust_remote_code and (model.path is None or model.revision is None):
         yield (
             "model.trust_remote_code is true: code from the hub runs only at a pinned commit; "

@@ -126,15 +126,33 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
             f"{key} is {settings.path!r}, a {config.model_type} of {config.num_labels} labels; give a sequence "
             "classifier with one label"
         )
-    folder = Path(settings.path).expanduser()
+    way_out = "write a role that tokenises texts anew (roles.<name>.target), or take another model"
+    check_same_tokens(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)
+
+
+def check_same_tokens(
+    path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, *, key: str, way_out: str
+) -> None:
+    """See that a model which is given the policy's tokens reads no others; a folder without a tokenizer will do.
+
+    Args:
+        path: of the model.
+        revision: of a hub model.
+        tokenizer: the policy's.
+        key: that holds the path, for messages.
+        way_out: likewise.
+
+    Raises:
+        ModelError: it has another tokenizer.
+    """
+    folder = Path(path).expanduser()
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
-        return  # nothing says that it reads other tokens; whether it has as many is seen when it is loaded
-    own = _load(AutoTokenizer, settings.path, key, arguments)
+        return  # whether it has as many tokens is seen when it is loaded
+    own = _load(AutoTokenizer, path, key, _hub_arguments(path, Model(path=path, revision=revision), key))
     if own.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
-            f"{key} is {settings.path!r}, whose tokenizer has {len(own)} tokens and is not the policy's, of "
-            f"{len(tokenizer)}; a model of rewards scores the policy's own tokens: write a role that tokenises texts "
-            "anew (roles.<name>.target), or take another model"
+            f"{key} is {path!r}, whose tokenizer has {len(own)} tokens and is not the policy's, of {len(tokenizer)}; "
+            f"the model is given the policy's own tokens: {way_out}"
         )
 
 
@@ -154,8 +172,13 @@ def linear_head(classifier: PreTrainedModel) -> nn.Linear:
     return heads[0]
 
 
-def outline(model: Model, *, vocab_size: int | None = None) -> PreTrainedModel:
+def outline(model: Model, *, vocab_size: int | None = None, key: str = "model.path") -> PreTrainedModel:
     """Return the model on the meta device, without weights: what `build_causal_lm` would raise about it is raised now.
+
+    Args:
+        model: the `model` section, or one with the path of another model.
+        vocab_size: the tokenizer's; a new model gets it.
+        key: that holds the path, for messages.
 
     Raises:
         ModelError: the path or hub name gives no config, the config has an unknown key, is of no language model, or
@@ -164,16 +187,16 @@ def outline(model: Model, *, vocab_size: int | None = None) -> PreTrainedModel:
     if model.path is None:
         config = _new_config(model.config, {} if vocab_size is None else {"vocab_size": vocab_size})
     else:
-        config = _load(AutoConfig, model.path, "model.path", _hub_arguments(model.path, model))
+        config = _load(AutoConfig, model.path, key, _hub_arguments(model.path, model, key))
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"the model is a {config.model_type}, which is no causal language model; choose another")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a config of impossible numbers fails in whatever line meets them first
-        key = "model.config" if model.path is None else f"the config of model.path={model.path}"
+        source = "model.config" if model.path is None else f"the config of {key}={model.path}"
         raise ModelError(
-            f"{key} makes no {config.model_type}: {type(error).__name__}: {error}; check its numbers (heads, sizes)"
+            f"{source} makes no {config.model_type}: {type(error).__name__}: {error}; check its numbers (heads, sizes)"
         ) from error
 
 
@@ -228,7 +251,7 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
     except (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelError(
             f"{key} is {name!r}: the hub has no such model for you (revision {model.revision or 'main'}); check the "
-            "name and model.revision, or log in"
+            f"name and {key.partition('.')[0]}.revision, or log in"
         ) from error
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
         _log.warning("the hub can't be reached (%s); %s is taken from the local cache", type(error).__name__, name)

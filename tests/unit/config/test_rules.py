@@ -78,6 +78,7 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
         ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision belongs to a hub model"),
+        ({"critic": {"revision": "abc"}}, "critic.revision is 'abc', but critic.path is null"),
         ({"data": {"source": "x.jsonl", "generator": {"noise": 0}}}, "choose data=jsonl"),
         ({"data": {"source": "x.jsonl"}}, "data.validation_source is null, and x.jsonl is one file without splits"),
         ({"data": {"source": "x.parquet", "split": "a"}}, "set data.validation_source to other prompts, or to x.par"),

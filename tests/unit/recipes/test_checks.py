@@ -1,5 +1,6 @@
 """What is said before any process starts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ from rlpack.config.schema import (
     WarmUp,
 )
 from rlpack.data.errors import DataError
+from rlpack.data.tokenisation import character_tokenizer
 from rlpack.distributed.errors import PlacementError
 from rlpack.models.errors import ModelError
+from rlpack.models.loading import build_causal_lm
 from rlpack.packing import Batching
 from rlpack.rewards.errors import RewardError
 from tests.builders import MODEL, tiny_config
@@ -130,6 +133,19 @@ def test_patterns_over_a_critic_are_those_of_its_own_model():
     check(critic=Critic(optimizer=Optimizer(frozen=("nothing",))))  # which no critic is started for
     with pytest.raises(ModelError, match=r"critic\.optimizer\.frozen holds 'lm_head\.weight', which matches none"):
         check(**ppo, critic=Critic(optimizer=Optimizer(frozen=("lm_head.weight",))))
+
+
+def test_a_critic_of_other_tokens_than_the_policys_is_refused(tmp_path: Path):
+    ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
+    policy, other = tmp_path / "policy", tmp_path / "other"
+    tokenizer = load_splits(tiny_config(data=DATA))[0]
+    for folder, own in ((policy, tokenizer), (other, character_tokenizer("abc"))):
+        build_causal_lm(Model(config=MODEL), vocab_size=len(tokenizer)).save_pretrained(folder)
+        own.save_pretrained(folder)
+    check(**ppo, critic=Critic(path=str(policy)))
+    with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and is not"):
+        check(**ppo, critic=Critic(path=str(other)))
+    check(critic=Critic(path=str(other)))  # which no critic is started from
 
 
 def test_patterns_over_adapters_are_those_of_the_adapted_model():
