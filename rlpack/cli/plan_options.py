@@ -156,6 +156,8 @@ def _of_command(arguments: argparse.Namespace) -> Iterator[tuple[Sequence[str], 
     given = arguments.given
     if "fit" in given:
         yield ("tflops", "overhead_ms"), True, "is what --fit takes from the run"
+        why = "tells times and memory, which --fit and --kb-per-slot have told"
+        yield ("hidden_size", "layers"), "kb_per_slot" in given, why
     if "mode" not in vars(arguments) or "compare" in given:
         yield ("mode", "algorithm"), True, "chooses one, and --compare shows all"
         return

@@ -131,6 +131,9 @@ def _diagnose(overrides: Sequence[str], error: Exception) -> Iterator[str]:
                 yield _wrong_choice_problem(group, str(choice or "null"), shipped[group])
         elif not override.is_hydra_override() and find(override.key_or_group) is None:
             yield unknown_key_problem(override.key_or_group)
+        elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
+            key = override.key_or_group
+            yield f"{text} is a list, and {key} holds keys; set one of them: {key}.<key>=<value>"
 
 
 def _how_to_quote(text: str, parser: OverridesParser) -> str:

@@ -100,6 +100,7 @@ def test_more_ranks_and_less_padding_make_steps_shorter(capsys: pytest.CaptureFi
         (["plan", "zipf", "--compare", "--mode", "fixed"], 2, "--mode chooses one, and --compare shows all"),
         (["plan", "zipf", "--fixed-rows", "9"], 2, "--fixed-rows is of fixed mode, and --mode is packed"),
         (["plan", "zipf", "--fit", "--tflops", "9"], 2, "--tflops is what --fit takes from the run"),
+        (["plan", "zipf", "--fit", "--kb-per-slot", "9", "--layers", "2"], 2, "--layers tells times and memory, which"),
         (["plan", "zipf", "--picture", "plan.xyz"], 2, "--picture plan.xyz ends in .xyz; give one of .png, .svg, .pdf"),
         (["plan", "zipf", "--ranks", "2,4", "--picture", "a.png"], 2, "--picture draws one plan, and --ranks has"),
         (["plan", "zipf", "--memory-gb", "0.001", "--suggest"], 2, "slots fit into 90% of memory"),

@@ -92,6 +92,8 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
         ("run_dir=${no.such.key}", "run_dir: "),
         ("run_dir=${run_dir}", "run_dir: "),
         ("run_dir=${oc.env:RLPACK_IS_NOT_SET}", "RLPACK_IS_NOT_SET"),
+        ("reward.functions=[]", "reward.functions=[] is a list, and reward.functions holds keys; set one of them: "),
+        ("trainer=[1]", "trainer=[1] is a list, and trainer holds keys; set one of them: trainer.<key>=<value>"),
         ("seed", "'seed' is not an override; write key=value"),
         ("a=b=c", "'a=b=c' is not an override; write key=value"),
         ("trainer.steps=\udcff", "is not an override; write key=value"),
