@@ -9,7 +9,7 @@ process has for itself alone while the step's batch is alive.
 
 import argparse
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +80,18 @@ class MeteredRanks:
         """Run a method and count."""
         return self._metered(args, self.ranks.call(role, method, args, kwargs))
 
-    def call_rows(self, role: str, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
-        """Run a method that returns rows, and count."""
-        return self._metered(args, self.ranks.call_rows(role, method, args, kwargs))
+    def begin_rows(
+        self,
+        role: str,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        *,
+        beside: bool = False,
+    ) -> Callable[[], list[Any]]:
+        """Start a method that returns rows, and count once they are there."""
+        finish = self.ranks.begin_rows(role, method, args, kwargs, beside=beside)
+        return lambda: self._metered(args, finish())
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Pass a transfer on; the driver holds nothing of it."""

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.scoring import SCORED, Scoring, count_failures
 from recipes.session import Session
-from recipes.stages import SCORED, Draw, begin_scoring, count_failures, respond, scores
+from recipes.stages import Draw, respond
 from rlpack.data.batch import BatchedDataDict
 from rlpack.observe.console import Sample
 from workers.actor import ActorWorker
@@ -40,8 +41,9 @@ def _rewards(session: Session, samples: int, temperature: float) -> Tensor:
     positions = np.arange(len(session.held_out))
     with session.store.step():
         draw = Draw(session.held_out.batch(positions), _STEP, positions)
-        rollouts = respond(session, draw, samples, temperature)
-        rewards, valid, _, counts = scores(begin_scoring([session.groups["reward"]], rollouts), rollouts)
+        scoring = Scoring([session.groups["reward"]])
+        rollouts = respond(session, draw, samples, temperature, scoring.begin)
+        rewards, valid, _, counts = scoring.finish()
         count_failures(session, counts)
         key = "evaluation/quarantined"
         session.metrics[key] = session.metrics.get(key, 0.0) + float((~valid).sum())

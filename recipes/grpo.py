@@ -2,7 +2,7 @@
 
 for each step:
     rollouts   = rollout.generate(prompts × n)
-    reward     = reward.score(rollouts)         # beside the next line, where a role waits for others
+    reward     = reward.score(rollouts)         # beside the line before and the next one
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     advantages = group_relative(reward)
     actor.update(rollouts)            # every mini-batch, μ times
@@ -13,6 +13,7 @@ Before the first step, `warm_up.steps` supervised steps (recipes/sft.py) teach a
 
 from recipes import sft, stages
 from recipes.evaluation import evaluate
+from recipes.scoring import Scoring, finish_scoring
 from recipes.session import Session, open_session
 from rlpack.config.schema import Config
 
@@ -30,11 +31,11 @@ def train(session: Session) -> None:
     stages.load_rollout_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = stages.draw_prompts(session, step)
-        rollouts = stages.generate(session, prompts)
-        scoring = stages.begin_scoring(session.scorers, rollouts)
+        scoring = Scoring(session.scorers)
+        rollouts = stages.generate(session, prompts, scoring.begin)
         rollouts = stages.old_logprobs(session, rollouts)
         rollouts = stages.reference_logprobs(session, rollouts)
-        rollouts = stages.finish_scoring(session, rollouts, scoring)
+        rollouts = finish_scoring(session, rollouts, scoring)
         rollouts = stages.advantages(session, rollouts)
         stages.update(session, rollouts)
         stages.load_rollout_weights(session)

@@ -2,7 +2,7 @@
 
 for each step:
     rollouts   = rollout.generate(prompts × n)
-    reward     = reward.score(rollouts)         # beside the next line, where a role waits for others
+    reward     = reward.score(rollouts)         # beside the line before and the next one
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     values     = critic.values(rollouts)
     advantages = gae(reward - β·KL, values)
@@ -16,6 +16,7 @@ the critic begins as that policy.
 
 from recipes import sft, stages, valuing
 from recipes.evaluation import evaluate
+from recipes.scoring import Scoring, finish_scoring
 from recipes.session import Session, open_session
 from rlpack.config.schema import Config
 
@@ -34,11 +35,11 @@ def train(session: Session) -> None:
     stages.load_rollout_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = stages.draw_prompts(session, step)
-        rollouts = stages.generate(session, prompts)
-        scoring = stages.begin_scoring(session.scorers, rollouts)
+        scoring = Scoring(session.scorers)
+        rollouts = stages.generate(session, prompts, scoring.begin)
         rollouts = stages.old_logprobs(session, rollouts)
         rollouts = stages.reference_logprobs(session, rollouts)
-        rollouts = stages.finish_scoring(session, rollouts, scoring)
+        rollouts = finish_scoring(session, rollouts, scoring)
         rollouts = valuing.values(session, rollouts)
         rollouts = valuing.advantages(session, rollouts)
         valuing.update_critic(session, rollouts)

@@ -3,7 +3,7 @@
 for each step:
     rollouts   = rollout.generate(prompts × n)
     greedy     = rollout.generate(prompts, the likeliest tokens)
-    reward     = reward.score(rollouts), reward.score(greedy)
+    reward     = reward.score(rollouts), reward.score(greedy)    # beside the lines before and the next one
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     advantages = reward - the greedy response's reward
     actor.update(rollouts)            # every mini-batch, μ times
@@ -12,7 +12,8 @@ for each step:
 
 from recipes import sft, stages
 from recipes.evaluation import evaluate
-from recipes.sampling import greedy_rewards
+from recipes.sampling import greedy_rewards, respond_greedily
+from recipes.scoring import Scoring, finish_scoring
 from recipes.session import Session, open_session
 from rlpack.config.schema import Config
 
@@ -30,11 +31,13 @@ def train(session: Session) -> None:
     stages.load_rollout_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = stages.draw_prompts(session, step)
-        rollouts = stages.generate(session, prompts)
-        rollouts = stages.score(session, rollouts)
-        rollouts = greedy_rewards(session, prompts, rollouts)
+        scoring, greedy = Scoring(session.scorers), Scoring(session.scorers)
+        rollouts = stages.generate(session, prompts, scoring.begin)
+        respond_greedily(session, prompts, greedy.begin)
         rollouts = stages.old_logprobs(session, rollouts)
         rollouts = stages.reference_logprobs(session, rollouts)
+        rollouts = finish_scoring(session, rollouts, scoring)
+        rollouts = greedy_rewards(session, rollouts, greedy)
         rollouts = stages.advantages(session, rollouts)
         stages.update(session, rollouts)
         stages.load_rollout_weights(session)

@@ -1,9 +1,12 @@
 """The stages of a step that choose what is trained on, or what it is compared with."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from recipes import stages
+from recipes.scoring import Scoring, count_failures, finish_scoring, report_rewards
 from recipes.session import Session
 from rlpack.algorithms.shaping import informative, soft_overlong
 from rlpack.data.batch import BatchedDataDict
@@ -20,14 +23,16 @@ def informative_rollouts(session: Session, step: int) -> BatchedDataDict:
     found = drawn = 0
     while found < wanted and len(rounds) < settings.dapo.max_rounds:
         draw = stages.draw_prompts(session, step, wanted - found)
-        rollouts = _shaped(session, stages.score(session, stages.generate(session, draw)))
+        scoring = Scoring(session.scorers)
+        rollouts = stages.generate(session, draw, scoring.begin)
+        rollouts = _shaped(session, finish_scoring(session, rollouts, scoring))
         rollouts["group_ids"] = rollouts["group_ids"] + drawn
         rounds.append(rollouts)
         drawn += wanted - found
         found += _groups(rollouts, is_informative(rollouts))
     batch = BatchedDataDict.concat(rounds)
     useful = is_informative(batch)
-    stages.report_rewards(session, batch)
+    report_rewards(session, batch)
     stages.report_lengths(session, batch)
     session.metrics |= {
         "sampling/rounds": float(len(rounds)),
@@ -52,14 +57,19 @@ def without_cut_off(session: Session, rollouts: BatchedDataDict) -> BatchedDataD
     return rollouts.union({"trains": ~cut_off})
 
 
-def greedy_rewards(session: Session, draw: stages.Draw, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `greedy_rewards` f32 [B]: what the prompt's likeliest response earns; without one its rows are not valid."""
-    samples = session.config.trainer.group_size
+def respond_greedily(session: Session, draw: stages.Draw, then: Callable[[BatchedDataDict], None]) -> None:
+    """Generate the likeliest response to each prompt, in parts that `then` gets."""
     with session.run.timer("greedy"):
-        greedy = stages.respond(session, draw, 1, temperature=0.0)
-        rewards, valid, _, counts = stages.scores(stages.begin_scoring(session.scorers, greedy), greedy)
-    stages.count_failures(session, counts)
+        stages.respond(session, draw, 1, temperature=0.0, then=then)
+
+
+def greedy_rewards(session: Session, rollouts: BatchedDataDict, greedy: Scoring) -> BatchedDataDict:
+    """Add `greedy_rewards` f32 [B]: what the prompt's likeliest response earns; without one its rows are not valid."""
+    with session.run.timer("reward"):
+        rewards, valid, _, counts = greedy.finish()
+    count_failures(session, counts)
     session.metrics["reward/greedy_mean"] = rewards[valid].mean().item() if valid.any() else 0.0
+    samples = session.config.trainer.group_size
     both = rollouts["valid"] & valid.repeat_interleave(samples)
     return rollouts.drop(["valid"]).union({"valid": both, "greedy_rewards": rewards.repeat_interleave(samples)})
 

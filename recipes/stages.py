@@ -4,43 +4,32 @@ Each takes the session and the batch so far and returns the batch with more colu
 session. Row order never changes: every role gives its rows back in the order it got them.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from shutil import rmtree
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from recipes.resuming import reference_folder
+from recipes.scoring import SCORED
 from recipes.session import Session
 from recipes.weighing import step_weights
 from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_coefficient
-from rlpack.algorithms.metrics import merge
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
-from rlpack.config.schema import Algorithm
 from rlpack.data.batch import BatchedDataDict
-from rlpack.data.fields import FIELDS
 from rlpack.data.remote import Remote
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
-from rlpack.distributed.returns import check_scores
-from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.packing import MicrobatchPlan
-from rlpack.rewards.verdicts import FAILURES
 from rlpack.rollout.engine import SamplingParams
 from workers.actor import ActorWorker
 from workers.reference import ReferenceWorker
-from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
 
 # What a role is sent of a batch.
 _GENERATE = ("input_ids", "seeds", "group_ids", "uid")
-SCORED = ("input_ids", "response_mask")
-# What a scoring role says of itself, and where the words of its functions begin.
-_COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
-_PART = "reward_"
 _UPDATE = (*SCORED, "logprobs", "advantages", "loss_weight", "token_weight")
 
 
@@ -65,14 +54,15 @@ def draw_prompts(session: Session, step: int, count: int | None = None) -> Draw:
     return Draw(session.prompts.batch(rows), step, np.arange(start, start + count))
 
 
-def generate(session: Session, draw: Draw) -> BatchedDataDict:
+def generate(session: Session, draw: Draw, then: Callable[[BatchedDataDict], None] | None = None) -> BatchedDataDict:
     """Return the rollout batch: `group_size` responses for every prompt, B = prompts × group_size rows.
 
-    Its columns are those of `rlpack.rollout.assemble.rollout_batch`, `completion`, and the dataset's own.
+    Its columns are those of `rlpack.rollout.assemble.rollout_batch`, `completion`, and the dataset's own. With `then`
+    they are generated in parts, of whole groups, and `then` gets each part before the next is begun.
     """
     settings = session.config
     with session.run.timer("generate"):
-        rollouts = respond(session, draw, settings.trainer.group_size, settings.rollout.temperature)
+        rollouts = respond(session, draw, settings.trainer.group_size, settings.rollout.temperature, then)
     report_lengths(session, rollouts)
     return rollouts
 
@@ -87,8 +77,17 @@ def report_lengths(session: Session, rollouts: BatchedDataDict) -> None:
     }
 
 
-def respond(session: Session, draw: Draw, samples: int, temperature: float) -> BatchedDataDict:
-    """Return `samples` responses for each prompt side by side, each from the random stream of its place in the run."""
+def respond(
+    session: Session,
+    draw: Draw,
+    samples: int,
+    temperature: float,
+    then: Callable[[BatchedDataDict], None] | None = None,
+) -> BatchedDataDict:
+    """Return `samples` responses for each prompt side by side, each from the random stream of its place in the run.
+
+    With `then` they are generated in parts, of whole groups, and `then` gets each part before the next is begun.
+    """
     settings = session.config.rollout
     prompts = draw.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(draw.prompts.num_rows).repeat_interleave(samples)
@@ -102,122 +101,23 @@ def respond(session: Session, draw: Draw, samples: int, temperature: float) -> B
         max_new_tokens=settings.max_new_tokens,
         stop_token_ids=(*settings.stop_token_ids, *([] if eos is None else [eos])),
     )
-    rollouts = session.rollout.run(RolloutWorker.generate, prompts.keep(_GENERATE), params)
-    return rollouts.union(dict(prompts.drop(_GENERATE)))
+    parts: list[BatchedDataDict] = []
+    for part in [prompts] if then is None else prompts.split(_part_rows(session, draw.prompts.num_rows, samples)):
+        found = session.rollout.run(RolloutWorker.generate, part.keep(_GENERATE), params)
+        parts.append(found.union(dict(part.drop(_GENERATE))))
+        if then is not None:
+            then(parts[-1])
+    return BatchedDataDict.concat(parts) if len(parts) > 1 else parts[0]
 
 
-class Scoring(NamedTuple):
-    """Scoring roles at work: each role, and what waits for what it says."""
+def _part_rows(session: Session, prompts: int, samples: int) -> list[int]:
+    """Return the rows of each part of a batch: whole groups, no more of them than the engines run at one time.
 
-    groups: Sequence[WorkerGroup[RewardWorker]]
-    waits: Sequence[Callable[[], BatchedDataDict]]
-    sent: BatchedDataDict
-
-
-def score(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `rewards`, summed over all scoring roles; rows without a finite reward are quarantined."""
-    return finish_scoring(session, rollouts, begin_scoring(session.scorers, rollouts))
-
-
-def begin_scoring(groups: Sequence[WorkerGroup[RewardWorker]], rollouts: BatchedDataDict) -> Scoring:
-    """Let the scoring roles begin; those that wait for others go on while the log-probs are computed.
-
-    The roles get all columns of texts, and `input_ids` and `response_mask`: so their batching counts tokens.
+    Parts are even, so that no engine runs a few rows for themselves at the end.
     """
-    sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
-    return Scoring(groups, [group.begin(RewardWorker.score, sent) for group in groups], sent)
-
-
-def finish_scoring(session: Session, rollouts: BatchedDataDict, scoring: Scoring) -> BatchedDataDict:
-    """Add `rewards` f32 [B] and `valid` bool [B], once all scoring roles are done, and the columns that roles add.
-
-    A quarantined row stays in the batch, for order's sake, but none of its tokens counts: it adds to no loss, no
-    denominator and no baseline.
-    """
-    with session.run.timer("reward"):
-        rewards, valid, extras, counts = scores(scoring, rollouts)
-    count_failures(session, counts)
-    scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
-    report_rewards(session, scored)
-    return scored
-
-
-def count_failures(session: Session, counts: dict[str, float]) -> None:
-    """Add what scoring roles failed on to the figures of the step, which may score more than once."""
-    session.metrics |= {name: session.metrics.get(name, 0.0) + count for name, count in counts.items()}
-
-
-def report_rewards(session: Session, rollouts: BatchedDataDict) -> None:
-    """Take over the figures of the step's `rewards`, f32 [B], quarantined rows left out, and of each function's own."""
-    rewards, valid = rollouts["rewards"], rollouts["valid"]
-    for name, column in rollouts.items():
-        if name.startswith(_PART) and isinstance(column, Tensor) and column.ndim == 1:  # several a row lie elsewhere
-            given = column[~column.isnan()].float()
-            mean = given.mean().item() if given.numel() else 0.0
-            session.metrics[f"reward/functions/{name.removeprefix(_PART)}"] = mean
-    kept = rewards[valid]
-    session.metrics |= {
-        "reward/mean": kept.mean().item() if kept.numel() else 0.0,
-        "reward/std": kept.std(unbiased=False).item() if kept.numel() else 0.0,
-        "reward/min": kept.min().item() if kept.numel() else 0.0,
-        "reward/max": kept.max().item() if kept.numel() else 0.0,
-        "reward/quarantined": float((~valid).sum()),
-    }
-
-
-class Judgement(NamedTuple):
-    """What scoring roles say.
-
-    Attributes:
-        rewards: f32 [B].
-        valid: whether all roles gave a finite reward, bool [B].
-        extras: the columns that they added.
-        counts: metrics: how many rows functions failed on in which way, what they wrote, what was tried again.
-    """
-
-    rewards: Tensor
-    valid: Tensor
-    extras: BatchedDataDict
-    counts: dict[str, float]
-
-
-def scores(scoring: Scoring, rollouts: BatchedDataDict) -> Judgement:
-    """Return what the scoring roles say together; a row without a finite reward has 0."""
-    results: list[Judgement] = []
-    extras = rollouts.keep([])
-    for group, wait in zip(scoring.groups, scoring.waits, strict=True):
-        taken = {*FIELDS, *rollouts, *extras, *Algorithm.model_fields}
-        results.append(_judged(group, wait(), group.plan(scoring.sent), taken))
-        extras = extras.union(results[-1].extras)
-    valid = torch.stack([result.valid for result in results]).all(0)
-    rewards = torch.stack([result.rewards for result in results]).sum(0)
-    valid &= rewards.isfinite()  # two finite ones may add up to more than a number holds
-    rewards = rewards.where(valid, 0.0)
-    return Judgement(rewards, valid, extras, merge(result.counts for result in results))
-
-
-def _judged(group: WorkerGroup[Any], found: BatchedDataDict, plan: MicrobatchPlan, taken: set[str]) -> Judgement:
-    """Return one role's rewards, and which rows it scored: none that its batching drops."""
-    check_scores(group.role, RewardWorker.score.__name__, found, plan, taken)
-    valid = ~found["quarantined"]
-    valid[torch.from_numpy(plan.step_of_row) < 0] = False
-    counted = [name for name in _COUNTED if name in found]
-    return Judgement(found["rewards"], valid, found.drop(["rewards", "quarantined", *counted]), _counts(found))
-
-
-def _counts(found: BatchedDataDict) -> dict[str, float]:
-    """Return what a scoring role says of its work: rows failed in which way, output, retries."""
-    counts: dict[str, float] = {}
-    if "reward_failure" in found:
-        of_rows = torch.bincount(found["reward_failure"], minlength=1 + len(FAILURES))[1:].tolist()
-        of = dict(zip(FAILURES, map(float, of_rows), strict=True))
-        counts["reward/timeouts"], counts["reward/errors"] = of["timeout"], of["error"]
-        counts["reward/killed"], counts["reward/invalid"] = of["killed"], of["invalid"]
-    if "reward_output_bytes" in found:
-        counts["reward/output_bytes"] = float(found["reward_output_bytes"].sum())
-    if "reward_retries" in found:
-        counts["reward/retries"] = float(found["reward_retries"].sum())
-    return counts
+    at_one_time = session.rollout.num_ranks * session.config.rollout.batch_rows
+    parts = math.ceil(prompts / max(1, at_one_time // samples))
+    return [samples * len(groups) for groups in np.array_split(np.arange(prompts), max(1, parts))]
 
 
 def old_logprobs(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:

@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 
 from recipes import stages
+from recipes.scoring import SCORED
 from recipes.session import Session
 from recipes.weighing import step_weights
 from rlpack.data.batch import BatchedDataDict
@@ -12,7 +13,7 @@ from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 
 _ESTIMATED = ("response_mask", "values", "rewards", "valid")
-_UPDATE = (*stages.SCORED, "values", "returns")
+_UPDATE = (*SCORED, "values", "returns")
 
 
 def begin_critic(session: Session) -> None:
@@ -25,7 +26,7 @@ def begin_critic(session: Session) -> None:
 def values(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Add `values` f32 [T], the critic's own before its update, and `value_tokens` int64 [B], those its plan keeps."""
     with session.run.timer("values"):
-        return rollouts.union(session.critic.run(CriticWorker.values, rollouts.keep(stages.SCORED)))
+        return rollouts.union(session.critic.run(CriticWorker.values, rollouts.keep(SCORED)))
 
 
 def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:

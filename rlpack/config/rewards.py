@@ -36,7 +36,9 @@ class Reward(Section):
         default=10.0,
         description="Deadline of a row, or of a call that takes several, in seconds of the clock; cores are shared.",
     )
-    batch_timeout_s: Seconds = Field(default=600.0, description="Deadline of all rows of a rank, in seconds.")
+    batch_timeout_s: Seconds = Field(
+        default=600.0, description="Deadline of a part of a step's responses on one rank, in seconds."
+    )
     max_failures: Share = Field(
         default=0.1, description="Share of rows that functions may fail on before the run is ended; 1 for any."
     )

@@ -5,9 +5,8 @@ from rlpack.config.optimization import Optimizer
 from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import MAX_LENGTH
 
-# Built-in roles that only share their rows out over ranks.
-_WITHOUT_MICROBATCHES = ("rollout", "reward")
 # Built-in roles whose batching is set in a section of their own.
 _WITH_SECTIONS = ("critic", "reference", "reward_model")
 
@@ -26,8 +25,11 @@ def role_batching(config: Config, role: str) -> Batching:
     """
     if role not in config.roles:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
-    if role in _WITHOUT_MICROBATCHES:
-        # The token budget is not theirs: no prompt may be cut or left out on its way to them.
+    # The token budget is not that of roles without microbatches: no prompt may be cut or left out on its way to them.
+    if role == "rollout":
+        rows = min(config.rollout.batch_rows, MAX_LENGTH)
+        return config.batching.override(mode="fixed", rows=rows, overlong="own_microbatch")
+    if role == "reward":
         return config.batching.override(overlong="own_microbatch")
     own = own_batching(config, role)
     try:

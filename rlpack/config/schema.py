@@ -166,7 +166,10 @@ class Rollout(Section):
     stop_token_ids: tuple[TokenId, ...] = Field(
         default=(), strict=False, description="Token ids that end a response, beside the tokenizer's end of sequence."
     )
-    batch_rows: Count = Field(default=256, description="Rows that one rank generates at one time.")
+    batch_rows: Count = Field(
+        default=256,
+        description="Rows that one rank generates at one time; then they are scored, while it generates the next.",
+    )
 
 
 class Pool(Section):

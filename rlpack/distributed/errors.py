@@ -68,9 +68,9 @@ class StoreFullError(RoleError):
         cause = (
             f"{in_units(size)} of tokens and texts have no room in the object store: {in_units(in_flight)} of "
             f"{in_units(budget)} for batches are taken, {in_units(short)} are missing; lower "
-            "trainer.prompts_per_step, trainer.group_size or rollout.max_new_tokens (in an evaluation: "
-            "evaluation.samples), or raise placement.object_store_gb (on a cluster that is joined: ray start "
-            "--object-store-memory) or placement.in_flight_gb"
+            "trainer.prompts_per_step, trainer.group_size, rollout.max_new_tokens or dapo.max_rounds (in an "
+            "evaluation: evaluation.samples), or raise placement.object_store_gb (on a cluster that is joined: "
+            "ray start --object-store-memory) or placement.in_flight_gb"
         )
         super().__init__(role, None, method, cause)
         self.args = (role, method, size, short, in_flight, budget)

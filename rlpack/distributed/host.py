@@ -29,9 +29,6 @@ from rlpack.distributed.secrets import take_secrets
 
 logger = logging.getLogger(__name__)
 
-# Calls that one process has under way beside its own: one a scoring role.
-_BESIDE = 8
-
 
 class RankHost:
     """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
@@ -44,7 +41,7 @@ class RankHost:
         self._roles: dict[str, Any] = {}
         self._parts: dict[int, list[dict[str, Any]]] = {}
         self._beside: dict[int, Future[Outline]] = {}
-        self._threads = ThreadPoolExecutor(_BESIDE, thread_name_prefix="beside")
+        self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def take_secrets(self, job: Submission) -> None:
         """Find the secrets that a run names, on this node."""
@@ -95,8 +92,10 @@ class RankHost:
         return found
 
     def begin(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
-        """Run a method as `outline` does, but in a thread; `finish` waits for it."""
-        self._beside[ticket] = self._threads.submit(self.outline, ticket, role, method, kwargs, *args)
+        """Run a method as `outline` does, but in the role's own thread, one call after the other; `finish` waits."""
+        if role not in self._threads:
+            self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"beside-{role}")
+        self._beside[ticket] = self._threads[role].submit(self.outline, ticket, role, method, kwargs, *args)
 
     def finish(self, ticket: int) -> Outline:
         """Return what the method that was begun with this ticket found; the driver has a deadline for this call."""
@@ -112,7 +111,8 @@ class RankHost:
 
     def close(self) -> None:
         """Drop the roles and leave the process group."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
         self._roles.clear()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -121,6 +121,7 @@ class RayRanks:
         self._group = group
         self._store = store
         self._nodes: list[str] = []
+        self._begun: dict[ray.ObjectRef, _Call] = {}  # calls whose rows nobody waits for yet
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
         device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
@@ -171,38 +172,42 @@ class RayRanks:
         """Run `method` on as many ranks as there are argument tuples; results in rank order."""
         return self._wait(self._submit(role, method, args_of_rank, kwargs), self._call_s)
 
-    def call_rows(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[BatchedDataDict]:
-        """Run `method`, which returns rows, as `call` does; tokens and texts of its results stay in the object store.
+    def begin_rows(
+        self,
+        role: str,
+        method: str,
+        args_of_rank: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        *,
+        beside: bool = False,
+    ) -> Callable[[], list[BatchedDataDict]]:
+        """Start `method`, which returns rows, before what the ranks do next or `beside` it; return what waits for them.
+
+        Tokens and texts of the rows stay in the object store. Until they are waited for, a failure of a call that is
+        not `beside` ends whatever else the pool is asked.
 
         Raises:
-            StoreFullError: they have no room there.
+            StoreFullError: on waiting; there is no room for tokens and texts.
         """
-        ticket, deadline = next(_TICKETS), time.monotonic() + self._call_s
-        return self._gather(self._submit(role, method, args_of_rank, kwargs, ticket), ticket, deadline)
-
-    def begin_rows(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> Callable[[], list[BatchedDataDict]]:
-        """Start such a method beside what the ranks do next; what is returned waits for its rows.
-
-        The deadline counts from now.
-        """
-        ticket, deadline = next(_TICKETS), time.monotonic() + self._call_s
-        begun = self._submit(role, method, args_of_rank, kwargs, ticket, beside=True)
+        ticket = next(_TICKETS)
+        calls = self._submit(role, method, args_of_rank, kwargs, ticket, beside=beside)
+        self._begun |= {call.ref: call for call in calls}
 
         def finish() -> list[BatchedDataDict]:
-            self._wait(begun, max(1.0, deadline - time.monotonic()), limit_s=self._call_s)
-            refs = [self._hosts[call.rank].finish.remote(ticket) for call in begun]
-            return self._gather(_calls(refs, role, method), ticket, deadline)
+            for call in calls:
+                self._begun.pop(call.ref, None)
+            if not beside:
+                return self._gather(calls, ticket)
+            self._wait(calls, self._call_s)
+            refs = [self._hosts[call.rank].finish.remote(ticket) for call in calls]
+            return self._gather(_calls(refs, role, method), ticket)
 
         return finish
 
-    def _gather(self, calls: list[_Call], ticket: int, deadline: float) -> list[BatchedDataDict]:
+    def _gather(self, calls: list[_Call], ticket: int) -> list[BatchedDataDict]:
         """Return the rows that calls find, once there is room for their tokens and texts in the object store."""
         role, method = calls[0].role, calls[0].method
-        found: list[Outline] = self._wait(calls, max(1.0, deadline - time.monotonic()), limit_s=self._call_s)
+        found: list[Outline] = self._wait(calls, self._call_s)
         sizes: Counter[str] = Counter()
         for node, outline in zip(self._nodes, found, strict=False):
             sizes[node] += sum(outline.sizes)
@@ -215,7 +220,7 @@ class RayRanks:
             raise
         with reserved as room:
             puts = [_Call(self._hosts[rank].put.remote(ticket), role, rank, method) for rank in having]
-            refs = dict(zip(having, self._wait(puts, max(1.0, deadline - time.monotonic())), strict=True))
+            refs = dict(zip(having, self._wait(puts, self._call_s), strict=True))
             return [
                 outline.at(
                     [
@@ -274,33 +279,42 @@ class RayRanks:
                 refs.append(start.remote(ticket, role, method, keywords, *args))
         return _calls(refs, role, method)
 
-    def _wait(
-        self, calls: list[_Call], timeout_s: float, *others: "RayRanks", limit_s: float | None = None
-    ) -> list[Any]:
+    def _wait(self, calls: list[_Call], timeout_s: float, *others: "RayRanks") -> list[Any]:
         """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise.
 
-        `limit_s` is what the deadline was at first, where a part of it has gone by.
+        Calls that were begun before, and that nobody waits for, come first on the same processes: the time counts
+        from the last of them, and a failure or a hang of theirs is said at once, because ranks may be caught in a
+        collective with one that has left it.
         """
         pools = {self, *others}
         deadline = time.monotonic() + timeout_s
         results: dict[ray.ObjectRef, Any] = {}
         pending = [call.ref for call in calls]
+        begun = {ref: call for pool in pools for ref, call in pool._begun.items()}
         while pending:
-            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            done, _ = ray.wait([*begun, *pending], timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 for pool in pools:
                     pool.kill()
-                raise _late([call for call in calls if call.ref in pending], limit_s or timeout_s)
+                raise _late(list(begun.values()) or [call for call in calls if call.ref in pending], timeout_s)
             try:
-                results[done[0]] = ray.get(done[0])
+                value = ray.get(done[0])
             except RayError as error:
-                call, cause = _first_cause(calls, done[0], pending, error)
+                unfinished = [ref for ref in (*begun, *pending) if ref != done[0]]
+                call, cause = _first_cause([*begun.values(), *calls], done[0], unfinished, error)
                 for pool in pools:
                     pool.kill()
                 if isinstance(cause, RayTaskError) and (maker := self._store.maker_of(cause)):
                     text = f"the process that held tokens or texts for {call.role}.{call.method} died"
                     raise RoleError(*maker, call.method, text) from cause
                 raise RoleError(call.role, call.rank, call.method, _describe(cause)) from cause
+            if begun.pop(done[0], None) is not None:
+                for pool in pools:
+                    pool._begun.pop(done[0], None)
+                deadline = time.monotonic() + timeout_s
+                continue
+            results[done[0]] = value
+            pending.remove(done[0])
         return [results[call.ref] for call in calls]
 
 

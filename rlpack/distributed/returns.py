@@ -119,7 +119,13 @@ def _kind(column: Column) -> str:
 
 
 def check_scores(
-    role: str, method: str, found: BatchedDataDict, plan: MicrobatchPlan, taken: Collection[str] = ()
+    role: str,
+    method: str,
+    found: BatchedDataDict,
+    plan: MicrobatchPlan,
+    taken: Collection[str] = (),
+    *,
+    first_row: int = 0,
 ) -> None:
     """Raise unless `found`, a whole batch in its own order, is what a role that scores has to return.
 
@@ -129,6 +135,7 @@ def check_scores(
         found: what came back.
         plan: by which the call was sharded.
         taken: names that a column which the role adds can't have.
+        first_row: number of the first row, for messages, where these rows are a part of a batch.
 
     Raises:
         RoleError: a column is missing, an added one has a name that is taken, or a reward is no finite number and its
@@ -148,7 +155,8 @@ def check_scores(
     broken = (~found["rewards"].isfinite() & ~found["quarantined"]).nonzero().flatten().tolist()
     if broken:
         row = broken[0]
-        problem = f"row {row} has the reward {found['rewards'][row].item()} and is not quarantined; {_SCORES}"
+        value = found["rewards"][row].item()
+        problem = f"row {first_row + row} has the reward {value} and is not quarantined; {_SCORES}"
         raise RoleError(role, _rank_of(plan, row), method, problem)
 
 

@@ -10,7 +10,7 @@ Invariants (tests/distributed/test_worker_group.py):
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -42,21 +42,33 @@ class Ranks(Protocol):
         """Run `method` on as many ranks as there are argument tuples; results in rank order."""
         ...
 
-    def call_rows(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[BatchedDataDict]:
-        """Run `method`, which returns rows, as `call` does; their tokens may stay where they were made."""
-        ...
-
     def begin_rows(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+        self,
+        role: str,
+        method: str,
+        args_of_rank: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        *,
+        beside: bool = False,
     ) -> Callable[[], list[BatchedDataDict]]:
-        """Start `method`, which returns rows, beside what the ranks do next; what is returned waits for its rows."""
+        """Start `method`, which returns rows, before what the ranks do next, or `beside` it, and wait for nothing.
+
+        What is returned waits for the rows; their tokens may stay where they were made.
+        """
         ...
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Hand rank 0's result of one method to a method of all ranks of `target`, past the driver's memory."""
         ...
+
+
+class _Sharded(NamedTuple):
+    """A batch, its plan, its rows of each rank, and the arguments of each rank's call."""
+
+    batch: BatchedDataDict
+    plan: MicrobatchPlan
+    shards: list[BatchedDataDict]
+    args_of_rank: list[tuple[Any, ...]]
 
 
 class WorkerGroup(Generic[W]):
@@ -121,44 +133,56 @@ class WorkerGroup(Generic[W]):
             RoleError: a rank raised, died, missed its deadline, or returned what is no result of its shard.
             PackingError: the batch of a sharded call cannot be planned.
         """
-        dispatch = dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
+        dispatch = self._dispatch(method)
+        if dispatch.kind == "sharded" and dispatch.merge is None:
+            return self.begin(method, *args, **kwargs)()
         if dispatch.kind == "sharded":
-            batch, *rest = args
-            assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
-            return self._run_sharded(method.__name__, dispatch, batch, tuple(rest), dict(kwargs))
+            return self._merged(method, dispatch, args, dict(kwargs))
         called = self.num_ranks if dispatch.kind == "broadcast" else 1
         return self.ranks.call(self.role, method.__name__, [tuple(args)] * called, dict(kwargs))[0]
 
     def begin(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], R]:
-        """Start a sharded method and return what waits for its result.
+        """Start a sharded method that returns rows, and return what waits for its result.
 
-        One that is marked `beside` runs while the ranks answer other calls; any other runs when it is waited for.
+        One that is marked `beside` runs while the ranks answer other calls. Any other comes before later calls of the
+        same processes, and if it fails, they fail by its error, since ranks may be caught in a collective.
+
+        Raises:
+            RoleError: on waiting; as from `run`.
+            PackingError: the batch cannot be planned.
         """
-        dispatch = dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
-        if not dispatch.beside:
-            return lambda: self.run(method, *args, **kwargs)
-        batch, *rest = args
-        assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
-        name, plan = method.__name__, self.plan(batch, mini_batches=dispatch.mini_batches)
-        shards = batch.shard(plan)
-        finish = self.ranks.begin_rows(self.role, name, [(shard, *rest) for shard in shards], dict(kwargs))
+        dispatch = self._dispatch(method)
+        assert dispatch.kind == "sharded", f"{method.__qualname__} is not sharded: run it"
+        assert dispatch.merge is None, f"{method.__qualname__} returns no rows: run it"
+        batch, plan, shards, sent = self._sharded(method, dispatch, args)
+        name = method.__name__
+        finish = self.ranks.begin_rows(self.role, name, sent, dict(kwargs), beside=dispatch.beside)
         return lambda: cast(R, restored(batch, shards, finish(), plan=plan, call=(self.role, name)))
 
-    def _run_sharded(
-        self, name: str, dispatch: Dispatch, batch: BatchedDataDict, rest: tuple[Any, ...], kwargs: dict[str, Any]
+    def _merged(
+        self, method: Callable[..., Any], dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        plan = self.plan(batch, mini_batches=dispatch.mini_batches)
-        shards = batch.shard(plan)
-        args = [(shard, *rest) for shard in shards]
-        if dispatch.merge is None:
-            results = self.ranks.call_rows(self.role, name, args, kwargs)
-            return restored(batch, shards, results, plan=plan, call=(self.role, name))
-        results = self.ranks.call(self.role, name, args, kwargs)
+        """Run a sharded method and return what its merge makes of the ranks' results."""
+        assert dispatch.merge is not None
+        sent = self._sharded(method, dispatch, args).args_of_rank
+        results = self.ranks.call(self.role, method.__name__, sent, kwargs)
         try:
             return dispatch.merge(results)
         except Exception as error:  # a role's own function: anything may come
             text = f"the merge of its ranks' results raised {type(error).__name__}: {error}"
-            raise RoleError(self.role, None, name, text) from error
+            raise RoleError(self.role, None, method.__name__, text) from error
+
+    def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
+        """Return how a method is called: as the role's own class says."""
+        return dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
+
+    def _sharded(self, method: Callable[..., Any], dispatch: Dispatch, args: tuple[Any, ...]) -> _Sharded:
+        """Return the shards of a call and each rank's arguments."""
+        batch, *rest = args
+        assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
+        plan = self.plan(batch, mini_batches=dispatch.mini_batches)
+        shards = batch.shard(plan)
+        return _Sharded(batch, plan, shards, [(shard, *rest) for shard in shards])
 
     def transfer(
         self,

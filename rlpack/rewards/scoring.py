@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # A rate of failures is that of the last rows, at least so many of them; until then, that of so many.
 _WINDOW_ROWS = 100
-# So many rows that all fail are a function that doesn't work, whatever came before.
+# So many rows, all that there were, are a function that doesn't work.
 _HOPELESS_ROWS = 4
 _FAILURE = {str(problem): 1 + place for place, problem in enumerate(FAILURES)}
 
@@ -178,7 +178,7 @@ class FailureRate:
         if self.limit >= 1 or not failed:
             return
         seen = sum(count for count, _ in self._calls)
-        all_failed = failed == len(rows) >= _HOPELESS_ROWS
+        all_failed = sum(count for _, count in self._calls) == seen >= _HOPELESS_ROWS
         if too_many or all_failed:
             reasons = ", ".join(f"{problem}: {count}" for problem, count in sorted(problems.items(), key=str))
             raise TooManyFailuresError(

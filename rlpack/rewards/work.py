@@ -36,7 +36,7 @@ class PoolSettings:
     Attributes:
         processes: that run functions.
         rows_per_call: most rows that one call gets; an async function works on them at one time.
-        batch_timeout_s: of all rows of all functions together.
+        batch_timeout_s: of all rows of a call, of all functions together.
         strict: close the network to them and refuse writes outside their scratch directory.
         environment: names of further variables that they see.
         limits: of each process.

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import Future
 from typing import Any
 
 from rlpack.data.batch import BatchedDataDict
@@ -37,23 +37,28 @@ class LocalRanks:
         """
         return [self._on(rank, role, method, args, kwargs) for rank, args in enumerate(args_of_rank)]
 
-    def call_rows(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[BatchedDataDict]:
-        """Run `method`, which returns rows, as `call` does.
+    def begin_rows(
+        self,
+        role: str,
+        method: str,
+        args_of_rank: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        *,
+        beside: bool = False,
+    ) -> Callable[[], list[BatchedDataDict]]:
+        """Run `method`, which returns rows, now, and give them or its error when they are waited for.
 
         Raises:
-            RoleError: as in `call`, and for a result that is no batch with row ids, or has columns that can't be sent.
+            RoleError: on waiting; as in `call`, and for a result that is no batch with row ids, or has columns that
+                can't be sent.
         """
-        return [
-            self._on(rank, role, method, args, kwargs, check=_sendable_rows) for rank, args in enumerate(args_of_rank)
-        ]
-
-    def begin_rows(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> Callable[[], list[BatchedDataDict]]:
-        """Run `method` when its rows are waited for: here nothing runs beside anything else."""
-        return partial(self.call_rows, role, method, args_of_rank, kwargs)
+        made: Future[list[BatchedDataDict]] = Future()
+        ranks = enumerate(args_of_rank)
+        try:
+            made.set_result([self._on(rank, role, method, args, kwargs, check=_sendable_rows) for rank, args in ranks])
+        except RoleError as error:
+            made.set_exception(error)
+        return made.result
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Hand rank 0's result of one method to a method of all ranks of `target`."""

@@ -41,7 +41,15 @@ class Judge(Worker):
 '''
 
 # Ranks of the pools whose role is there to fail.
-FAULTY_POOLS = {"explodes": 2, "dies": 2, "exports": 2, "imports": 1, "returns": 1}
+FAULTY_POOLS = {
+    "explodes": 2,
+    "explodes_first": 2,
+    "hangs_first": 2,
+    "dies": 2,
+    "exports": 2,
+    "imports": 1,
+    "returns": 1,
+}
 
 
 def ray_config() -> Config:
@@ -53,6 +61,8 @@ def ray_config() -> Config:
         "dynamic": Role(target=echo, batching=RoleBatching(mode="dynamic", max_tokens=48)),
         "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", rows=2)),
         "judge": Role(target="judge:Judge"),
+        "sampler": Role(target="tests.distributed.roles:Sampler"),
+        "listener": Role(target="tests.distributed.roles:Listener"),
         "lost": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
         **{name: Role(target="tests.distributed.roles:Faulty") for name in FAULTY_POOLS},
     }

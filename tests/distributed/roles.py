@@ -25,6 +25,8 @@ class Echo(Worker):
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
         self.begun, self.released = threading.Event(), threading.Event()
+        self.noted = 0
+        self.alone, self.second = threading.Lock(), threading.Event()
 
     held: tuple[dict[str, Tensor], int] | None = None
     kept: BatchedDataDict
@@ -61,6 +63,28 @@ class Echo(Worker):
     @sharded(beside=True)
     def break_beside(self, shard: BatchedDataDict) -> BatchedDataDict:
         raise ValueError("a call beside others failed")
+
+    @sharded(beside=True)
+    def meet_another(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return for each row whether another call of this method was under way at the same time."""
+        if met := not self.alone.acquire(blocking=False):
+            self.second.set()
+        else:
+            met = self.second.wait(timeout=0.5)
+            self.alone.release()
+        return shard.keep([]).union({"met": torch.full((shard.num_rows,), met)})
+
+    @sharded()
+    def note_rows(self, shard: BatchedDataDict) -> BatchedDataDict:
+        self.noted += shard.num_rows
+        return shard.keep([])
+
+    @broadcast
+    def read_noted(self) -> list[int]:
+        """Return the rows that each rank noted."""
+        every: list[int | None] = [None] * self.context.num_ranks
+        dist.all_gather_object(every, self.noted)
+        return [count for count in every if count is not None]
 
     @sharded(merge=list)
     def keep_shard(self, shard: BatchedDataDict) -> int:
@@ -153,6 +177,20 @@ class Faulty(Worker):
             raise ValueError("the judge has left the building")
         dist.barrier()
 
+    @sharded()
+    def explode_over_rows(self, shard: BatchedDataDict) -> BatchedDataDict:
+        self.explode(1)
+        return shard.keep([])
+
+    @sharded()
+    def hang_over_rows(self, shard: BatchedDataDict) -> BatchedDataDict:
+        time.sleep(600)
+        return shard
+
+    @broadcast
+    def wait_for_all(self) -> None:
+        dist.barrier()
+
     @broadcast
     def die(self, rank: int) -> None:
         if self.context.rank == rank:
@@ -172,3 +210,32 @@ class Faulty(Worker):
 
     @broadcast
     def load(self, weights: dict[str, Tensor], version: int) -> None: ...
+
+
+# That a part is being scored; roles of one pool share a process.
+_SCORED = threading.Event()
+
+
+class Sampler(Worker):
+    """Responds to everything alike; from its second call on it waits until what it said before is being scored."""
+
+    calls = 0
+
+    @sharded()
+    def generate(self, shard: BatchedDataDict, params: Any) -> BatchedDataDict:
+        self.calls += 1
+        in_time = self.calls == 1 or _SCORED.wait(timeout=20)
+        ids = shard["input_ids"]
+        columns = {"input_ids": ids, "response_mask": ids.with_values(torch.ones_like(ids.values, dtype=torch.bool))}
+        texts = ["in time" if in_time else "late"] * shard.num_rows
+        return shard.keep(["uid"]).union({**columns, "completion": texts})
+
+
+class Listener(Worker):
+    """Scores a row by what it is told."""
+
+    @sharded(beside=True)
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        _SCORED.set()
+        rewards = torch.tensor([float(text == "in time") for text in shard["completion"]])
+        return shard.keep([]).union({"rewards": rewards, "quarantined": torch.zeros_like(rewards, dtype=torch.bool)})

@@ -2,12 +2,17 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 
+from recipes import stages
+from recipes.scoring import Scoring
+from rlpack.config.schema import Rollout
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.errors import RoleError
@@ -16,6 +21,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.rollout.engine import SamplingParams
 from tests.builders import tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo, Faulty
+from tests.unit.recipes.test_session import session_of
 from workers.actor import ActorWorker
 from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
@@ -161,10 +167,50 @@ def test_a_call_may_run_beside_others_of_its_processes(groups: Groups, store: Ra
     assert torch.equal(store.take(waits())["times"].values, 3 * batch["input_ids"].values)
 
 
-def test_what_is_not_marked_runs_when_it_is_waited_for(groups: Groups, store: RayStore):
+def test_what_is_not_marked_runs_before_later_calls_whether_or_not_it_is_waited_for(groups: Groups):
     batch = tiny_rollouts(UNEVEN)
-    waits = groups["packed"].begin(Echo.times, batch, 2)
-    assert torch.equal(store.take(waits())["times"].values, 2 * batch["input_ids"].values)
+    waits = groups["packed"].begin(Echo.note_rows, batch)
+    assert sum(groups["packed"].run(Echo.read_noted)) == len(UNEVEN)
+    assert waits().num_rows == len(UNEVEN)
+
+
+def test_a_roles_own_calls_beside_others_come_one_after_the_other(groups: Groups):
+    batch = tiny_rollouts(UNEVEN)
+    waits = [groups["fixed"].begin(Echo.meet_another, batch) for _ in range(2)]
+    assert not any(found["met"].any() for found in [wait() for wait in waits])
+
+
+def test_a_call_that_failed_ends_later_ones_of_its_processes_which_wait_for_one_that_has_left_it(groups: Groups):
+    group = groups["explodes_first"]
+    waits = group.begin(Faulty.explode_over_rows, tiny_rollouts(UNEVEN))
+    with failure_within(4) as failure:
+        group.run(Faulty.wait_for_all)
+    told = "role explodes_first, rank 1, in explode_over_rows: ValueError: the judge has left the building"
+    assert str(failure.value).startswith(told)
+    with pytest.raises(RoleError, match="explode_over_rows"):
+        waits()
+
+
+def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups: Groups):
+    group = groups["hangs_first"]
+    group.ranks._call_s = 2.0
+    group.begin(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
+    with failure_within(8) as failure:
+        group.run(Faulty.wait_for_all)
+    told = "role hangs_first, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
+    assert str(failure.value).startswith(told)
+
+
+def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: Groups, store: RayStore, tmp_path: Path):
+    session = session_of(tmp_path, rollout=Rollout(batch_rows=2))
+    session.groups["rollout"] = groups["sampler"]
+    prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0), (4, 0), (1, 0)]).keep(["input_ids", "uid"])
+    scoring, draw = Scoring([groups["listener"]]), stages.Draw(prompts, 1, np.arange(5))
+    with store.step():
+        rollouts = stages.respond(session, draw, 2, 1.0, scoring.begin)
+        rewards, valid, _, _ = scoring.finish()
+    assert rollouts["uid"] == [uid for uid in prompts["uid"] for _ in range(2)]
+    assert (rewards.tolist(), valid.all()) == ([1.0] * 10, True)
 
 
 def test_a_failure_beside_other_calls_is_said_when_it_is_waited_for(groups: Groups):

@@ -1,4 +1,4 @@
-"""However rows are batched, and over however many ranks, a run is the same up to rounding."""
+"""However rows are batched or generated, and over however many ranks, a run is the same up to rounding."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 4
 OTHERS = {
     "packed on one rank": (1, ("batching=packed",)),
-    "dynamic on two ranks": (2, ("batching=dynamic",)),
+    "dynamic on two ranks, generated in parts": (2, ("batching=dynamic", "rollout.batch_rows=3")),
     "fixed on two ranks": (2, ("batching=fixed", "batching.max_tokens=null", "reference.batching.mode=packed")),
 }
 

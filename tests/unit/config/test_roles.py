@@ -1,11 +1,15 @@
 from dataclasses import fields
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.roles import pool_of, role_batching, started_roles
-from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching, builtin_roles
+from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching, Rollout, builtin_roles
 from rlpack.config.validate import validate
+from rlpack.packing import make_plan
 from rlpack.packing.batching import Batching
 
 ACTOR = Batching(
@@ -25,7 +29,18 @@ def test_a_role_without_its_own_batching_inherits_all_of_the_actors(role):
 
 @pytest.mark.parametrize("role", ["rollout", "reward"])
 def test_roles_that_make_no_microbatches_never_lose_a_row_to_the_token_budget(role):
-    assert role_batching(Config(batching=ACTOR), role) == ACTOR.override(overlong="own_microbatch")
+    lengths = np.array([3 * ACTOR.max_tokens, 1, 1])
+    plan = make_plan(lengths, role_batching(Config(batching=ACTOR), role), dp_size=2)
+    assert plan.lengths.tolist() == lengths.tolist()
+    assert (plan.step_of_row == 0).all()
+
+
+@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=60), ranks=st.integers(1, 5))
+def test_engines_get_equally_many_prompts_however_long_they_are(lengths, ranks):
+    config = Config(rollout=Rollout(batch_rows=4))
+    plan = make_plan(np.array(lengths), role_batching(config, "rollout"), dp_size=ranks)
+    counts = [len(plan.rank_plan(rank).rows) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Batching)])

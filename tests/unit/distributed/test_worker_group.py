@@ -61,9 +61,7 @@ class LocalRanks:
             for worker, args in zip(self.workers, args_of_rank, strict=False)
         ]
 
-    call_rows = call
-
-    def begin_rows(self, *args: Any) -> Callable[[], list[Any]]:
+    def begin_rows(self, *args: Any, beside: bool = False) -> Callable[[], list[Any]]:
         return partial(self.call, *args)
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:

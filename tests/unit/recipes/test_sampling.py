@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.sampling import greedy_rewards, informative_rollouts, without_cut_off
+from recipes.sampling import greedy_rewards, informative_rollouts, respond_greedily, without_cut_off
+from recipes.scoring import Scoring
 from recipes.stages import draw_prompts, weighed
 from rlpack.config.critic import Dapo
 from rlpack.config.schema import Rollout, Trainer
@@ -96,9 +97,10 @@ def test_responses_are_compared_with_the_likeliest_of_their_prompt(tmp_path: Pat
             {"rewards": torch.tensor([0.25, torch.nan, 0.75]), "quarantined": broken}
         ),
     )
-    draw = draw_prompts(session, 1)
+    greedy = Scoring(session.scorers)
+    respond_greedily(session, draw_prompts(session, 1), greedy.begin)
     rollouts = tiny_rollouts([(2, 4)] * 6).union({"valid": torch.tensor([True] * 5 + [False])})
-    found = greedy_rewards(session, draw, rollouts)
+    found = greedy_rewards(session, rollouts, greedy)
     assert found["greedy_rewards"].tolist() == [0.25, 0.25, 0.0, 0.0, 0.75, 0.75]
     assert found["valid"].tolist() == [True, True, False, False, True, False]
     assert session.metrics["reward/greedy_mean"] == 0.5

@@ -20,7 +20,6 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.data.holding import outline
 from rlpack.data.remote import Remote
 from rlpack.data.store import LocalStore
-from rlpack.distributed.errors import RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from tests.builders import tiny_config, tiny_rollouts
@@ -62,7 +61,7 @@ class FakeGroup:
     """A role on one rank whose methods return what `answers` has for their names."""
 
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
-        self.role, self.batching, self.answers = role, batching, answers
+        self.role, self.batching, self.answers, self.num_ranks = role, batching, answers, 1
         self.called: list[str] = []
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
@@ -245,74 +244,6 @@ def test_quarantined_rows_weigh_nothing_and_the_others_as_if_they_were_not_there
         assert (weighed[name] * counts).sum().item() == pytest.approx(1.0)
         assert weighed[name][0] == pytest.approx(1 / 13)
     assert weighed["advantages"][2] == 0
-
-
-def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not_scored(tmp_path: Path):
-    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)]).union({"completion": ["a", "b"]})
-
-    def score(batch: BatchedDataDict) -> BatchedDataDict:
-        assert {"input_ids", "response_mask", "completion"} <= set(batch)
-        zeros = torch.zeros(2)
-        return batch.keep([]).union({"rewards": zeros + 1, "quarantined": zeros > 0})
-
-    set_group(session, "reward", score=score)
-    set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
-    rewards, valid, _, _ = stages.scores(stages.begin_scoring(session.scorers, rollouts), rollouts)
-    assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
-
-
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [
-        (
-            {"praise": torch.zeros(2)},
-            r"role judge, some rank, in score: it adds the column 'praise'; .* give it another",
-        ),
-        ({"advantages": torch.zeros(2)}, "it adds the column 'advantages'"),  # which a later stage will add
-        ({"level": [1, 2]}, "it adds the column 'level'"),  # which the dataset has
-        ({"baseline": torch.zeros(2)}, "it adds the column 'baseline'"),  # a key of algorithm
-    ],
-)
-def test_a_column_that_is_there_already_is_refused_by_the_role_that_adds_it(
-    tmp_path: Path, added: dict[str, Any], message: str
-):
-    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)]).union({"level": [1, 2]})
-    scored = {"rewards": torch.ones(2), "quarantined": torch.zeros(2, dtype=torch.bool)}
-    set_group(session, "reward", score=rollouts.keep([]).union(scored | {"praise": torch.ones(2)}))
-    set_group(session, "judge", score=rollouts.keep([]).union(scored))
-    assert stages.score(session, rollouts)["praise"].tolist() == [1, 1]
-    set_group(session, "judge", score=rollouts.keep([]).union(scored | added))
-    with pytest.raises(RoleError, match=message):
-        stages.score(session, rollouts)
-
-
-def test_what_scoring_roles_say_of_their_work_is_summed_over_roles_and_over_the_calls_of_a_step(tmp_path: Path):
-    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)]).union({"completion": [*"abc"]})
-
-    def score(batch: BatchedDataDict) -> BatchedDataDict:
-        zeros = torch.zeros(3)
-        failures = torch.tensor([0, 1, 4])  # a row that was late, one without a number
-        part = torch.tensor([0.5, torch.nan, 1.0])
-        return batch.keep([]).union(
-            {"rewards": zeros + 1, "quarantined": failures > 0, "reward_failure": failures, "reward_style": part}
-        )
-
-    def judge(batch: BatchedDataDict) -> BatchedDataDict:
-        zeros = torch.zeros(3)
-        failures = torch.tensor([0, 1, 0])
-        said = {"reward_failure": failures, "reward_retries": torch.tensor([5, 0, 0])}
-        return batch.keep([]).union({"rewards": zeros, "quarantined": zeros > 0, **said})
-
-    set_group(session, "reward", score=score)
-    set_group(session, "judge", score=judge)
-    scored = stages.score(session, rollouts)
-    stages.score(session, rollouts)
-    assert "reward_failure" not in scored
-    assert scored["reward_style"][0] == 0.5
-    figures = {name: session.metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "retries")}
-    assert figures == {"timeouts": 4.0, "errors": 0.0, "invalid": 2.0, "retries": 10.0}
-    assert session.metrics["reward/functions/style"] == 0.75
-    assert session.metrics["reward/quarantined"] == 2
 
 
 def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Path):

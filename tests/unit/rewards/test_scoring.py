@@ -146,6 +146,14 @@ def test_the_first_batch_may_fail_as_often_as_a_hundred_rows(rows, allowed):
     FailureRate(1.0).take([ERROR] * rows, "f")
 
 
+def test_a_few_rows_that_all_fail_end_the_run_at_its_start_alone():
+    later = FailureRate(0.1)
+    later.take([Verdict(1.0)] * 50, "f")
+    later.take([ERROR] * 4, "f")  # one hard group, scored by itself
+    with pytest.raises(TooManyFailuresError, match="failed on 4 of 4 rows"):
+        FailureRate(0.1).take([ERROR] * 4, "f")
+
+
 def test_no_failure_is_too_many_where_none_may_be():
     rate = FailureRate(0.0)
     rate.take([Verdict(1.0)], "f")
