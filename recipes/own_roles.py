@@ -11,7 +11,10 @@ from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.host import load_class
 from workers.base import Worker
 
-_SCORES = "a role of one's own scores rollouts: `@sharded() def score(self, shard)`, as workers/reward.py has it"
+_SCORES = (
+    "a role of one's own derives from workers.base.Worker and scores rollouts: `@sharded() def score(self, shard)`, as "
+    "workers/reward.py has it"
+)
 _BUILT = "write it as `@classmethod def from_settings(cls, context, config, tokenizer, **arguments)`"
 
 

@@ -14,7 +14,7 @@ from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
 from rlpack.data.fields import FIELDS
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.returns import check_scores
+from rlpack.distributed.returns import blank, check_scores
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import MicrobatchPlan
 from rlpack.rewards.verdicts import FAILURES
@@ -136,15 +136,15 @@ def _judged(group: WorkerGroup[Any], parts: list[_Part], taken: set[str]) -> Jud
     method = RewardWorker.score.__name__
     results: list[BatchedDataDict] = []
     planned: list[np.ndarray] = []
-    first_row = 0
     while parts:
         wait, plan = parts.pop(0)  # lets go of what the rows were sent with
         results.append(wait())
-        check_scores(group.role, method, results[-1], plan, taken, first_row=first_row)
+        check_scores(group.role, method, results[-1], plan, taken, first_row=sum(map(len, planned)))
         planned.append(plan.step_of_row >= 0)
-        first_row += plan.num_rows
+    pairs = list(zip(results, planned, strict=True))
+    typed = next((rows for rows, given in pairs if given.any()), results[0])
     try:
-        found = BatchedDataDict.concat(results)
+        found = BatchedDataDict.concat([rows if given.any() else blank(rows, typed) for rows, given in pairs])
     except DataError as error:
         text = f"what it returned of one part of the batch and of the next can't be put together: {error}"
         raise RoleError(group.role, None, method, text) from error

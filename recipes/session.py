@@ -271,7 +271,9 @@ def open_session(config: Config) -> Iterator[Session]:
     threading.Thread(target=warm, daemon=True).start()  # while the roles start, which takes longer
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement, config.job) as cluster:
-        groups = start_roles(cluster, config, started_roles(config), (config, tokenizer), cost=cost)
+        names = started_roles(config)
+        run.note(f"starting the roles {', '.join(names)}")
+        groups = start_roles(cluster, config, names, (config, tokenizer), cost=cost)
         train, test = in_store(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()

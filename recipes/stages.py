@@ -233,7 +233,8 @@ def demonstrations(session: Session, count: int) -> BatchedDataDict:
 def imitate(session: Session, batch: BatchedDataDict, learning_rate: float) -> None:
     """Take one supervised step."""
     with session.run.timer("update"):
-        session.took_steps(session.actor.run(ActorWorker.imitate, batch.keep([*SCORED, "loss_weight"]), learning_rate))
+        sent = batch.keep([*SCORED, "loss_weight", "token_weight"])
+        session.took_steps(session.actor.run(ActorWorker.imitate, sent, learning_rate))
 
 
 def forget_moments(session: Session) -> None:

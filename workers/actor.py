@@ -94,7 +94,7 @@ class ActorWorker(Worker):
         """Take one supervised step on the whole batch, at temperature 1: nothing was sampled.
 
         Args:
-            shard: `input_ids`, `response_mask`, `loss_weight`.
+            shard: `input_ids`, `response_mask`, `loss_weight`, `token_weight`.
             learning_rate: of this step.
         """
         return [self._step(shard, step, Imitation(), learning_rate) for step in range(shard.num_steps)]

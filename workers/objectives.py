@@ -162,6 +162,7 @@ class Imitation:
     needs_statistics: bool = False
 
     def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
-        """Return -Σ weight · log p."""
-        loss = -(of_tokens(rows, "loss_weight", scores.logprobs) * scores.logprobs).sum()
-        return Loss(loss, {"actor/loss": loss.detach()})
+        """Return -Σ weight · log p; what is logged is the mean over tokens, however the loss weighs them."""
+        weight, share = (of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
+        loss = -(weight * scores.logprobs).sum()
+        return Loss(loss, {"actor/loss": -(share * scores.logprobs.detach()).sum()})

@@ -88,6 +88,14 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 @contextmanager
 def config_errors(overrides: Sequence[str]) -> Iterator[None]:
     """Turn what composing may raise into a `ConfigError` that names the override at fault."""
+    experiments = [
+        override.partition("=")[2].strip("[]") for override in overrides if override.startswith("experiment=")
+    ]
+    if len(experiments) > 1:
+        both = f"experiment=[{','.join(experiments)}]"
+        raise ConfigError(
+            [f"experiment is given {len(experiments)} times, and the last alone would count; give {both}"]
+        )
     for override in overrides:
         if len(override) > _LONGEST_OVERRIDE:
             raise ConfigError(

@@ -75,6 +75,7 @@ def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Te
     """
     picked: dict[str, Column] = {}
     known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    rows = rows if rows.flags.writeable else rows.copy()  # a plan's that came through Ray, which torch would warn of
     for name, column in columns.items():
         if isinstance(column, list):
             picked[name] = [column[row] for row in rows.tolist()]

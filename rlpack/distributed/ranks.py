@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -122,6 +122,7 @@ class RayRanks:
         self._store = store
         self._nodes: list[str] = []
         self._begun: dict[ray.ObjectRef, _Call] = {}  # calls whose rows nobody waits for yet
+        self._beside: dict[int, str] = {}  # those in threads, by their tickets
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
         device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
@@ -192,10 +193,13 @@ class RayRanks:
         ticket = next(_TICKETS)
         calls = self._submit(role, method, args_of_rank, kwargs, ticket, beside=beside)
         self._begun |= {call.ref: call for call in calls}
+        if beside:
+            self._beside[ticket] = f"{role}.{method}"
 
         def finish() -> list[BatchedDataDict]:
             for call in calls:
                 self._begun.pop(call.ref, None)
+            self._beside.pop(ticket, None)
             if not beside:
                 return self._gather(calls, ticket)
             self._wait(calls, self._call_s)
@@ -307,7 +311,8 @@ class RayRanks:
                 if isinstance(cause, RayTaskError) and (maker := self._store.maker_of(cause)):
                     text = f"the process that held tokens or texts for {call.role}.{call.method} died"
                     raise RoleError(*maker, call.method, text) from cause
-                raise RoleError(call.role, call.rank, call.method, _describe(cause)) from cause
+                context = self._context_of(call, cause, begun)
+                raise RoleError(call.role, call.rank, call.method, _describe(cause) + context) from cause
             if begun.pop(done[0], None) is not None:
                 for pool in pools:
                     pool._begun.pop(done[0], None)
@@ -316,6 +321,18 @@ class RayRanks:
             results[done[0]] = value
             pending.remove(done[0])
         return [results[call.ref] for call in calls]
+
+    def _context_of(self, call: _Call, cause: RayError, begun: dict[ray.ObjectRef, _Call]) -> str:
+        """Return what else may explain a failure: calls that had been begun and were under way."""
+        before = takewhile(lambda other: other.ref != call.ref, begun.values())
+        earlier = [other for other in before if (other.role, other.method) != (call.role, call.method)]
+        # What torch raises of a collective in which a rank is missing.
+        if earlier and isinstance(cause, RayTaskError) and isinstance(cause.cause, RuntimeError):
+            first = earlier[0]
+            return f"; rank {first.rank} had not answered {first.role}.{first.method} before, which may be why"
+        if isinstance(cause, RayActorError) and self._beside:
+            return f"; under way beside: {', '.join(dict.fromkeys(self._beside.values()))}"
+        return ""
 
 
 def _sent(value: Any, node: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlpack.data import columns as whole
 from rlpack.data.batch import BatchedDataDict
 from rlpack.data.errors import DataError
 from rlpack.data.fields import Column, describe
@@ -116,6 +117,22 @@ def _kind(column: Column) -> str:
         return kind
     values = column.values if isinstance(column, Ragged) else column
     return f"{kind} {dtype} [B{''.join(f', {size}' for size in values.shape[1:])}]"
+
+
+def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
+    """Return rows that no rank was given, with columns of the types that `typed` has: zeros, and None in lists.
+
+    A role's columns of no row may be of other types, by which nothing can be put together.
+    """
+    nowhere = [np.zeros(0, dtype=np.int64)]
+    columns = whole.place([typed.select([])], nowhere, rows.num_rows)
+    for name, column in columns.items():
+        lengths = whole.lengths_of(rows[name]) if name in rows else None
+        if lengths is not None and isinstance(column, Remote):
+            columns[name] = column.with_lengths(lengths)
+        elif lengths is not None and isinstance(column, Ragged):
+            columns[name] = Ragged(column.values.new_zeros(int(lengths.sum()), *column.values.shape[1:]), lengths)
+    return rows.keep([]).union(columns)
 
 
 def check_scores(

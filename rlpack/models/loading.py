@@ -123,8 +123,9 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
     config = _load(AutoConfig, settings.path, key, arguments)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.num_labels != 1:
         raise ModelError(
-            f"{key} is {settings.path!r}, a {config.model_type} of {config.num_labels} labels; give a sequence "
-            "classifier with one label"
+            f"{key} is {settings.path!r}, a {config.model_type} of {config.num_labels} labels (2 if it is a language "
+            "model); give a sequence classifier with one label, as "
+            "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1) makes one to be trained"
         )
     way_out = "write a role that tokenises texts anew (roles.<name>.target), or take another model"
     check_same_tokens(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)

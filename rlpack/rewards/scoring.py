@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 # A rate of failures is that of the last rows, at least so many of them; until then, that of so many.
 _WINDOW_ROWS = 100
-# So many rows, all that there were, are a function that doesn't work.
-_HOPELESS_ROWS = 4
+# So many rows, all that there were, are a function that doesn't work; fewer may be one hard group.
+_HOPELESS_ROWS = 16
 _FAILURE = {str(problem): 1 + place for place, problem in enumerate(FAILURES)}
 
 

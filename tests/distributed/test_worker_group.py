@@ -109,7 +109,8 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0)]).keep(["input_ids", "group_ids", "uid"])
     prompts = prompts.union({"seeds": torch.tensor([11, 12, 13])})
     lesson = tiny_rollouts(UNEVEN).keep(["input_ids", "response_mask"])
-    lesson = lesson.union({"loss_weight": torch.full((lesson.num_rows,), 1 / lesson["response_mask"].values.sum())})
+    share = torch.full((lesson.num_rows,), 1 / lesson["response_mask"].values.sum())
+    lesson = lesson.union({"loss_weight": share, "token_weight": share})
     groups["actor"].run(ActorWorker.imitate, lesson, 0.05)
     params = SamplingParams(max_new_tokens=12, stop_token_ids=(eos_id(tokenizer),))
 

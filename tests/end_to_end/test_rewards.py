@@ -111,6 +111,6 @@ def test_a_function_that_always_fails_ends_the_run_with_one_error(tmp_path):
         assert run.wait() == 1
         assert run.left_behind() == []
     assert steps(run.run_dir, "train") == []
-    assert "role reward, rank 0, in score, step 0 of train: TooManyFailuresError" in run.err
+    assert "role reward, rank 0, in score, step 1 of train: TooManyFailuresError" in run.err
     assert "odd_rewards:broken on row 0: error (KeyError: 'no such column' (" in run.err
     assert curve(run.run_dir, "warm_up/loss", "warm_up")

@@ -107,6 +107,14 @@ def test_an_override_that_cannot_be_composed_is_one_clear_error(override, messag
     assert message in problem_of(override)
 
 
+def test_a_second_experiment_is_not_taken_in_the_place_of_the_first():
+    with pytest.raises(ConfigError, match=r"experiment is given 2 times, .*; give experiment=\[smoke,lora\]"):
+        compose(["experiment=smoke", "experiment=lora"])
+    both = compose(["experiment=[smoke,lora]"])
+    assert both.trainer.steps == 2
+    assert both.actor.lora.rank > 0
+
+
 @pytest.mark.parametrize("value", ["~/x", "/tmp/ünï", "a(1).jsonl"])
 def test_a_value_that_hydra_reads_in_quotes_alone_is_shown_in_them(value):
     with pytest.raises(ConfigError, match="is not an override") as caught:

@@ -124,6 +124,25 @@ def test_columns_that_come_with_one_part_only_are_the_roles_fault(tmp_path: Path
         scored_by(session, *rollouts.split([1, 1]))
 
 
+def test_a_part_of_rows_that_batching_drops_may_come_back_in_other_types(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        scored, tokens = batch["input_ids"].lengths <= 8, batch["input_ids"]
+        given = bool(scored.any())  # of no rows, torch.tensor([]) is float32
+        columns = {"level": scored.long() if given else scored.float(), "note": ["so" if given else None] * len(scored)}
+        marks = tokens.with_values(tokens.values.float() if given else tokens.values * 0)
+        quiet = torch.zeros(len(scored), dtype=torch.bool)
+        return batch.keep([]).union({"rewards": scored.float(), "quarantined": quiet, "marks": marks, **columns})
+
+    set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
+    found = scored_by(session, *rollouts.split([1, 1, 1]))
+    assert (found["level"].tolist(), found["note"]) == ([1, 0, 1], ["so", None, "so"])
+    assert found["valid"].tolist() == [True, False, True]
+    assert torch.equal(found["marks"].lengths, rollouts["input_ids"].lengths)
+    assert not found["marks"].rows()[1].any()
+
+
 @given(prompts=st.integers(1, 40), samples=st.integers(1, 9), batch_rows=st.integers(1, 50), ranks=st.integers(1, 4))
 def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_one_time(
     tmp_path_factory: pytest.TempPathFactory, prompts: int, samples: int, batch_rows: int, ranks: int

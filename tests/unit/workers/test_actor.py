@@ -38,7 +38,8 @@ def shard_of(batch: BatchedDataDict) -> BatchedDataDict:
 
 def lesson() -> BatchedDataDict:
     batch = tiny_rollouts(SIZES).keep(["input_ids", "response_mask"])
-    return batch.union({"loss_weight": torch.full((batch.num_rows,), 1 / batch["response_mask"].values.sum())})
+    share = torch.full((batch.num_rows,), 1 / batch["response_mask"].values.sum())
+    return batch.union({"loss_weight": share, "token_weight": share})
 
 
 def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -46,7 +47,7 @@ def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch
     batch = lesson()
     old = batch.restore([actor.logprobs(shard_of(batch))]).keep(["logprobs"])
     advantages = torch.ones(batch.num_rows)
-    batch = batch.union(dict(old) | {"advantages": advantages, "token_weight": batch["loss_weight"]})
+    batch = batch.union(dict(old) | {"advantages": advantages})
     (metrics,) = actor.update(shard_of(batch))
     weights = actor.export_weights()
     return metrics, {name: torch.from_numpy(weight) for name, weight in weights.items()}
@@ -90,6 +91,15 @@ def test_supervised_losses_are_those_of_the_model_itself_at_any_sampling_tempera
         for temperature in (1.0, 0.25)
     ]
     assert losses[0] == losses[1]
+
+
+def test_the_supervised_loss_that_is_logged_is_the_mean_over_tokens_however_it_is_weighed():
+    actors = [actor_of(tiny_config()) for _ in range(2)]
+    summed = lesson()
+    summed["loss_weight"] = 50 * summed["loss_weight"]
+    (mean,), (sums,) = (actor.imitate(shard_of(b), 0.1) for actor, b in zip(actors, (lesson(), summed), strict=True))
+    assert sums["actor/loss"] == mean["actor/loss"]
+    assert sums["actor/grad_norm"] == pytest.approx(50 * mean["actor/grad_norm"], rel=1e-4)
 
 
 def test_a_supervised_learning_rate_is_that_of_its_step_alone():
