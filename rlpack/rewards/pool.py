@@ -110,8 +110,10 @@ class Pool:
             if time.monotonic() > deadline:
                 text = f"the batch took longer than reward.batch_timeout_s={self._settings.batch_timeout_s:g}"
                 self._give_up("timeout", text)
-            elif self._work.is_hopeless:
+                break
+            if self._work.is_hopeless:
                 self._give_up("error", "not begun, because too many rows failed before")
+                break
             self._hand_out()
             self._hear(min([deadline, *(call.deadline for call in self._calls.values())]))
             self._end_late()

@@ -122,6 +122,13 @@ def test_a_function_that_always_fails_ends_the_run_with_its_own_file_and_line(sc
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 
+def test_what_is_left_of_a_batch_that_is_given_up_is_not_waited_for(scorers):
+    began = time.monotonic()
+    with pytest.raises(TooManyFailuresError, match="failed on 64 of 64 rows"):
+        score(scorers("broken", max_failures=0.1, processes=1, batch_timeout_s=30.0), *["no JSON"] * 64)
+    assert time.monotonic() - began < 20
+
+
 def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers):
     with pytest.raises(TooManyFailuresError, match=r"samples:short on row 0: invalid \(returned 1 rewards for \d+"):
         score(scorers("short", max_failures=0.1), *"abcdefghijklmnop")
