@@ -17,7 +17,7 @@ import httpx
 
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.processes import printable
-from rlpack.rewards.verdicts import Problem, Verdict
+from rlpack.rewards.verdicts import GIVEN_UP, Problem, Verdict
 
 _SCORE = re.compile(r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)(?![eE\d])", re.IGNORECASE)
 _LARGEST_ANSWER = 4 << 20
@@ -97,7 +97,7 @@ class JudgeClient:
     async def _row(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> Verdict:
         async with self._places:
             if self._left < 0:
-                return Verdict(problem="error", text="not asked for, because too many rows failed before")
+                return Verdict(problem="error", text=f"not asked for, {GIVEN_UP}")
             verdict = await self._attempts(client, texts)
             self._left -= verdict.failed
             return verdict

@@ -18,7 +18,7 @@ from rlpack.rewards import wire
 from rlpack.rewards.errors import PoolError, RewardError
 from rlpack.rewards.forms import Form, parsed_form
 from rlpack.rewards.processes import Child, Event, Processes, printable
-from rlpack.rewards.verdicts import LARGEST, PROBLEMS, Problem, Verdict
+from rlpack.rewards.verdicts import GIVEN_UP, LARGEST, PROBLEMS, Problem, Verdict
 from rlpack.rewards.work import Call, PoolSettings, Target, Work
 
 # Coroutines are given up by their own process at the deadline; so much later it is ended instead.
@@ -112,7 +112,7 @@ class Pool:
                 self._give_up("timeout", text)
                 break
             if self._work.is_hopeless:
-                self._give_up("error", "not begun, because too many rows failed before")
+                self._give_up("error", f"not begun, {GIVEN_UP}")
                 break
             self._hand_out()
             self._hear(min([deadline, *(call.deadline for call in self._calls.values())]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlpack.rewards.errors import TooManyFailuresError
 from rlpack.rewards.pool import Pool
-from rlpack.rewards.verdicts import FAILURES, LARGEST, Verdict
+from rlpack.rewards.verdicts import FAILURES, GIVEN_UP, LARGEST, Verdict
 from rlpack.rewards.work import PoolSettings, Target
 
 logger = logging.getLogger(__name__)
@@ -105,12 +105,11 @@ class Scorer:
         return scores
 
     def _first_failure(self, verdicts: Mapping[str, Sequence[Verdict]]) -> str:
-        """Return the first failure of any function, with the function's name."""
-        for name, found in verdicts.items():
-            for row, verdict in enumerate(found):
-                if verdict.failed:
-                    text = f" ({verdict.text})" if verdict.text else ""
-                    return f"{self._functions[name].target} on row {row}: {verdict.problem}{text}"
+        """Return the first failure of any function, with the function's name: one that shows what is wrong, if any."""
+        failures = [(name, row, v) for name, found in verdicts.items() for row, v in enumerate(found) if v.failed]
+        for name, row, verdict in sorted(failures, key=lambda failure: failure[2].text.endswith(GIVEN_UP)):
+            text = f" ({verdict.text})" if verdict.text else ""
+            return f"{self._functions[name].target} on row {row}: {verdict.problem}{text}"
         return ""
 
     def _warn_of_quarantine(self, rows: Sequence[Verdict], counts: Mapping[str, int]) -> None:

@@ -12,6 +12,8 @@ LARGEST = 3.4028234663852886e38
 
 Problem = Literal["none", "nan", "infinite", "timeout", "error", "killed", "invalid"]
 PROBLEMS: tuple[Problem, ...] = get_args(Problem)
+# What is said of rows that were not begun any more.
+GIVEN_UP = "because too many rows failed before"
 # Rows that the function failed on; the first three it was right to say.
 FAILURES: tuple[Problem, ...] = ("timeout", "error", "killed", "invalid")
 
