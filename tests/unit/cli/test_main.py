@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ def rlpack_process(*arguments, **environment):
         text=True,
         check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        # A suite that a shell started in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
