@@ -111,6 +111,8 @@ def _check_algorithm(config: Config) -> None:
     own = [name for name in started_roles(config) if not is_builtin(name)]  # such a role may add what it asks for
     if config.recipe != "ppo" and not own:
         added = [f"reward_{name}" for name in config.reward.functions]
+        scorers = [name for name in ("reward", "reward_model") if name in started_roles(config)]
+        added += [f"rewards_of_{name}" for name in scorers if len(scorers) > 1]
         added += ["greedy_rewards"] if config.recipe == "remax" else []
         added += ["kl_sum"] if "reference" in started_roles(config) else []
         find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *added, *dict(settings)})

@@ -27,7 +27,7 @@ def check_role(name: str, role: Role) -> None:
     try:
         kind = load_class(role.target)
     except PlacementError as error:
-        raise PlacementError(f"roles.{name}: {error}") from error
+        raise PlacementError(f"roles.{name}.target: {error}") from error
     where = f"roles.{name}.target is {role.target!r}"
     standard = load_class(builtin_roles()[name].target) if is_builtin(name) else None
     if standard is None or (kind is not standard and "score" in _called(standard)):

@@ -25,6 +25,8 @@ SCORED = ("input_ids", "response_mask")
 # What a scoring role says of itself, and where the words of its functions begin.
 _COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
 _PART = "reward_"
+# What each of several roles gave, and where its words are logged.
+_OF_ROLE = "rewards_of_"
 
 
 class Judgement(NamedTuple):
@@ -33,7 +35,8 @@ class Judgement(NamedTuple):
     Attributes:
         rewards: f32 [B].
         valid: whether all roles gave a finite reward, bool [B].
-        extras: the columns that they added.
+        extras: the columns that they added; of several roles also `rewards_of_<role>` f32 [B], what each of them gave,
+            its weight included, and NaN where it gave no finite number.
         counts: metrics: how many rows functions failed on in which way, what they wrote, what was tried again.
     """
 
@@ -81,7 +84,8 @@ class Scoring:
             RoleError: a role failed, or returned something else than rewards.
         """
         results: list[Judgement] = []
-        taken = {*FIELDS, *self._names, *names, *Algorithm.model_fields}
+        of_roles = [f"{_OF_ROLE}{group.role}" for group in self._groups]
+        taken = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *of_roles}
         for group, parts in zip(self._groups, self._parts, strict=True):
             results.append(_judged(group, parts, taken))
             taken |= set(results[-1].extras)
@@ -91,6 +95,9 @@ class Scoring:
         extras = results[0].extras
         for result in results[1:]:
             extras = extras.union(result.extras)
+        if len(results) > 1:
+            given = (result.rewards.where(result.valid, torch.nan) for result in results)
+            extras = extras.union(dict(zip(of_roles, given, strict=True)))
         return Judgement(rewards.where(valid, 0.0), valid, extras, merge(result.counts for result in results))
 
 
@@ -114,13 +121,14 @@ def count_failures(session: Session, counts: dict[str, float]) -> None:
 
 
 def report_rewards(session: Session, rollouts: BatchedDataDict) -> None:
-    """Take over the figures of the step's `rewards`, f32 [B], quarantined rows left out, and of each function's own."""
+    """Take over the figures of the step's `rewards`, f32 [B], without quarantined rows, and of functions and roles."""
     rewards, valid = rollouts["rewards"], rollouts["valid"]
     for name, column in rollouts.items():
-        if name.startswith(_PART) and isinstance(column, Tensor) and column.ndim == 1:  # several a row lie elsewhere
-            given = column[~column.isnan()].float()
-            mean = given.mean().item() if given.numel() else 0.0
-            session.metrics[f"reward/functions/{name.removeprefix(_PART)}"] = mean
+        for prefix, place in ((_PART, "reward/functions/"), (_OF_ROLE, "reward/roles/")):
+            if name.startswith(prefix) and isinstance(column, Tensor) and column.ndim == 1:  # several lie elsewhere
+                given = column[~column.isnan()].float()
+                mean = given.mean().item() if given.numel() else 0.0
+                session.metrics[place + name.removeprefix(prefix)] = mean
     kept = rewards[valid]
     session.metrics |= {
         "reward/mean": kept.mean().item() if kept.numel() else 0.0,

@@ -11,7 +11,8 @@ import math
 
 from recipes import stages
 from recipes.evaluation import evaluate_loss
-from recipes.session import Session, open_session
+from recipes.session import Progress, Session, open_session
+from recipes.trial import score_demonstrations
 from rlpack.config.schema import Config, WarmUp
 
 
@@ -24,8 +25,13 @@ def main(config: Config) -> None:
 
 
 def warm_up(session: Session) -> None:
-    """Take `warm_up.steps` steps before another recipe begins; its optimizer starts anew."""
+    """Take `warm_up.steps` steps before another recipe begins; its optimizer starts anew.
+
+    Roles that score are tried before the first one.
+    """
     settings = session.config.warm_up
+    if settings.steps > 0 and session.progress == Progress():
+        score_demonstrations(session)
     for step in session.steps("warm_up", settings.steps):
         batch = stages.demonstrations(session, settings.batch_size)
         stages.imitate(session, batch, warm_up_rate(settings, step))

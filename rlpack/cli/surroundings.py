@@ -109,6 +109,9 @@ def targets_of(config: Config) -> dict[str, str]:
 
 def _why_not_importable(module: str) -> str:
     """Return why `module` can't be found, or nothing when it can; it is not imported, only the packages above it."""
+    if module.endswith(".py") or "/" in module:
+        meant = module.removesuffix(".py").strip("./").replace("/", ".")
+        return f"{module} is a file, and its module {meant or 'has another name'}"
     path = list(sys.path)
     sys.path.append(os.getcwd())
     try:

@@ -160,7 +160,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:  # ValueError: a number of more digits than Python reads
-                raise DataError(f"{place} is not JSON: {error}; it begins {text[:60]!r}") from error
+                # The decoder counts lines within what it was given, which is one.
+                where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise DataError(f"{place} is not JSON: {where}; it begins {text[:60]!r}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{place} is a {type(row).__name__}; every line has to be one JSON object")
             yield place, row

@@ -239,6 +239,12 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
     """Return what `from_pretrained` needs to know of the source; say within seconds if it can't be reached."""
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if model.revision is not None and key != "model.tokenizer":  # whose model may be the hub's
+            section = key.partition(".")[0]
+            raise ModelError(
+                f"{section}.revision is {model.revision!r}, and {key}={name} is a folder, which has no revisions; "
+                f"leave {section}.revision=null"
+            )
         return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
         raise ModelError(f"{key} is {name!r}, which is not a folder; give a folder with config.json, or a hub name")
@@ -280,7 +286,7 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = arguments.get("local_files_only") and not Path(name).expanduser().exists()
-        hint = "the hub can't be reached and it is not in the local cache" if offline else reason
+        hint = "there is no such folder, and the hub can't be reached and its cache has none" if offline else reason
         raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; give a folder or a hub name") from error
 
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+from rlpack.observe.shown import shown
 from rlpack.observe.sinks import Phase
 from rlpack.observe.text import shortened, visible
 
@@ -87,7 +88,7 @@ class Console:
                 continue
             text.append("  ")
             text.append(f"{label} " if label else "", style="dim")
-            text.append(form.format(metrics[name]), style="default")
+            text.append(*shown(form, metrics[name]), style="default")
         self._show(text)
 
     def note(self, message: str) -> None:

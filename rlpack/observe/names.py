@@ -44,6 +44,7 @@ METRICS: dict[str, Metric] = {
     "reward/functions/<name>": Metric(
         "1", "Mean of what one of reward.functions, or a role's column reward_<name>, gave, before its weight."
     ),
+    "reward/roles/<name>": Metric("1", "Mean of what one of several scoring roles added to the reward."),
     "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),
     "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
     "rollout/truncated_fraction": Metric("fraction", "Responses that ended at rollout.max_new_tokens."),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlpack.observe.figures import ACCURACIES, Records, Series
 from rlpack.observe.packing_picture import layout_boxes
 from rlpack.observe.plan_record import PlanRecord
+from rlpack.observe.shown import shown
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def summarise(records: Records, plans: PlanRecord | None) -> list[Row]:
     steps = {record["step"] for record in records if record["phase"] == "train"}
     rows.append(Row("training steps", None, f"{max(steps, default=0):,}"))
     if records:
-        rows.append(Row("wall-clock time", None, duration(max(record["time_s"] for record in records))))
+        rows.append(Row("time until the last record", None, duration(max(record["time_s"] for record in records))))
     return rows
 
 
@@ -58,7 +59,7 @@ def duration(seconds: float) -> str:
 
 def _curve(records: Records, name: str, phase: str, label: str, both: str, form: str) -> Sequence[Row]:
     """Return the first and last figure of a metric, or the only one, if it was logged; `both` says which two."""
-    values = [form.format(value) for value in Series.of(records, name, phase).values]
+    values = Series.of(records, name, phase).values
     if len(values) < 2:
-        return [Row(label, None, value) for value in values]
-    return [Row(f"{label}, {both}", values[0], values[-1])]
+        return [Row(label, None, figure) for figure in shown(form, *values)]
+    return [Row(f"{label}, {both}", *shown(form, values[0], values[-1]))]

@@ -36,7 +36,7 @@ class Loaded:
 
     def __init__(self, target: str, arguments: Mapping[str, Any], timeout_s: float, key: str) -> None:
         self.function: RewardFunction = resolve(target, key)
-        self.form: Form = form_of(self.function)
+        self.form: Form = form_of(self.function, key)
         self.arguments = arguments
         self.timeout_s = timeout_s
 

@@ -8,6 +8,7 @@ Each may be `async`. A function gets what its signature names and nothing else: 
 are the dataset's, `uid` and `finish_reason` on demand; `**columns` takes them all.
 """
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -89,28 +90,32 @@ def resolve(target: str, key: str = "reward.function") -> RewardFunction:
     return function
 
 
-def form_of(function: RewardFunction) -> Form:
+def form_of(function: RewardFunction, key: str = "reward.function") -> Form:
     """Return the form of a function.
 
     >>> from rlpack.rewards.functions import exact_match
     >>> form_of(exact_match).kind, form_of(lambda completion: 1.0).kind
     ('batched', 'single')
 
+    Args:
+        function: in one of the forms.
+        key: of the configuration that names it, for messages.
+
     Raises:
         RewardError: its signature names the texts of no form, or of two.
     """
-    parameters = _parameters(function)
+    parameters = _parameters(function, key)
     named = {kind: tuple(name for name in _TEXTS[kind] if name in parameters) for kind in _KINDS}
     found = [kind for kind in _KINDS if named[kind] and (kind != "verl" or named[kind] == _TEXTS[kind])]
     if len(found) != 1:
         kinds = " and ".join(f"{', '.join(named[kind])} ({kind})" for kind in found)
         why = f"names {kinds}, which are of several forms" if found else "doesn't say which texts it takes"
-        raise RewardError(f"reward function {describe(function)} {why}; write it as {_FORMS}")
+        raise RewardError(f"{key}={describe(function)} {why}; write it as {_FORMS}")
     kind = cast(Kind, found[0])
     bare = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_ONLY]
     if bare:
         raise RewardError(
-            f"reward function {describe(function)} can't take {bare[0]!r} by its name; remove the / from its signature"
+            f"{key}={describe(function)} can't take {bare[0]!r} by its name; remove the / from its signature"
         )
     columns = [
         name for name, parameter in parameters.items() if name not in named[kind] and parameter.kind not in _FREE
@@ -132,10 +137,12 @@ def check_signature(
     Raises:
         RewardError: it has no form, needs a column that isn't there, or an argument isn't its.
     """
-    form, parameters, names = form_of(function), _parameters(function), list(columns)
+    named = key.removesuffix("arguments") + "function"
+    form, parameters, names = form_of(function, named), _parameters(function, named), list(columns)
     unknown = sorted(set(arguments) - set(parameters))
     if unknown and not form.takes_all:
-        raise RewardError(f"{key}.{unknown[0]} is not an argument of {describe(function)}; remove it")
+        hint = _near(unknown[0], parameters) or "remove it"
+        raise RewardError(f"{key}.{unknown[0]} is not an argument of {describe(function)}; {hint}")
     texts = sorted({*_TEXTS["batched"], *_TEXTS["single"], "solution_str"} & set(arguments))
     if texts:
         raise RewardError(f"{key}.{texts[0]} is what a response says, and can't be given; remove it")
@@ -153,8 +160,8 @@ def check_signature(
         missing.remove("extra_info")  # verl itself gives None
     if missing:
         raise RewardError(
-            f"reward function {describe(function)} needs {missing[0]!r}; the dataset has the columns "
-            f"{sorted(names)}, and {key} gives {sorted(arguments)}"
+            f"{named}={describe(function)} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, and "
+            f"{key} gives {sorted(arguments)}; {_near(missing[0], [*form.texts, *names]) or f'give it by {key}'}"
         )
     return form
 
@@ -187,10 +194,14 @@ def parsed_form(told: object) -> Form | None:
     return None
 
 
-def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+def _near(name: str, names: Iterable[str]) -> str:
+    """Return a question after the name that was meant, empty where there is none like it."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def _parameters(function: RewardFunction, key: str) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (ValueError, TypeError) as error:  # some functions written in C
-        raise RewardError(
-            f"reward function {describe(function)} doesn't say what it takes; write it as {_FORMS}"
-        ) from error
+        raise RewardError(f"{key}={describe(function)} doesn't say what it takes; write it as {_FORMS}") from error

@@ -41,6 +41,14 @@ def test_a_role_beside_the_command_is_found_and_one_that_is_not_there_is_named(t
             assert "roles.judge.target is 'my_jugde:Judge': there is no module my_jugde" in problem_of(config)
 
 
+@pytest.mark.parametrize("target", ["my_judge.py:Judge", "./my_judge.py:Judge"])
+def test_a_file_is_told_from_its_module(tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_judge.py").write_text("")
+    roles = config_with(tmp_path).roles | {"judge": Role(target=target)}
+    assert "is a file, and its module my_judge; it has to be" in problem_of(config_with(tmp_path, roles=roles))
+
+
 def test_a_package_that_fails_on_import_is_a_configuration_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken_rewards").mkdir()

@@ -108,6 +108,13 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
     assert "→" not in page
 
 
+def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent() -> None:
+    record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/accuracy_sampled": 0.5}
+    later = record | {"step": 9, "evaluation/accuracy_sampled": 7.25}
+    assert summarise([record, later | {"evaluation/accuracy_sampled": 0.75}], None)[0].figure == "50.0% → 75.0%"
+    assert summarise([record, later], None)[0].figure == "0.500 → 7.250"
+
+
 def test_a_single_figure_is_not_shown_as_a_change() -> None:
     record = {"step": 1, "phase": "train", "time_s": 1.0, "reward/mean": 0.25}
     (one, *_), (two, *_) = (

@@ -103,7 +103,7 @@ def test_classes_that_ranks_can_build_and_call_pass():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Absent", r"roles\.judge: role target .* has no class Absent; it has .*Blind"),
+        ("Absent", r"roles\.judge\.target: role target .* has no class Absent; it has .*Blind"),
         ("Foreign", "which has no method from_settings; a role of one's own derives from workers.base.Worker"),
         ("Mute", r"roles\.judge\.target is '.*:Mute', which has no method score; a role of one's own derives"),
         ("Undecorated", r"Undecorated\.score does not say how it is called; decorate it with @sharded\(\)"),

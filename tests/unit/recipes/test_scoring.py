@@ -95,6 +95,8 @@ def test_what_scoring_roles_say_of_their_work_is_summed_over_roles_and_over_the_
     figures = {name: session.metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "retries")}
     assert figures == {"timeouts": 4.0, "errors": 0.0, "invalid": 2.0, "retries": 10.0}
     assert session.metrics["reward/functions/style"] == 0.75
+    assert scored["rewards_of_reward"].nan_to_num(-1.0).tolist() == [1.0, -1.0, -1.0]
+    assert (session.metrics["reward/roles/reward"], session.metrics["reward/roles/judge"]) == (1.0, 0.0)
     assert session.metrics["reward/quarantined"] == 2
 
 

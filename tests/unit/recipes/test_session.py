@@ -36,6 +36,7 @@ class FakeRun:
         self.directory = directory
         self.logged: list[tuple[str, int]] = []
         self.records: list[dict[str, float]] = []
+        self.notes: list[str] = []
         self.interrupted = interrupt_at == 0
         self._interrupt_at = interrupt_at
 
@@ -55,6 +56,9 @@ class FakeRun:
     def advance(self) -> None: ...
 
     def keep_plan(self, plan: Any) -> None: ...
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
 
 
 class FakeGroup:

@@ -52,7 +52,9 @@ def test_a_signature_of_no_form_or_of_two_is_refused(function, text):
             {},
             r"samples:batched needs 'level'; the dataset has .*\['answer', 'data_source'\]",
         ),
-        (lambda completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument"),
+        (lambda completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument .*; remove it$"),
+        (final_answer, {"maker": "="}, r"reward\.arguments\.maker is not .*:final_answer; did you mean 'marker'\?$"),
+        (lambda completion, answr: 0.0, {}, r"^reward\.function=.* needs 'answr'; .*; did you mean 'answer'\?$"),
         (samples.single, {"prompt": "x"}, r"reward\.arguments\.prompt is what a response says"),
     ],
 )

@@ -1,0 +1,82 @@
+"""Roles that score are tried on demonstrations; through the command: tests/end_to_end/test_rewards.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes import sft
+from recipes.prompts import load_splits
+from recipes.session import Progress
+from rlpack.config.schema import Reward, WarmUp
+from rlpack.data.batch import BatchedDataDict
+from rlpack.distributed.errors import RoleError
+from rlpack.rewards.functions import final_answer
+from tests.unit.recipes.test_session import SavingSession, run_of, session_of, set_group
+
+
+def session_with(folder: Path, score) -> SavingSession:
+    session = session_of(folder, warm_up=WarmUp(steps=1, batch_size=4))
+    set_group(session, "actor", imitate=[{}], forget_moments=None)
+    set_group(session, "reward", score=score)
+    return session
+
+
+def by_answer(batch: BatchedDataDict) -> BatchedDataDict:
+    texts = [list(batch[name]) for name in ("prompt", "completion", "answer")]
+    rewards = torch.tensor(final_answer(*texts))
+    return batch.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(batch.num_rows, dtype=torch.bool)})
+
+
+def test_demonstrations_get_what_the_policy_would_get_for_them_and_leave_no_figures(tmp_path: Path):
+    asked: list[BatchedDataDict] = []
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        asked.append(batch)
+        return by_answer(batch)
+
+    session = session_with(tmp_path, score)
+    sft.warm_up(session)
+    (batch,) = asked  # once, and not again before the recipe's own steps
+    _, prompts, _ = load_splits(session.config)
+    assert list(batch["completion"]) == [example.demonstration for example in prompts.examples[:16]]
+    assert set(batch["finish_reason"]) == {"stop"}
+    mean = by_answer(batch)["rewards"].mean().item()
+    assert run_of(session).notes == [f"rewards tried on 16 demonstrations, which get {mean:.3g} on average"]
+    assert not any(name.startswith("reward/") for record in run_of(session).records for name in record)
+
+
+def test_a_role_that_returns_no_rewards_is_told_of_before_the_first_supervised_step(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: batch.keep([]).union({"scores": torch.zeros(batch.num_rows)}))
+    with pytest.raises(RoleError, match=r"role reward, .*: on 16 demonstrations, .* without 'rewards'"):
+        sft.warm_up(session)
+    assert session.progress == Progress()
+    assert run_of(session).logged == []
+
+
+def test_a_run_that_is_past_its_beginning_tries_nothing(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: pytest.fail("asked"))
+    session.progress.demonstrations_seen = 4
+    sft.warm_up(session)
+
+
+def failing(batch: BatchedDataDict) -> BatchedDataDict:
+    nowhere = torch.ones(batch.num_rows, dtype=torch.bool)
+    rewards = {"rewards": torch.zeros(batch.num_rows), "quarantined": nowhere}
+    return batch.keep([]).union(rewards | {"reward_failure": nowhere.long() * 2})
+
+
+def test_functions_that_fail_on_every_demonstration_end_the_run_unless_they_may(tmp_path: Path):
+    session = session_with(tmp_path, failing)
+    with pytest.raises(RoleError, match=r"failed on all of them \(reward/errors: 16\); .*reward\.max_failures=1"):
+        sft.warm_up(session)
+    session = session_with(tmp_path, failing)
+    session.config = session.config.model_copy(update={"reward": Reward(max_failures=1.0)})
+    sft.warm_up(session)
+    assert run_of(session).notes[0].endswith("which get nothing; 16 are quarantined")
+
+
+def test_a_function_that_has_nothing_to_say_of_demonstrations_may_have_of_responses(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: failing(batch).drop(["reward_failure"]))
+    sft.warm_up(session)
+    assert session.progress.demonstrations_seen == 4
