@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from rlpack.packing.fitting import fit
 from rlpack.packing.lengths import align
 from rlpack.packing.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
 from rlpack.packing.traces import TRACES, trace
+
+if TYPE_CHECKING:
+    from rlpack.observe.plan_record import PlanRecord
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
 # What the columns of both commands hold.
@@ -49,6 +53,7 @@ def simulate_command(arguments: argparse.Namespace) -> int:
 def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     assert callable(run)
     try:
+        _as_in_run(arguments)
         check_options(arguments)
         run(arguments)
     except DataError as error:
@@ -58,6 +63,31 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
         print(f"rlpack {name}: {error}", file=sys.stderr)
         return WRONG_ARGUMENTS
     return 0
+
+
+def _as_in_run(arguments: argparse.Namespace) -> None:
+    """Take what was not given from the run that is named, if it is one; `simulate` keeps its growing clusters."""
+    arguments.cost = None
+    if arguments.lengths in TRACES or not Path(arguments.lengths).is_dir():
+        return
+    record = _record(Path(arguments.lengths))
+    batching, plans = record.batching, "mode" in vars(arguments)
+    values = {
+        "mini_batch_size": record.mini_batch_size,
+        "max_tokens": batching.max_tokens,
+        "fixed_rows": batching.rows,
+        "pad_to_multiple": batching.pad_to_multiple,
+        "length_multiple": batching.length_multiple,
+    }
+    if plans:
+        values |= {"ranks": str(record.num_ranks), "mode": batching.mode, "algorithm": batching.algorithm}
+    taken = {name: value for name, value in values.items() if value is not None and name not in arguments.given}
+    vars(arguments).update(taken)
+    if not arguments.given & {"hidden_size", "layers"}:
+        arguments.cost = record.cost
+    shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in taken.items())
+    model = " and its model's FLOPs" if arguments.cost is not None else ""
+    print(f"as in step {record.step} of {arguments.lengths}, where no option says otherwise: {shown}{model}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -285,21 +315,26 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
         return trace(arguments.lengths, arguments.rows, arguments.longest, seed=arguments.seed)
     path = Path(arguments.lengths)
     if path.is_dir():
-        from rlpack.observe.directory import LENGTHS
-        from rlpack.observe.plan_record import PlanRecord
-
-        if not (path / LENGTHS).exists():
-            raise DataError(f"{path} holds no {LENGTHS}; give a run's directory, or a file of lengths")
-        record = PlanRecord.read(path / LENGTHS)
-        if not record.lengths:
-            raise DataError(f"{path / LENGTHS} holds no length; give a run that took a step, or a file of lengths")
-        return np.asarray(record.lengths, dtype=np.int64)
+        return np.asarray(_record(path).lengths, dtype=np.int64)
     if not path.exists() and not path.suffix:
         raise DataError(
             f"there is no file {path}, and no synthetic trace of this name; give a file of lengths, a run's directory, "
             f"or one of {', '.join(TRACES)}"
         )
     return read_lengths(path, arguments.column)
+
+
+def _record(run_dir: Path) -> "PlanRecord":
+    """Return what the last step of a run was planned from."""
+    from rlpack.observe.directory import LENGTHS
+    from rlpack.observe.plan_record import PlanRecord
+
+    if not (run_dir / LENGTHS).exists():
+        raise DataError(f"{run_dir} holds no {LENGTHS}; give a run's directory, or a file of lengths")
+    record = PlanRecord.read(run_dir / LENGTHS)
+    if not record.lengths:
+        raise DataError(f"{run_dir / LENGTHS} holds no length; give a run that took a step, or a file of lengths")
+    return record
 
 
 def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = "best_fit_decreasing") -> Batching:
@@ -317,7 +352,9 @@ def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = 
 
 
 def _cost(arguments: argparse.Namespace) -> Cost:
-    """Return the FLOPs of a dense decoder: 24·h²·L and, causal, 2·h·L² a layer."""
+    """Return the FLOPs of the run's own model, or of a dense decoder: 24·h²·L and, causal, 2·h·L² a layer."""
+    if arguments.cost is not None:
+        return arguments.cost
     hidden, layers = arguments.hidden_size, arguments.layers
     return Cost(linear=24.0 * hidden * hidden * layers, quadratic=2.0 * hidden * layers)
 
@@ -325,7 +362,9 @@ def _cost(arguments: argparse.Namespace) -> Cost:
 def _device(arguments: argparse.Namespace) -> Device:
     """Return the device; a slot keeps 34 bytes × hidden size × layers (Korthikanti et al., 2022, arXiv:2205.05198)."""
     kilobytes = arguments.kb_per_slot
-    if kilobytes is None:
+    if kilobytes is None and arguments.cost is not None and arguments.cost.quadratic > 0:
+        kilobytes = 17.0 * arguments.cost.quadratic / 1e3  # whose 2·h·L² a layer tell hidden size × layers
+    elif kilobytes is None:
         kilobytes = 34.0 * arguments.hidden_size * arguments.layers / 1e3
     return Device(
         flops_per_s=arguments.tflops * 1e12,
