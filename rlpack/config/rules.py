@@ -15,7 +15,7 @@ from rlpack.config.jobs import submission_problems
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.reward_rules import judge_problems, reward_problems
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
-from rlpack.config.schema import Config, Data, RoleBatching
+from rlpack.config.schema import Algorithm, Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -54,6 +54,12 @@ def odd_choices(config: Config) -> list[str]:
         found.append(f"critic.warm_up_steps is {config.critic.warm_up_steps}: the policy itself is never trained")
     if config.recipe == "remax" and config.algorithm.advantage != "against_greedy":
         found.append(f"algorithm.advantage is {config.algorithm.advantage}: the greedy responses are used for nothing")
+    return [*found, *_unread(config)]
+
+
+def _unread(config: Config) -> Iterator[str]:
+    """Yield what is set and changes nothing."""
+    algorithm, default = config.algorithm, Algorithm()
     for name, section, is_read in (
         ("critic", config.critic, config.recipe == "ppo"),
         ("dapo", config.dapo, config.recipe == "dapo"),
@@ -61,8 +67,18 @@ def odd_choices(config: Config) -> list[str]:
     ):
         if not is_read and section != type(section)():
             way_out = f"recipe={name}" if name == "dapo" else "recipe=ppo" if name == "critic" else f"{name}.path"
-            found.append(f"{name}.* is set and nothing reads it without {way_out}")
-    return found
+            yield f"{name}.* is set and nothing reads it without {way_out}"
+    if config.recipe == "ppo":
+        way_out = "another recipe, because recipe=ppo takes its advantages from the critic"
+    elif algorithm.advantage != "group_relative" and ":" not in algorithm.advantage:  # a function may ask for them
+        way_out = "algorithm.advantage=group_relative"
+    else:
+        way_out = ""
+    for name in ("baseline", "scale") if way_out else ():
+        if (value := dict(algorithm)[name]) != dict(default)[name]:
+            yield f"algorithm.{name} is {value} and nothing reads it without {way_out}"
+    if algorithm.kl_target is None and algorithm.kl_horizon != default.kl_horizon:
+        yield f"algorithm.kl_horizon is {algorithm.kl_horizon:g} and nothing reads it without algorithm.kl_target"
 
 
 def _batch_sizes(config: Config) -> Iterator[str]:

@@ -1,5 +1,9 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.rules import broken_rules, odd_choices
 from rlpack.config.validate import validate
@@ -174,3 +178,28 @@ def test_dropout_of_adapters_is_spoken_of_where_ratios_are_clipped():
 
 def test_a_group_of_one_can_run_but_is_spoken_of():
     assert "a group of one" in odd_choices(validate(VALID | {"trainer": {"group_size": 1}}))[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "recipe", "text"),
+    [
+        ({"scale": "none"}, "ppo", "algorithm.scale is none and nothing reads it without another recipe"),
+        (
+            {"advantage": "length_weighted", "baseline": "leave_one_out"},
+            "grpo",
+            "without algorithm.advantage=group_rel",
+        ),
+        ({"kl_coef": 0.1, "kl_horizon": 5.0}, "grpo", "nothing reads it without algorithm.kl_target"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_odd(algorithm: dict[str, Any], recipe: str, text: str):
+    (found,) = odd_choices(validate(VALID | {"recipe": recipe, "algorithm": algorithm}))
+    assert text in found
+
+
+@pytest.mark.parametrize(
+    "preset", sorted(path.stem for path in (Path(__file__).parents[3] / "configs" / "recipe").glob("*.yaml"))
+)
+def test_a_preset_chooses_nothing_odd(preset: str):
+    for overrides in ((), ("experiment=smoke",))[: 1 if preset == "sft" else 2]:  # smoke has a warm-up
+        assert odd_choices(compose([f"recipe={preset}", *overrides])) == []
