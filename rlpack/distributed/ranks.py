@@ -305,7 +305,9 @@ class RayRanks:
                 value = ray.get(done[0])
             except RayError as error:
                 unfinished = [ref for ref in (*begun, *pending) if ref != done[0]]
-                call, cause = _first_cause([*begun.values(), *calls], done[0], unfinished, error)
+                # A process that dies takes all of its calls along; the blame is not on one that ran beside the others.
+                known = sorted([*begun.values(), *calls], key=lambda c: f"{c.role}.{c.method}" in self._beside.values())
+                call, cause = _first_cause(known, done[0], unfinished, error)
                 for pool in pools:
                     pool.kill()
                 if isinstance(cause, RayTaskError) and (maker := self._store.maker_of(cause)):

@@ -45,6 +45,7 @@ FAULTY_POOLS = {
     "explodes": 2,
     "explodes_first": 2,
     "hangs_first": 2,
+    "loses_touch": 2,
     "dies": 2,
     "exports": 2,
     "imports": 1,

@@ -187,6 +187,21 @@ class Faulty(Worker):
         time.sleep(600)
         return shard
 
+    @sharded(beside=True)
+    def hang_beside(self, shard: BatchedDataDict) -> BatchedDataDict:
+        time.sleep(600)
+        return shard
+
+    @sharded()
+    def hang_over_rows_of(self, shard: BatchedDataDict, rank: int) -> BatchedDataDict:
+        if self.context.rank == rank:
+            time.sleep(600)
+        return shard.keep([])
+
+    @broadcast
+    def lose_touch(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
     @broadcast
     def wait_for_all(self) -> None:
         dist.barrier()

@@ -145,11 +145,24 @@ def test_an_exception_on_one_rank_is_one_error_and_ends_the_pool(groups: Groups)
 
 def test_a_process_that_is_killed_is_one_error_and_ends_the_pool(groups: Groups):
     group = groups["dies"]
+    group.begin(Faulty.hang_beside, tiny_rollouts(UNEVEN))
     with failure_within(4) as failure:
         group.run(Faulty.die, 1)
     assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "die")
     assert "the process died" in failure.value.cause
+    assert failure.value.cause.endswith("; under way beside: dies.hang_beside")  # which may have taken the memory
     assert not any(is_alive(group, rank) for rank in range(2))
+
+
+def test_a_failure_names_the_earlier_call_in_which_another_rank_still_is(groups: Groups):
+    group = groups["loses_touch"]
+    group.begin(Faulty.hang_over_rows_of, tiny_rollouts(UNEVEN), 1)
+    with failure_within(4) as failure:
+        group.run(Faulty.lose_touch)
+    assert str(failure.value).startswith("role loses_touch, rank 0, in lose_touch: RuntimeError: connection closed")
+    assert str(failure.value).endswith(
+        "; rank 1 had not answered loses_touch.hang_over_rows_of before, which may be why"
+    )
 
 
 def test_a_transfer_that_fails_names_who_failed(groups: Groups):
