@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from rlpack.cli.surroundings import check_surroundings
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
 from rlpack.config.errors import ConfigError
+from rlpack.config.keys import find, unknown_key_problem
 from rlpack.config.rules import odd_choices
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
@@ -35,6 +36,11 @@ log = logging.getLogger(__name__)
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _OWN_PACKAGES = ("rlpack.", "workers.", "recipes.")
 _DIRECTORY_FLAGS = {"--config-dir", "-cd", "--config-path", "-cp"}
+# Hydra's own options.
+_FLAGS = _DIRECTORY_FLAGS | {
+    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
+    *("--multirun", "-m", "--shell-completion", "-sc", "--config-name", "-cn", "--experimental-rerun", "--info", "-i"),
+}
 _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 
@@ -134,6 +140,8 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             raise ConfigError([f"{word!r} is not an override; write key=value, such as trainer.steps=50"])
         flag, _, value = word.partition("=") if word.startswith("-") else (before, "", word)
+        if word.startswith("-") and flag not in _FLAGS:
+            raise ConfigError([_no_flag(flag)])
         if flag in _DIRECTORY_FLAGS and value:
             check_yaml_files(Path(value))
         before = word
@@ -141,6 +149,13 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if override.startswith(_PLUGINS) and not override.endswith("=basic"):
             raise ConfigError([f"{override} is not supported; the jobs of a sweep run one after another"])
     return flags, overrides
+
+
+def _no_flag(flag: str) -> str:
+    """Return the message for an option that there isn't: a key is meant, as other programs would have it."""
+    key = flag.lstrip("-").replace("-", "_")
+    meant = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
+    return f"{flag} is no option, and keys are given without dashes: {meant}"
 
 
 @contextmanager
