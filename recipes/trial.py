@@ -2,12 +2,15 @@
 
 import numpy as np
 
-from recipes.scoring import Scoring
+from recipes.scoring import Judgement, Scoring
 from recipes.session import Session
+from rlpack.config.reward_rules import JUDGE
+from rlpack.config.schema import Config
+from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.errors import RoleError
 from workers.reward import RewardWorker
 
-# As many as show that a function fails on all (`rlpack.rewards.scoring`), and few enough for a judge that is paid.
+# Enough to tell a function that doesn't work, and few enough for a judge that is paid.
 _ROWS = 16
 _FAILED = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invalid")
 
@@ -15,43 +18,54 @@ _FAILED = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invalid"
 def score_demonstrations(session: Session) -> None:
     """Let every role that scores say what the first demonstrations are worth, as if the policy had written them.
 
-    Nothing else comes of it: the run's figures begin with the first step.
+    Those are left out that are longer than a response may be. Failures count towards those that a run may have;
+    figures of the run come of nothing else.
 
     Raises:
         RoleError: a role or a reward function doesn't work, or returns something else than rewards.
     """
-    if not session.scorers:
-        return
-    rows = np.arange(min(_ROWS, len(session.prompts)))
-    with session.run.timer("reward"), session.store.step():
-        shown = session.prompts.demonstrations(rows)
-        tokens = session.store.take(shown.keep(["input_ids", "prompt_lengths"]))
-        written = [
-            session.tokenizer.decode(row[start:].tolist(), skip_special_tokens=True)
-            for row, start in zip(tokens["input_ids"].rows(), tokens["prompt_lengths"].tolist(), strict=True)
-        ]
-        texts = session.prompts.batch(rows).drop(["input_ids"])
-        scoring = Scoring(session.scorers)
+    with session.store.step():
+        written = _as_rollouts(session)
+        started = [(group.role, Scoring([group])) for group in session.scorers if written.num_rows]
         try:
-            scoring.begin(shown.union({**texts, "completion": written, "finish_reason": ["stop"] * rows.size}))
-            rewards, valid, _, counts = scoring.finish()
-            if not valid.any() and session.config.reward.max_failures < 1:
-                _refuse_failures(counts)
+            for _, scoring in started:
+                scoring.begin(written)
+            found = {role: scoring.finish() for role, scoring in started}
+            for role, judgement in found.items():
+                _refuse_failures(session.config, role, judgement)
         except RoleError as error:
-            error.cause = f"on {rows.size} demonstrations, tried before the first step: {error.cause}"
+            error.cause = f"on {written.num_rows} demonstrations, tried before the first step: {error.cause}"
             raise
-    kept = rewards[valid]
-    found = f"{kept.mean():.3g} on average" if kept.numel() else "nothing"
-    left_out = f"; {rows.size - kept.numel()} are quarantined" if kept.numel() < rows.size else ""
-    session.run.note(f"rewards tried on {rows.size} demonstrations, which get {found}{left_out}")
+    for role, judgement in found.items():
+        kept = judgement.rewards[judgement.valid]
+        mean = f"{kept.mean():.3g} on average" if kept.numel() else "nothing"
+        left_out = f", {int((~judgement.valid).sum())} of them no reward" if not judgement.valid.all() else ""
+        session.run.note(f"role {role} gives {written.num_rows} demonstrations {mean}{left_out}")
 
 
-def _refuse_failures(counts: dict[str, float]) -> None:
-    """Raise if functions failed, on rows of which none has a reward: they don't work."""
-    found = ", ".join(f"{name}: {counts[name]:.0f}" for name in _FAILED if counts.get(name))
-    if found:
-        problem = (
-            f"reward functions failed on all of them ({found}); their log shows the first failure. Mend the function, "
-            "or set reward.max_failures=1 to train all the same"
-        )
-        raise RoleError("reward", None, RewardWorker.score.__name__, problem)
+def _as_rollouts(session: Session) -> BatchedDataDict:
+    """Return the first demonstrations with the columns that responses have when they are scored."""
+    rows = np.arange(min(_ROWS, len(session.prompts)))
+    shown = session.prompts.demonstrations(rows)
+    tokens = session.store.take(shown.keep(["input_ids", "prompt_lengths"]))
+    targets = [
+        row[start:].tolist()
+        for row, start in zip(tokens["input_ids"].rows(), tokens["prompt_lengths"].tolist(), strict=True)
+    ]
+    texts = session.prompts.batch(rows).drop(["input_ids"])
+    completions = [session.tokenizer.decode(target, skip_special_tokens=True) for target in targets]
+    written = shown.union({**texts, "completion": completions, "finish_reason": ["stop"] * rows.size})
+    longest = session.config.rollout.max_new_tokens
+    return written.select([row for row, target in enumerate(targets) if len(target) <= longest])
+
+
+def _refuse_failures(config: Config, role: str, judgement: Judgement) -> None:
+    """Raise if functions failed on every row: they don't work. The roles' own failures are theirs to count."""
+    own = config.judge if config.roles[role].target == JUDGE else config.reward
+    failed = {name: count for name in _FAILED if (count := judgement.counts.get(name, 0.0))}
+    if sum(failed.values()) < judgement.valid.numel() or own.max_failures >= 1:
+        return
+    key = f"{'judge' if own is config.judge else 'reward'}.max_failures"
+    counts = ", ".join(f"{name}: {count:.0f}" for name, count in failed.items())
+    problem = f"it failed on all of them ({counts}); mend it, or set {key}=1 to train all the same"
+    raise RoleError(role, None, RewardWorker.score.__name__, problem)

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import logging
 import os
 from typing import Self
 
@@ -18,6 +19,8 @@ from rlpack.rewards.scoring import FailureRate, scores_of
 from rlpack.rewards.verdicts import Verdict
 from workers.base import RankContext, Worker, sharded
 from workers.reward import verdict_columns
+
+logger = logging.getLogger(__name__)
 
 _WAYS_OUT = "Look at the judge's server, or raise judge.timeout_s, judge.retries or judge.max_failures"
 
@@ -52,8 +55,12 @@ class JudgeWorker(Worker):
         """
         texts = {name: shard[name] for name in placeholders(self._settings.instructions)}
         verdicts, retries = asyncio.run(self._ask(texts, shard.num_rows))
-        first = next((f"row {row}: {v.problem} ({v.text})" for row, v in enumerate(verdicts) if v.failed), "")
-        self._rate.take(verdicts, first)
+        failures = [f"row {row}: {v.problem} ({v.text})" for row, v in enumerate(verdicts) if v.failed]
+        if failures:
+            logger.warning(
+                "the judge gave %d of %d rows no score; the first, %s", len(failures), shard.num_rows, failures[0]
+            )
+        self._rate.take(verdicts, failures[0] if failures else "")
         columns = verdict_columns(scores_of({"judge": verdicts}, {"judge": self._weight}), parts=True)
         del columns["reward_output_bytes"]
         attempts = torch.zeros(shard.num_rows, dtype=torch.int64)

@@ -47,7 +47,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def __init__(self, *, prog: str, ranks: str) -> None:
         """Take the command's name, and the ranks that it takes when none are given."""
-        super().__init__(prog=prog)
+        super().__init__(prog=prog, epilog="Of a run's directory come, for what is not given, its ranks and batching.")
         self.ranks = ranks
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

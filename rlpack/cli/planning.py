@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from rlpack.packing.fitting import fit
 from rlpack.packing.lengths import align
 from rlpack.packing.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
 from rlpack.packing.traces import TRACES, trace
-
-if TYPE_CHECKING:
-    from rlpack.observe.plan_record import PlanRecord
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
 # What the columns of both commands hold.
@@ -53,8 +49,10 @@ def simulate_command(arguments: argparse.Namespace) -> int:
 def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     assert callable(run)
     try:
-        _as_in_run(arguments)
+        taken = _take_from_run(arguments)
         check_options(arguments)
+        if taken:
+            print(f"{taken}; {_device(arguments).bytes_per_slot / 1e3:,.3g} kB of activations a slot (--kb-per-slot)")
         run(arguments)
     except DataError as error:
         print(f"rlpack {name}: {error}", file=sys.stderr)
@@ -65,29 +63,15 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     return 0
 
 
-def _as_in_run(arguments: argparse.Namespace) -> None:
-    """Take what was not given from the run that is named, if it is one; `simulate` keeps its growing clusters."""
-    arguments.cost = None
+def _take_from_run(arguments: argparse.Namespace) -> str:
+    """Take what was not given from the run that is named, if it is one, and return a line that says what."""
+    arguments.record = arguments.base = arguments.cost = None
     if arguments.lengths in TRACES or not Path(arguments.lengths).is_dir():
-        return
-    record = _record(Path(arguments.lengths))
-    batching, plans = record.batching, "mode" in vars(arguments)
-    values = {
-        "mini_batch_size": record.mini_batch_size,
-        "max_tokens": batching.max_tokens,
-        "fixed_rows": batching.rows,
-        "pad_to_multiple": batching.pad_to_multiple,
-        "length_multiple": batching.length_multiple,
-    }
-    if plans:
-        values |= {"ranks": str(record.num_ranks), "mode": batching.mode, "algorithm": batching.algorithm}
-    taken = {name: value for name, value in values.items() if value is not None and name not in arguments.given}
-    vars(arguments).update(taken)
-    if not arguments.given & {"hidden_size", "layers"}:
-        arguments.cost = record.cost
-    shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in taken.items())
-    model = " and its model's FLOPs" if arguments.cost is not None else ""
-    print(f"as in step {record.step} of {arguments.lengths}, where no option says otherwise: {shown}{model}")
+        return ""
+    from rlpack.cli.planned_runs import read_record, take_over
+
+    arguments.record = read_record(Path(arguments.lengths))
+    return take_over(arguments, arguments.record)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -314,8 +298,8 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
     if arguments.lengths in TRACES:
         return trace(arguments.lengths, arguments.rows, arguments.longest, seed=arguments.seed)
     path = Path(arguments.lengths)
-    if path.is_dir():
-        return np.asarray(_record(path).lengths, dtype=np.int64)
+    if arguments.record is not None:
+        return np.asarray(arguments.record.lengths, dtype=np.int64)
     if not path.exists() and not path.suffix:
         raise DataError(
             f"there is no file {path}, and no synthetic trace of this name; give a file of lengths, a run's directory, "
@@ -324,22 +308,10 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
     return read_lengths(path, arguments.column)
 
 
-def _record(run_dir: Path) -> "PlanRecord":
-    """Return what the last step of a run was planned from."""
-    from rlpack.observe.directory import LENGTHS
-    from rlpack.observe.plan_record import PlanRecord
-
-    if not (run_dir / LENGTHS).exists():
-        raise DataError(f"{run_dir} holds no {LENGTHS}; give a run's directory, or a file of lengths")
-    record = PlanRecord.read(run_dir / LENGTHS)
-    if not record.lengths:
-        raise DataError(f"{run_dir / LENGTHS} holds no length; give a run that took a step, or a file of lengths")
-    return record
-
-
 def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = "best_fit_decreasing") -> Batching:
     """Return a batching in which a sequence over the budget gets a microbatch of its own: nothing is left out."""
-    batching = Batching(
+    batching = replace(
+        arguments.base or Batching(),
         mode=mode,
         max_tokens=arguments.max_tokens,
         rows=arguments.fixed_rows,

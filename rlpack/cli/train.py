@@ -24,7 +24,7 @@ from rlpack.cli.surroundings import check_surroundings
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
-from rlpack.config.rules import odd_choices
+from rlpack.config.odd import odd_choices
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 from rlpack.config.yaml_limits import check_yaml_files

@@ -15,7 +15,7 @@ from rlpack.config.jobs import submission_problems
 from rlpack.config.optimization import Lora, Optimizer
 from rlpack.config.reward_rules import judge_problems, reward_problems
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
-from rlpack.config.schema import Algorithm, Config, Data, RoleBatching
+from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.secrets import secret_paths
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -28,57 +28,6 @@ def broken_rules(config: Config) -> list[str]:
     """Return the problems of a config whose every single value is well-formed; empty when it can run."""
     problems = [problem for rule in _RULES for problem in rule(config)]
     return problems or list(_token_budget(config))
-
-
-def odd_choices(config: Config) -> list[str]:
-    """Return what is allowed and can run, but will hardly do what was meant.
-
-    >>> from rlpack.config.schema import Trainer
-    >>> odd_choices(Config(trainer=Trainer(group_size=1)))[0].partition(":")[0]
-    'trainer.group_size is 1'
-    """
-    found = []
-    if config.recipe == "grpo" and config.trainer.group_size == 1:
-        found.append("trainer.group_size is 1: a group of one has no advantage, so nothing but the KL term trains")
-    if config.recipe == "grpo" and config.trainer.group_size == 2 and config.algorithm.scale == "std":
-        found.append("trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1")
-    if config.recipe != "sft" and config.actor.lora.dropout > 0:
-        found.append(
-            f"actor.lora.dropout is {config.actor.lora.dropout:g}: updates drop inputs and rollouts don't, so ratios "
-            "are off 1 from the first on"
-        )
-    size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
-    if size is not None and size > sequences:
-        found.append(f"trainer.mini_batch_size is {size}: the {sequences} sequences of a rollout batch are one step")
-    if config.recipe == "ppo" and config.critic.warm_up_steps >= config.trainer.steps > 0:
-        found.append(f"critic.warm_up_steps is {config.critic.warm_up_steps}: the policy itself is never trained")
-    if config.recipe == "remax" and config.algorithm.advantage != "against_greedy":
-        found.append(f"algorithm.advantage is {config.algorithm.advantage}: the greedy responses are used for nothing")
-    return [*found, *_unread(config)]
-
-
-def _unread(config: Config) -> Iterator[str]:
-    """Yield what is set and changes nothing."""
-    algorithm, default = config.algorithm, Algorithm()
-    for name, section, is_read in (
-        ("critic", config.critic, config.recipe == "ppo"),
-        ("dapo", config.dapo, config.recipe == "dapo"),
-        ("reward_model", config.reward_model, config.reward_model.path is not None),
-    ):
-        if not is_read and section != type(section)():
-            way_out = f"recipe={name}" if name == "dapo" else "recipe=ppo" if name == "critic" else f"{name}.path"
-            yield f"{name}.* is set and nothing reads it without {way_out}"
-    if config.recipe == "ppo":
-        way_out = "another recipe, because recipe=ppo takes its advantages from the critic"
-    elif algorithm.advantage != "group_relative" and ":" not in algorithm.advantage:  # a function may ask for them
-        way_out = "algorithm.advantage=group_relative"
-    else:
-        way_out = ""
-    for name in ("baseline", "scale") if way_out else ():
-        if (value := dict(algorithm)[name]) != dict(default)[name]:
-            yield f"algorithm.{name} is {value} and nothing reads it without {way_out}"
-    if algorithm.kl_target is None and algorithm.kl_horizon != default.kl_horizon:
-        yield f"algorithm.kl_horizon is {algorithm.kl_horizon:g} and nothing reads it without algorithm.kl_target"
 
 
 def _batch_sizes(config: Config) -> Iterator[str]:

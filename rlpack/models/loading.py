@@ -239,12 +239,6 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
     """Return what `from_pretrained` needs to know of the source; say within seconds if it can't be reached."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if model.revision is not None and key != "model.tokenizer":  # whose model may be the hub's
-            section = key.partition(".")[0]
-            raise ModelError(
-                f"{section}.revision is {model.revision!r}, and {key}={name} is a folder, which has no revisions; "
-                f"leave {section}.revision=null"
-            )
         return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
         raise ModelError(f"{key} is {name!r}, which is not a folder; give a folder with config.json, or a hub name")

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from rlpack.observe.shown import shown
+from rlpack.observe.shown import reward_form
 from rlpack.observe.sinks import Phase
 from rlpack.observe.text import shortened, visible
 
@@ -33,6 +33,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("throughput/tokens_per_s", "tok/s", "{:,.0f}"),
     ("time/step_s", "", "{:.2f} s"),
 )
+# Mean rewards, whose form is that of all of them.
+REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/accuracy"))
 TITLES: dict[Phase, str] = {"warm_up": "warm-up", "train": "step", "evaluation": "evaluation"}
 STYLES: dict[Phase, str] = {"warm_up": "yellow", "train": "cyan", "evaluation": "bold green"}
 ONLY_IF_SET = frozenset({"reward/quarantined"})
@@ -83,12 +85,13 @@ class Console:
         """Show one step on one line."""
         title = f"{TITLES[phase]} {step}" + (f"/{total}" if total else "")
         text = Text(title.ljust(TITLE_WIDTH), style=STYLES[phase])
+        rewards = reward_form(value for name, value in metrics.items() if name in REWARDS)
         for name, label, form in COLUMNS:
             if name not in metrics or (name in ONLY_IF_SET and not metrics[name]):
                 continue
             text.append("  ")
             text.append(f"{label} " if label else "", style="dim")
-            text.append(*shown(form, metrics[name]), style="default")
+            text.append((rewards if name in REWARDS else form).format(metrics[name]), style="default")
         self._show(text)
 
     def note(self, message: str) -> None:

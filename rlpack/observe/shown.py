@@ -1,14 +1,14 @@
 """Figures as they are shown."""
 
+from collections.abc import Iterable
 
-def shown(form: str, *values: float) -> list[str]:
-    """Return figures in one form; one for shares gives way to a plain number where not all of them are from 0 to 1.
+_SHARE, _PLAIN = "{:.1%}", "{:.3f}"
 
-    Mean rewards are shares of right answers for most functions, and points for some.
 
-    >>> shown("{:.1%}", 0.5, 1.0), shown("{:.1%}", 0.5, 7.25)
-    (['50.0%', '100.0%'], ['0.500', '7.250'])
+def reward_form(rewards: Iterable[float]) -> str:
+    """Return the form of mean rewards: in percent where all are shares, of right answers say, and else plain.
+
+    >>> reward_form([0.5, 1.0]).format(0.5), reward_form([0.5, 7.25]).format(0.5)
+    ('50.0%', '0.500')
     """
-    if form.endswith("%}") and not all(0 <= value <= 1 for value in values):
-        form = "{:.3f}"
-    return [form.format(value) for value in values]
+    return _SHARE if all(0 <= reward <= 1 for reward in rewards) else _PLAIN

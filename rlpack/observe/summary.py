@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlpack.observe.figures import ACCURACIES, Records, Series
 from rlpack.observe.packing_picture import layout_boxes
 from rlpack.observe.plan_record import PlanRecord
-from rlpack.observe.shown import shown
+from rlpack.observe.shown import reward_form
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Row:
 def summarise(records: Records, plans: PlanRecord | None) -> list[Row]:
     """Return reward and accuracies (first and last), wasted slots (padded and as batched), steps and time."""
     rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
+    form = reward_form(record[name] for record in records for name, *_ in ACCURACIES if name in record)
     for name, label, *_ in ACCURACIES:
-        rows += _curve(records, name, "evaluation", label, "before and after", "{:.1%}")
+        rows += _curve(records, name, "evaluation", label, "before and after", form)
     if plans is not None:
         padded, used = (layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan()))
         rows.append(Row(f"wasted slots, padded and {plans.batching.mode}", f"{padded:.1%}", f"{used:.1%}"))
@@ -59,7 +60,7 @@ def duration(seconds: float) -> str:
 
 def _curve(records: Records, name: str, phase: str, label: str, both: str, form: str) -> Sequence[Row]:
     """Return the first and last figure of a metric, or the only one, if it was logged; `both` says which two."""
-    values = Series.of(records, name, phase).values
+    values = [form.format(value) for value in Series.of(records, name, phase).values]
     if len(values) < 2:
-        return [Row(label, None, figure) for figure in shown(form, *values)]
-    return [Row(f"{label}, {both}", *shown(form, values[0], values[-1]))]
+        return [Row(label, None, value) for value in values]
+    return [Row(f"{label}, {both}", values[0], values[-1])]

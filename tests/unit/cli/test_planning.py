@@ -248,10 +248,22 @@ def test_a_run_gives_ranks_batching_and_model_for_what_is_left_out(
     code, out, _ = run(capsys, "plan", str(tmp_path))
     taken, headline, _, row, *_ = out.splitlines()
     assert (code, taken.startswith("as in step 3 of ")) == (0, True)
-    assert "--mini-batch-size 2 --max-tokens 64" in taken
+    assert "--max-tokens 64, --mini-batch-size 2, --pad-to-multiple 8, --ranks 2, --mode packed" in taken
     assert "a budget of 64 " in headline
     assert row.startswith("2 × packed, first_fit_decreasing ")
     seconds = float(row.split()[8])  # 40 and 24 aligned tokens are the fuller rank's of the two optimizer steps
     assert seconds == pytest.approx(3 * (64 * 5e11) / 400e12 + 2 * 10e-3, rel=0.05)
     code, out, _ = run(capsys, "plan", str(tmp_path), "--ranks", "1", "--mode", "fixed", "--fixed-rows", "2")
     assert out.splitlines()[3].startswith("1 × fixed ")
+    assert "--mode" not in out.splitlines()[0]
+    code, out, _ = run(capsys, "simulate", str(tmp_path), "--rows-per-rank", "4", "--ranks", "2")
+    assert "figures are of all" not in out  # rows that grow with the ranks stay one
+
+
+def test_a_run_whose_count_of_microbatches_was_asked_for_keeps_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    batching = Batching(max_tokens=64, min_microbatches=3, divisible_by=2)
+    PlanRecord.of(make_plan([9] * 12, batching, dp_size=2)).write(tmp_path / "packing.json")
+    _, out, _ = run(capsys, "plan", str(tmp_path))
+    assert out.splitlines()[3].split()[4] == "4"

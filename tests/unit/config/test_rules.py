@@ -5,7 +5,8 @@ import pytest
 
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
-from rlpack.config.rules import broken_rules, odd_choices
+from rlpack.config.odd import odd_choices
+from rlpack.config.rules import broken_rules
 from rlpack.config.validate import validate
 
 VALID = {"model": {"config": {"model_type": "qwen2"}}}
@@ -183,11 +184,15 @@ def test_a_group_of_one_can_run_but_is_spoken_of():
 @pytest.mark.parametrize(
     ("algorithm", "recipe", "text"),
     [
-        ({"scale": "none"}, "ppo", "algorithm.scale is none and nothing reads it without another recipe"),
+        (
+            {"scale": "none"},
+            "ppo",
+            "algorithm.scale is none and nothing reads it: with recipe=ppo advantages come from the critic",
+        ),
         (
             {"advantage": "length_weighted", "baseline": "leave_one_out"},
             "grpo",
-            "without algorithm.advantage=group_rel",
+            "baseline is leave_one_out and nothing reads it",
         ),
         ({"kl_coef": 0.1, "kl_horizon": 5.0}, "grpo", "nothing reads it without algorithm.kl_target"),
     ],

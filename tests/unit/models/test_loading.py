@@ -142,12 +142,6 @@ def test_remote_code_needs_a_pinned_revision(monkeypatch):
         build_causal_lm(Model(path="nobody/nothing-here", trust_remote_code=True))
 
 
-def test_a_folder_has_no_revision(tmp_path: Path):
-    tiny_model().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"model\.revision is 'v2', and model\.path=.* leave model\.revision=null"):
-        build_causal_lm(Model(path=str(tmp_path), revision="v2"))
-
-
 def test_a_tokenizer_has_to_come_from_somewhere():
     with pytest.raises(ModelError, match=r"neither model\.tokenizer nor model\.path"):
         load_tokenizer(Model())

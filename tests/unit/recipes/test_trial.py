@@ -1,6 +1,7 @@
 """Roles that score are tried on demonstrations; through the command: tests/end_to_end/test_rewards.py."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch
 from recipes import sft
 from recipes.prompts import load_splits
 from recipes.session import Progress
-from rlpack.config.schema import Reward, WarmUp
+from rlpack.config.reward_rules import JUDGE
+from rlpack.config.schema import Judge, Reward, Role, Rollout, WarmUp
 from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.errors import RoleError
 from rlpack.rewards.functions import final_answer
@@ -42,7 +44,7 @@ def test_demonstrations_get_what_the_policy_would_get_for_them_and_leave_no_figu
     assert list(batch["completion"]) == [example.demonstration for example in prompts.examples[:16]]
     assert set(batch["finish_reason"]) == {"stop"}
     mean = by_answer(batch)["rewards"].mean().item()
-    assert run_of(session).notes == [f"rewards tried on 16 demonstrations, which get {mean:.3g} on average"]
+    assert run_of(session).notes == [f"role reward gives 16 demonstrations {mean:.3g} on average"]
     assert not any(name.startswith("reward/") for record in run_of(session).records for name in record)
 
 
@@ -66,17 +68,55 @@ def failing(batch: BatchedDataDict) -> BatchedDataDict:
     return batch.keep([]).union(rewards | {"reward_failure": nowhere.long() * 2})
 
 
+def with_section(session: SavingSession, **sections: Any) -> SavingSession:
+    session.config = session.config.model_copy(update=sections)
+    return session
+
+
 def test_functions_that_fail_on_every_demonstration_end_the_run_unless_they_may(tmp_path: Path):
-    session = session_with(tmp_path, failing)
-    with pytest.raises(RoleError, match=r"failed on all of them \(reward/errors: 16\); .*reward\.max_failures=1"):
-        sft.warm_up(session)
-    session = session_with(tmp_path, failing)
-    session.config = session.config.model_copy(update={"reward": Reward(max_failures=1.0)})
+    told = r"role reward, .* it failed on all of them \(reward/errors: 16\); .*reward\.max_failures=1"
+    with pytest.raises(RoleError, match=told):
+        sft.warm_up(session_with(tmp_path, failing))
+    session = with_section(session_with(tmp_path, failing), reward=Reward(max_failures=1.0))
     sft.warm_up(session)
-    assert run_of(session).notes[0].endswith("which get nothing; 16 are quarantined")
+    assert run_of(session).notes == ["role reward gives 16 demonstrations nothing, 16 of them no reward"]
+
+
+def test_a_judge_that_fails_on_every_demonstration_is_blamed_by_its_own_name_and_key(tmp_path: Path):
+    session = session_with(tmp_path, by_answer)
+    with_section(session, roles=session.config.roles | {"critic_llm": Role(target=JUDGE)})
+    set_group(session, "critic_llm", score=failing)
+    with pytest.raises(RoleError, match=r"role critic_llm, .* set judge\.max_failures=1"):
+        sft.warm_up(session)
+    sft.warm_up(with_section(session, judge=Judge(max_failures=1.0)))
+    assert len(run_of(session).notes) == 2
+
+
+def test_a_function_that_fails_on_some_demonstrations_may_go_on(tmp_path: Path):
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        failures = torch.arange(batch.num_rows) % 4  # every way there is, and none
+        rewards = {"rewards": torch.ones(batch.num_rows), "quarantined": torch.ones(batch.num_rows, dtype=torch.bool)}
+        return batch.keep([]).union(rewards | {"reward_failure": failures})
+
+    session = session_with(tmp_path, score)
+    sft.warm_up(session)
+    assert session.progress.demonstrations_seen == 4
 
 
 def test_a_function_that_has_nothing_to_say_of_demonstrations_may_have_of_responses(tmp_path: Path):
     session = session_with(tmp_path, lambda batch: failing(batch).drop(["reward_failure"]))
     sft.warm_up(session)
     assert session.progress.demonstrations_seen == 4
+
+
+def test_demonstrations_that_are_longer_than_a_response_may_be_are_not_shown(tmp_path: Path):
+    session = session_with(tmp_path, by_answer)
+    _, prompts, _ = load_splits(session.config)
+    lengths = [len(example.demonstration or "") + 1 for example in prompts.examples[:16]]  # and the end of sequence
+    longest = sorted(lengths)[7]
+    sft.warm_up(with_section(session, rollout=Rollout(max_new_tokens=longest)))
+    (note,) = run_of(session).notes
+    assert f" gives {sum(length <= longest for length in lengths)} demonstrations " in note
+    shortest = with_section(session_with(tmp_path, by_answer), rollout=Rollout(max_new_tokens=1))
+    sft.warm_up(shortest)
+    assert run_of(shortest).notes == []
