@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.end_to_end.commands import MARK, curve, done, records, started, steps
+from tests.end_to_end.commands import MARK, done, records, started
 from tests.end_to_end.settings import EASY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -83,6 +83,7 @@ def test_functions_and_a_judge_are_summed_and_what_fails_is_counted(tmp_path, mo
         run = done(
             tmp_path,
             *SMALL,
+            "warm_up.steps=0",  # before which all would be tried, and the judge's first error be spent
             "+reward.functions.answer.function=rlpack.rewards.functions:final_answer",
             "+reward.functions.answer.weight=0.5",
             "+reward.functions.odd.function=odd_rewards:odd",
@@ -106,12 +107,12 @@ def test_functions_and_a_judge_are_summed_and_what_fails_is_counted(tmp_path, mo
     assert "hush" not in "".join(path.read_text() for path in run.run_dir.glob("*.[yj]*"))
 
 
-def test_a_function_that_always_fails_ends_the_run_with_one_error(tmp_path):
+def test_a_function_that_always_fails_ends_the_run_with_one_error_before_the_first_step(tmp_path):
     (tmp_path / "odd_rewards.py").write_text(REWARDS)
     with started(tmp_path, *SMALL, "reward.function=odd_rewards:broken", ranks=1) as run:
         assert run.wait() == 1
         assert run.left_behind() == []
-    assert steps(run.run_dir, "train") == []
-    assert "role reward, rank 0, in score, step 1 of train: TooManyFailuresError" in run.err
+    assert records(run.run_dir) == []
+    told = "role reward, rank 0, in score: on 16 demonstrations, tried before the first step: TooManyFailuresError"
+    assert told in run.err
     assert re.search(r"odd_rewards:broken on row \d+: error \(KeyError: 'no such column' \(", run.err)
-    assert curve(run.run_dir, "warm_up/loss", "warm_up")
