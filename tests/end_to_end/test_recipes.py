@@ -14,7 +14,7 @@ STEPS = 20
 OWN = {
     "ppo": ("critic/loss", "critic/explained_variance", "critic/grad_norm", "reference/kl"),
     "dapo": ("sampling/rounds", "sampling/informative_fraction"),
-    "gspo": (),
+    "gspo": ("reference/kl",),
     "rloo": (),
     "reinforce_plus_plus": (),
     "remax": ("reward/greedy_mean", "reference/kl"),
