@@ -18,8 +18,8 @@ _FAILED = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invalid"
 def score_demonstrations(session: Session) -> None:
     """Let every role that scores say what the first demonstrations are worth, as if the policy had written them.
 
-    Those are left out that are longer than a response may be. Failures count towards those that a run may have;
-    figures of the run come of nothing else.
+    Those that are longer than a response may be are left out, and counted. Failures count towards those that a run may
+    have; no figure of the run comes of it.
 
     Raises:
         RoleError: a role or a reward function doesn't work, or returns something else than rewards.
@@ -56,11 +56,15 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
     completions = [session.tokenizer.decode(target, skip_special_tokens=True) for target in targets]
     written = shown.union({**texts, "completion": completions, "finish_reason": ["stop"] * rows.size})
     longest = session.config.rollout.max_new_tokens
-    return written.select([row for row, target in enumerate(targets) if len(target) <= longest])
+    kept = [row for row, target in enumerate(targets) if len(target) <= longest]
+    if len(kept) < rows.size:
+        over = f"{rows.size - len(kept)} of the first {rows.size} demonstrations"
+        session.run.note(f"{over} are over rollout.max_new_tokens={longest}, and no scoring role is tried on them")
+    return written.select(kept)
 
 
 def _refuse_failures(config: Config, role: str, judgement: Judgement) -> None:
-    """Raise if functions failed on every row: they don't work. The roles' own failures are theirs to count."""
+    """Raise if a role counted a failure on every row: what it calls doesn't work."""
     own = config.judge if config.roles[role].target == JUDGE else config.reward
     failed = {name: count for name in _FAILED if (count := judgement.counts.get(name, 0.0))}
     if sum(failed.values()) < judgement.valid.numel() or own.max_failures >= 1:

@@ -280,7 +280,9 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = arguments.get("local_files_only") and not Path(name).expanduser().exists()
-        hint = "there is no such folder, and the hub can't be reached and its cache has none" if offline else reason
+        hint = (
+            "there is no such folder, the hub can't be reached, and its cache has no such model" if offline else reason
+        )
         raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; give a folder or a hub name") from error
 
 

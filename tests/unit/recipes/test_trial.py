@@ -115,8 +115,10 @@ def test_demonstrations_that_are_longer_than_a_response_may_be_are_not_shown(tmp
     lengths = [len(example.demonstration or "") + 1 for example in prompts.examples[:16]]  # and the end of sequence
     longest = sorted(lengths)[7]
     sft.warm_up(with_section(session, rollout=Rollout(max_new_tokens=longest)))
-    (note,) = run_of(session).notes
+    left_out, note = run_of(session).notes
+    assert left_out.startswith(f"{sum(length > longest for length in lengths)} of the first 16 demonstrations are over")
     assert f" gives {sum(length <= longest for length in lengths)} demonstrations " in note
     shortest = with_section(session_with(tmp_path, by_answer), rollout=Rollout(max_new_tokens=1))
     sft.warm_up(shortest)
-    assert run_of(shortest).notes == []
+    (note,) = run_of(shortest).notes
+    assert note.startswith("16 of the first 16 demonstrations are over rollout.max_new_tokens=1")
