@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 import torch
 
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
 from rlpack.data.tokenisation import character_tokenizer
 from rlpack.distributed.cluster import Cluster
-from rlpack.distributed.roles import start_roles
-from rlpack.distributed.store import RayStore
+from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import Ranks, WorkerGroup
-from workers.base import Worker, sharded
+from rlpack.worker import Worker, sharded
 
 TOKENS, GROWTH = 128, 16
 

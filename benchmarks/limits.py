@@ -23,11 +23,11 @@ import ray
 import torch
 
 from benchmarks.driver import growth
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.packing import Batching, Cost, MicrobatchPlan, lower_bound, make_plan, pack, warm
-from rlpack.packing.contiguous import partition_sorted
-from rlpack.packing.traces import REALISTIC, trace
+from rlpack.packing.algorithms.contiguous import partition_sorted
+from rlpack.packing.analysis.traces import REALISTIC, trace
 
 R = TypeVar("R")
 # 24,576·L + L²: six times a hidden size of 4,096 against attention, as the peers were measured.

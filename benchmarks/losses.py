@@ -20,7 +20,7 @@ from torch import Tensor
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import LOSSES
 from rlpack.algorithms.statistics import statistics_of
-from rlpack.packing.traces import trace
+from rlpack.packing.analysis.traces import trace
 
 BAR = 20.0
 

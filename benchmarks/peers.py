@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlpack.packing import Batching, make_plan, pack, partition, warm
-from rlpack.packing.traces import trace
+from rlpack.packing.analysis.traces import trace
 
 ROWS, CAPACITY, RANKS = 32768, 16384, 64
 

@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from rlpack.rewards.pool import Pool
-from rlpack.rewards.work import PoolSettings, Target
+from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.pool import Pool
 
 BAR_PER_S = 500.0
 _TIMES = 3
@@ -50,7 +50,7 @@ def main() -> int:
     print(f"{arguments.rows} rows, {arguments.processes} processes")
     slowest = float("inf")
     for target in ("benchmarks.rewards:length", "benchmarks.rewards:lengths", "benchmarks.rewards:length_later",
-                   "rlpack.rewards.functions:final_answer", "rlpack.rewards.mathematics:equivalent"):  # fmt: skip
+                   "rlpack.rewards.functions:final_answer", "rlpack.rewards.math:equivalent"):  # fmt: skip
         for strict in (False, True):
             began = time.perf_counter()
             pool = Pool({"f": Target(target)}, PoolSettings(processes=arguments.processes, strict=strict))

@@ -17,17 +17,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.parallel import clip_grad_norm
 from rlpack.models.policy import Policy
-from rlpack.observe.packing_picture import packing_picture
-from rlpack.observe.plan_record import TITLES
+from rlpack.observe.report.packing_picture import packing_picture
+from rlpack.observe.report.plan_record import TITLES
 from rlpack.packing.batching import Batching
-from rlpack.packing.planning import make_plan
+from rlpack.packing.make_plan import make_plan
 
 SEQUENCES, ROWS, LONGEST, SHORTEST, USEFUL = 40, 8, 1024, 8, 0.28
 VOCABULARY = 512
@@ -35,7 +35,7 @@ BARS = {"fixed": 2.5, "dynamic": 1.3}
 MODES = {
     "packed": Batching(mode="packed", max_tokens=4096),
     "dynamic": Batching(mode="dynamic", max_tokens=4096),
-    "fixed": Batching(mode="fixed", max_tokens=None, rows=ROWS),
+    "fixed": Batching(mode="fixed", max_tokens=None, micro_batch_size=ROWS),
 }
 MODEL = Model(
     config={

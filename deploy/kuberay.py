@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from rlpack.cli.submission import JOINS, checked_config
+from rlpack.cli.submit_checks import JOINS, checked_config
 from rlpack.config.errors import ConfigError
-from rlpack.config.jobs import STOP_WAIT
 from rlpack.config.roles import pools_in_use
 from rlpack.config.schema import Config
+from rlpack.config.sections.submission import STOP_WAIT
 from rlpack.distributed.capacity import check_capacity
 from rlpack.distributed.errors import PlacementError
 
@@ -50,7 +50,7 @@ def manifest(parsed: argparse.Namespace, config: Config, words: Sequence[str]) -
     made["metadata"]["name"] = parsed.name
     spec = made["spec"]
     spec["entrypoint"] = shlex.join(["python", "-m", "rlpack", "train", *words, JOINS])
-    environment: dict[str, Any] = {"env_vars": {**config.job.environment, STOP_WAIT: str(config.job.stop_timeout_s)}}
+    environment: dict[str, Any] = {"env_vars": {**config.job.env_vars, STOP_WAIT: str(config.job.stop_timeout_s)}}
     if config.job.pip:
         environment["pip"] = list(config.job.pip)
     spec["runtimeEnvYAML"] = yaml.safe_dump(environment)

@@ -12,17 +12,18 @@ for each step:
 The bounds of the ratio and the mean over tokens are settings: see configs/recipe/dapo.yaml.
 """
 
-from recipes import sft, stages
-from recipes.evaluation import evaluate
-from recipes.sampling import informative_rollouts, without_cut_off
-from recipes.session import Session, open_session
 from rlpack.config.schema import Config
+from rlpack.recipes import sft
+from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.selection import informative_rollouts, without_cut_off
+from rlpack.recipes.driver.session import Session, open_session
 
 
 def main(config: Config) -> None:
     """Run the recipe from start, or from where its run directory stopped, to its report."""
     with open_session(config) as session:
-        sft.warm_up(session)
+        sft.sft_warmup(session)
         train(session)
 
 

@@ -8,20 +8,21 @@ for each step:
     actor.update(rollouts)            # every mini-batch, μ times
     rollout.load(actor.weights)
 
-Before the first step, `warm_up.steps` supervised steps (recipes/sft.py) teach a new model what answers look like.
+Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model what answers look like.
 """
 
-from recipes import sft, stages
-from recipes.evaluation import evaluate
-from recipes.scoring import Scoring, finish_scoring
-from recipes.session import Session, open_session
 from rlpack.config.schema import Config
+from rlpack.recipes import sft
+from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.reward_stages import Scoring, finish_scoring
+from rlpack.recipes.driver.session import Session, open_session
 
 
 def main(config: Config) -> None:
     """Run the recipe from start, or from where its run directory stopped, to its report."""
     with open_session(config) as session:
-        sft.warm_up(session)
+        sft.sft_warmup(session)
         train(session)
 
 

@@ -10,21 +10,23 @@ for each step:
     actor.update(rollouts)            # likewise, once the critic is warm
     rollout.load(actor.weights)
 
-Before the first step, `warm_up.steps` supervised steps (recipes/sft.py) teach a new model what answers look like, and
-the critic begins as that policy.
+Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model what answers look like.
+The critic is initialized from that policy.
 """
 
-from recipes import sft, stages, valuing
-from recipes.evaluation import evaluate
-from recipes.scoring import Scoring, finish_scoring
-from recipes.session import Session, open_session
 from rlpack.config.schema import Config
+from rlpack.recipes import sft
+from rlpack.recipes.driver import critic_stages as valuing
+from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.reward_stages import Scoring, finish_scoring
+from rlpack.recipes.driver.session import Session, open_session
 
 
 def main(config: Config) -> None:
     """Run the recipe from start, or from where its run directory stopped, to its report."""
     with open_session(config) as session:
-        sft.warm_up(session)
+        sft.sft_warmup(session)
         train(session)
 
 
@@ -43,6 +45,6 @@ def train(session: Session) -> None:
         rollouts = valuing.values(session, rollouts)
         rollouts = valuing.advantages(session, rollouts)
         valuing.update_critic(session, rollouts)
-        if step > session.config.critic.warm_up_steps:
+        if step > session.config.critic.warmup_steps:
             stages.update(session, rollouts)
             stages.load_rollout_weights(session)

@@ -10,18 +10,19 @@ for each step:
     rollout.load(actor.weights)
 """
 
-from recipes import sft, stages
-from recipes.evaluation import evaluate
-from recipes.sampling import greedy_rewards, respond_greedily
-from recipes.scoring import Scoring, finish_scoring
-from recipes.session import Session, open_session
 from rlpack.config.schema import Config
+from rlpack.recipes import sft
+from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.reward_stages import Scoring, finish_scoring
+from rlpack.recipes.driver.selection import greedy_rewards, respond_greedily
+from rlpack.recipes.driver.session import Session, open_session
 
 
 def main(config: Config) -> None:
     """Run the recipe from start, or from where its run directory stopped, to its report."""
     with open_session(config) as session:
-        sft.warm_up(session)
+        sft.sft_warmup(session)
         train(session)
 
 

@@ -9,11 +9,11 @@ The held-out demonstrations are scored now and then.
 
 import math
 
-from recipes import stages
-from recipes.evaluation import evaluate_loss
-from recipes.session import Progress, Session, open_session
-from recipes.trial import score_demonstrations
-from rlpack.config.schema import Config, WarmUp
+from rlpack.config.schema import Config, SFTWarmup
+from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.evaluation import evaluate_loss
+from rlpack.recipes.driver.session import Progress, Session, open_session
+from rlpack.recipes.preflight.reward_smoke_test import score_demonstrations
 
 
 def main(config: Config) -> None:
@@ -24,28 +24,28 @@ def main(config: Config) -> None:
             stages.imitate(session, batch, session.learning_rate)
 
 
-def warm_up(session: Session) -> None:
-    """Take `warm_up.steps` steps before another recipe begins; its optimizer starts anew.
+def sft_warmup(session: Session) -> None:
+    """Take `sft_warmup.steps` steps before another recipe begins; its optimizer starts anew.
 
     Roles that score are tried before the first one.
     """
-    settings = session.config.warm_up
+    settings = session.config.sft_warmup
     if settings.steps > 0 and session.progress == Progress():
         score_demonstrations(session)
-    for step in session.steps("warm_up", settings.steps):
+    for step in session.steps("sft_warmup", settings.steps):
         batch = stages.demonstrations(session, settings.batch_size)
-        stages.imitate(session, batch, warm_up_rate(settings, step))
+        stages.imitate(session, batch, sft_warmup_rate(settings, step))
         if step == settings.steps:
             stages.forget_moments(session)
 
 
-def warm_up_rate(settings: WarmUp, step: int) -> float:
+def sft_warmup_rate(settings: SFTWarmup, step: int) -> float:
     """Return the learning rate of step 1, 2, …: linear over the first tenth, then half a cosine.
 
     The step after the last would have 0.
 
-    >>> settings = WarmUp(steps=21, learning_rate=1.0)
-    >>> [round(warm_up_rate(settings, step), 2) for step in (1, 2, 12, 21)]
+    >>> settings = SFTWarmup(steps=21, learning_rate=1.0)
+    >>> [round(sft_warmup_rate(settings, step), 2) for step in (1, 2, 12, 21)]
     [0.5, 1.0, 0.5, 0.01]
     """
     ramp = max(1, settings.steps // 10)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
 from rlpack.data.tokenisation import character_tokenizer
 from rlpack.rollout.assemble import rollout_batch
 from rlpack.rollout.engine import Generations
@@ -59,5 +59,5 @@ def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int
 
 
 def tiny_algorithm(**values: Any) -> Algorithm:
-    """Return the algorithm with a KL term, and a constant for `sequence_sum`."""
-    return Algorithm(**({"kl_coef": 0.2, "kl_estimator": "k3", "sequence_sum_constant": 9.0} | values))
+    """Return the algorithm with a KL term, and a constant for `seq_mean_token_sum_norm`."""
+    return Algorithm(**({"kl_coef": 0.2, "kl_estimator": "k3", "aggregation_constant": 9.0} | values))

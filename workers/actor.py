@@ -9,22 +9,22 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
-from rlpack.algorithms.metrics import merge_steps
+from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.statistics import join
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.microbatch_view import MicrobatchView
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Actor, Config
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.views import MicrobatchView
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import full_state_dict, reshard
 from rlpack.models.policy import TokenScores
-from workers.base import RankContext, Worker, broadcast, sharded
-from workers.loading import build_policy
-from workers.objectives import Imitation, Loss, Objective, PolicyGradient, counted
-from workers.scoring import Scorer
-from workers.training import Learner
+from rlpack.worker import RankContext, Worker, broadcast, sharded
+from rlpack.workers.build import build_policy
+from rlpack.workers.inference import Scorer
+from rlpack.workers.loss import Imitation, Loss, Objective, PolicyGradient, counted
+from rlpack.workers.optimizer_step import Learner
 
 
 class ActorWorker(Worker):

@@ -10,22 +10,22 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.gae import estimate, token_rewards
 from rlpack.algorithms.kl import kl_estimate
-from rlpack.algorithms.metrics import merge_steps
+from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.algorithms.value_loss import squared_error
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.ragged import Ragged
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Algorithm, Config, Critic
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
 from rlpack.data.tokenisation import pad_id
-from rlpack.data.views import MicrobatchView
 from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import load_base_weights
-from workers.base import RankContext, Worker, broadcast, sharded
-from workers.loading import build_critic, to_tensors
-from workers.objectives import Loss, counted, of_tokens
-from workers.scoring import per_token
-from workers.training import Learner
+from rlpack.worker import RankContext, Worker, broadcast, sharded
+from rlpack.workers.build import build_critic, to_tensors
+from rlpack.workers.inference import per_token
+from rlpack.workers.loss import Loss, counted, of_tokens
+from rlpack.workers.optimizer_step import Learner
 
 
 class CriticWorker(Worker):
@@ -89,8 +89,8 @@ class CriticWorker(Worker):
             shard["values"].values,
             token_rewards(shard["rewards"], kept, penalties),
             kept,
-            discount=self._settings.discount,
-            trace_decay=self._settings.trace_decay,
+            gamma=self._settings.gamma,
+            gae_lambda=self._settings.gae_lambda,
         )
         errors = found.returns - shard["values"].values
         columns: dict[str, Ragged | Tensor] = {
@@ -105,7 +105,7 @@ class CriticWorker(Worker):
         return shard.keep([]).union(columns)
 
     @sharded(mini_batches=True)
-    def whiten(self, shard: BatchedDataDict, mean: float, std: float) -> BatchedDataDict:
+    def normalize_advantages(self, shard: BatchedDataDict, mean: float, std: float) -> BatchedDataDict:
         """Return `advantages` less the batch's mean, over its standard deviation; 0 outside responses."""
         mask, advantages = shard["response_mask"], shard["advantages"].values
         whitened = torch.where(mask.values, (advantages - mean) / (std + 1e-8), 0.0)

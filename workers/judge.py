@@ -1,6 +1,6 @@
 """The judge: a scoring role that asks a language model behind an OpenAI-compatible URL.
 
-`roles.judge.target=workers.judge:JudgeWorker judge.url=http://localhost:8000/v1 judge.model=name`
+`roles.judge.target=rlpack.workers.judge:JudgeWorker judge.url=http://localhost:8000/v1 judge.model=name`
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from typing import Self
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Judge
-from rlpack.data.batch import BatchedDataDict
 from rlpack.rewards.errors import RewardError
-from rlpack.rewards.judge import JudgeClient, JudgeSettings, placeholders
+from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, placeholders
+from rlpack.rewards.reward_result import Verdict
 from rlpack.rewards.scoring import FailureRate, scores_of
-from rlpack.rewards.verdicts import Verdict
-from workers.base import RankContext, Worker, sharded
-from workers.reward import verdict_columns
+from rlpack.worker import RankContext, Worker, sharded
+from rlpack.workers.reward import verdict_columns
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +41,19 @@ class JudgeWorker(Worker):
 
     @sharded(beside=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `rewards` f32 [B], `quarantined` bool [B] and the other columns of `workers.reward.verdict_columns`.
+        """Return `rewards` f32 [B], `quarantined` bool [B] and the rest of `rlpack.workers.reward.verdict_columns`.
 
-        A reward is the judge's score over `judge.largest_score`, times `judge.weight`; `reward_judge` is without the
+        A reward is the judge's score over `judge.max_score`, times `judge.weight`; `reward_judge` is without the
         weight.
 
         Args:
-            shard: text columns: `prompt`, `completion`, and those that `judge.instructions` names.
+            shard: text columns: `prompt`, `completion`, and those that `judge.prompt_template` names.
 
         Raises:
             RewardError: the server refuses such requests.
             TooManyFailuresError: more rows than may be have no score.
         """
-        texts = {name: shard[name] for name in placeholders(self._settings.instructions)}
+        texts = {name: shard[name] for name in placeholders(self._settings.prompt_template)}
         verdicts, retries = asyncio.run(self._ask(texts, shard.num_rows))
         failures = [f"row {row}: {v.problem} ({v.text})" for row, v in enumerate(verdicts) if v.failed]
         if failures:
@@ -97,8 +97,8 @@ def _settings_of(section: Judge) -> JudgeSettings:
         url=section.url,
         model=section.model,
         api_key=api_key(section),
-        instructions=section.instructions,
-        largest_score=section.largest_score,
+        prompt_template=section.prompt_template,
+        max_score=section.max_score,
         max_tokens=section.max_tokens,
         concurrency=section.concurrency,
         timeout_s=section.timeout_s,

@@ -6,13 +6,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.kl import KLEstimator, kl_estimate
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
-from rlpack.data.batch import BatchedDataDict
 from rlpack.models.parallel import load_full_state_dict
-from workers.base import RankContext, Worker, broadcast, sharded
-from workers.loading import build_policy, read_weights
-from workers.scoring import Scorer
+from rlpack.worker import RankContext, Worker, broadcast, sharded
+from rlpack.workers.build import build_policy, read_weights
+from rlpack.workers.inference import Scorer
 
 
 class ReferenceWorker(Worker):

@@ -5,12 +5,12 @@ from typing import Self
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Reward
-from rlpack.data.batch import BatchedDataDict
-from rlpack.rewards.limits import Limits
+from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.scoring import Scorer, Scores
-from rlpack.rewards.work import PoolSettings, Target
-from workers.base import RankContext, Worker, sharded
+from rlpack.worker import RankContext, Worker, sharded
 
 _ONLY = "reward"
 
@@ -71,7 +71,7 @@ def _pool_of(settings: Reward) -> PoolSettings:
         rows_per_call=settings.rows_per_call,
         batch_timeout_s=settings.batch_timeout_s,
         strict=settings.sandbox == "strict",
-        environment=settings.environment,
+        environment=settings.env_vars,
         limits=Limits(memory_gb=settings.memory_gb, processes=settings.subprocesses),
     )
 

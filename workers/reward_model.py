@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.microbatch_view import MicrobatchView
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
-from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import pad_id
-from rlpack.data.views import MicrobatchView
 from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import to_model_inputs
-from workers.base import RankContext, Worker, sharded
-from workers.loading import build_reward_model
-from workers.scoring import per_token
+from rlpack.worker import RankContext, Worker, sharded
+from rlpack.workers.build import build_reward_model
+from rlpack.workers.inference import per_token
 
 
 class RewardModelWorker(Worker):

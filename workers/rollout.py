@@ -5,14 +5,14 @@ from typing import Self
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
-from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import pad_id
 from rlpack.rollout.assemble import rollout_batch
 from rlpack.rollout.engine import Engine, SamplingParams
 from rlpack.rollout.hf import HFEngine
-from workers.base import RankContext, Worker, broadcast, sharded
-from workers.loading import build_model, to_tensors
+from rlpack.worker import RankContext, Worker, broadcast, sharded
+from rlpack.workers.build import build_model, to_tensors
 
 # What `rollout.engine` names.
 ENGINES = {"hf": HFEngine}
@@ -34,7 +34,7 @@ class RolloutWorker(Worker):
         """Build the engine; weights reach it from the actor before the first call."""
         model = build_model(config.model, tokenizer, context, seed=config.seed, attention_name="sdpa")
         build = ENGINES[config.rollout.engine]
-        engine = build(model, pad_token_id=pad_id(tokenizer), batch_rows=config.rollout.batch_rows)
+        engine = build(model, pad_token_id=pad_id(tokenizer), max_num_seqs=config.rollout.max_num_seqs)
         return cls(context, engine, tokenizer, model.config.get_text_config().vocab_size)
 
     @sharded()

@@ -3,10 +3,10 @@
 import torch
 from judge_role import JudgeWorker
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.testing import check_role
-from workers.base import RankContext
+from rlpack.worker import RankContext
 
 
 def test_the_judge_keeps_its_contracts():

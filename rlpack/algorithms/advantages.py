@@ -76,15 +76,13 @@ def group_relative(
     return torch.where(counted & ~groups.flat[groups.of_row], advantages, 0.0).float()
 
 
-def length_weighted(
-    rewards: Tensor, group_ids: Tensor, response_tokens: Tensor, *, valid: Tensor | None = None
-) -> Tensor:
+def opo(rewards: Tensor, group_ids: Tensor, response_tokens: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Return every row's reward minus the mean of its group weighted by response lengths, f32 [B].
 
     OPO (Hao et al. 2025, arXiv:2505.23585): for gradients whose squared norm grows with the length, this baseline has
     the least variance.
 
-    >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), torch.tensor([30, 10]))
+    >>> opo(torch.tensor([1.0, 0.0]), torch.tensor([7, 7]), torch.tensor([30, 10]))
     tensor([ 0.2500, -0.7500])
 
     Args:
@@ -107,12 +105,12 @@ def length_weighted(
     return torch.where(counted & ~groups.flat[groups.of_row], values - means[groups.of_row], 0.0).float()
 
 
-def against_greedy(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
+def remax(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Return every row's reward minus that of the prompt's greedy response, f32 [B].
 
     ReMax (Li et al. 2023, arXiv:2310.10505). Every row has a comparison of its own, so groups of one will do.
 
-    >>> against_greedy(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.25]))
+    >>> remax(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.25]))
     tensor([ 0.0000, -0.2500])
 
     Args:
@@ -129,7 +127,7 @@ def against_greedy(rewards: Tensor, greedy_rewards: Tensor, *, valid: Tensor | N
     return torch.where(counted, rewards.double() - greedy_rewards.double(), 0.0).float()
 
 
-def batch_normalised(
+def reinforce_pp(
     rewards: Tensor,
     group_ids: Tensor,
     response_tokens: Tensor,
@@ -144,7 +142,7 @@ def batch_normalised(
     the reward as its return, and mean and standard deviation are those of all response tokens. With `centre_groups` the
     group's mean reward is taken off first, the paper's variant with a baseline.
 
-    >>> batch_normalised(torch.tensor([1.0, 0.0]), torch.tensor([7, 9]), torch.tensor([10, 10]))
+    >>> reinforce_pp(torch.tensor([1.0, 0.0]), torch.tensor([7, 9]), torch.tensor([10, 10]))
     tensor([ 0.9747, -0.9747])
 
     Args:

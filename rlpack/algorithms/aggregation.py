@@ -4,7 +4,8 @@
 averaged on the way, so value and gradient don't depend on how rows are batched. Invariants:
 
 1. a row without a token that counts has weight exactly 0, and so has every row of a step without any;
-2. over all counted tokens of an optimizer step, `token_mean` and `sequence_mean` weights sum to 1 (unless all are out);
+2. over all counted tokens of an optimizer step, `token_mean` and `seq_mean_token_mean` weights sum to 1 (unless no
+   token counts);
 3. a row's weight depends on its own count and the denominators only.
 
 tests/unit/algorithms/test_aggregation.py asserts all three.
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Denominators:
     Attributes:
         tokens: tokens inside the mask.
         sequences: rows with at least one token inside the mask.
-        constant: what `sequence_sum` divides a row's sum by, in tokens.
+        constant: what `seq_mean_token_sum_norm` divides a row's sum by, in tokens.
     """
 
     tokens: float
@@ -45,7 +46,7 @@ def count_denominators(counts: Tensor, *, constant: float | None = None) -> Deno
 
     Args:
         counts: tokens of each of its rows that count, int64 [B].
-        constant: what `sequence_sum` divides by.
+        constant: what `seq_mean_token_sum_norm` divides by.
     """
     return Denominators(float(counts.sum()), float((counts > 0).sum()), constant)
 
@@ -54,11 +55,11 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
     """Return the weight in the loss of each token of a row, f32 [B].
 
     - `token_mean`: 1 / tokens. Long answers weigh more (DAPO, Yu et al. 2025, arXiv:2503.14476).
-    - `sequence_mean`: 1 / (the row's own tokens · sequences). Every answer weighs the same (GRPO, arXiv:2402.03300).
-    - `sequence_mean_of_sums`: 1 / sequences. The mean over answers of the sums of their tokens (REINFORCE, RLOO).
-    - `sequence_sum`: 1 / (constant · sequences). Without a bias by length (Dr. GRPO, arXiv:2503.20783).
+    - `seq_mean_token_mean`: 1 / (the row's tokens · sequences). Every answer weighs the same (GRPO, arXiv:2402.03300).
+    - `seq_mean_token_sum`: 1 / sequences. The mean over answers of the sums of their tokens (REINFORCE, RLOO).
+    - `seq_mean_token_sum_norm`: 1 / (constant · sequences). Without a bias by length (Dr. GRPO, arXiv:2503.20783).
 
-    >>> row_weights(torch.tensor([2, 1, 0]), aggregation="sequence_mean", denominators=Denominators(3, 2))
+    >>> row_weights(torch.tensor([2, 1, 0]), aggregation="seq_mean_token_mean", denominators=Denominators(3, 2))
     tensor([0.2500, 0.5000, 0.0000])
 
     Args:
@@ -67,25 +68,26 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
         denominators: of the optimizer step that these rows belong to.
 
     Raises:
-        AlgorithmError: the aggregation is unknown, or `sequence_sum` lacks its constant.
+        AlgorithmError: the aggregation is unknown, or `seq_mean_token_sum_norm` lacks its constant.
     """
     if aggregation == "token_mean":
         weights = torch.full(counts.shape, _inverse(denominators.tokens), dtype=torch.float64)
-    elif aggregation == "sequence_mean":
+    elif aggregation == "seq_mean_token_mean":
         weights = _inverse(denominators.sequences) / counts.clamp(min=1).double()
-    elif aggregation == "sequence_mean_of_sums":
+    elif aggregation == "seq_mean_token_sum":
         weights = torch.full(counts.shape, _inverse(denominators.sequences), dtype=torch.float64)
-    elif aggregation == "sequence_sum":
+    elif aggregation == "seq_mean_token_sum_norm":
         if denominators.constant is None or not denominators.constant > 0:
             raise AlgorithmError(
-                f"sequence_sum divides by {denominators.constant}; set algorithm.sequence_sum_constant above 0"
+                f"seq_mean_token_sum_norm divides by {denominators.constant}; set "
+                "algorithm.aggregation_constant above 0"
             )
         per_token = _inverse(denominators.constant * denominators.sequences)
         weights = torch.full(counts.shape, per_token, dtype=torch.float64)
     else:
         raise AlgorithmError(
-            f"aggregation is {aggregation!r}; algorithm.aggregation is token_mean, sequence_mean, "
-            "sequence_mean_of_sums or sequence_sum"
+            f"aggregation is {aggregation!r}; algorithm.aggregation is token_mean, seq_mean_token_mean, "
+            "seq_mean_token_sum or seq_mean_token_sum_norm"
         )
     return torch.where(counts > 0, weights, 0.0).float()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 
 
 class Estimates(NamedTuple):
@@ -47,7 +47,7 @@ def token_rewards(rewards: Tensor, mask: Ragged, penalties: Tensor | None = None
     return found
 
 
-def estimate(values: Tensor, rewards: Tensor, mask: Ragged, *, discount: float, trace_decay: float) -> Estimates:
+def estimate(values: Tensor, rewards: Tensor, mask: Ragged, *, gamma: float, gae_lambda: float) -> Estimates:
     """Return the advantages and returns of tokens (Schulman et al. 2016, arXiv:1506.02438).
 
     `A_t = δ_t + γλ·A_u` with `δ_t = r_t + γ·V_u - V_t`, where u is the row's next token that counts; after the last
@@ -55,7 +55,7 @@ def estimate(values: Tensor, rewards: Tensor, mask: Ragged, *, discount: float, 
     linear maps, so doubling their reach solves it in log2(longest row) passes.
 
     >>> mask = Ragged.from_rows([[True, True]], torch.bool)
-    >>> found = estimate(torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0]), mask, discount=1.0, trace_decay=0.5)
+    >>> found = estimate(torch.tensor([0.5, 1.0]), torch.tensor([0.0, 2.0]), mask, gamma=1.0, gae_lambda=0.5)
     >>> found.advantages, found.returns
     (tensor([1., 1.]), tensor([1.5000, 2.0000]))
 
@@ -63,14 +63,14 @@ def estimate(values: Tensor, rewards: Tensor, mask: Ragged, *, discount: float, 
         values: of what lies before each token, [T].
         rewards: of each token, [T].
         mask: tokens that count, bool, B rows.
-        discount: γ, from 0 to 1.
-        trace_decay: λ, from 0 (the critic alone) to 1 (rewards alone, less the value as a baseline).
+        gamma: γ, from 0 to 1.
+        gae_lambda: λ, from 0 (the critic alone) to 1 (rewards alone, less the value as a baseline).
 
     Raises:
         AlgorithmError: a factor is outside of 0 to 1, a column has another number of tokens, or a value or reward that
             counts is no finite number.
     """
-    for name, factor in (("discount", discount), ("trace_decay", trace_decay)):
+    for name, factor in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= factor <= 1:
             raise AlgorithmError(f"{name} is {factor}; it has to be from 0 to 1")
     tokens, rows = _counted(mask)
@@ -86,7 +86,7 @@ def estimate(values: Tensor, rewards: Tensor, mask: Ragged, *, discount: float, 
     goes_on = torch.zeros_like(own)
     goes_on[:-1] = (rows[:-1] == rows[1:]).double()
     following = torch.cat([own[1:], own.new_zeros(min(1, own.numel()))]) * goes_on
-    advantages = _accumulate(paid + discount * following - own, discount * trace_decay * goes_on)
+    advantages = _accumulate(paid + gamma * following - own, gamma * gae_lambda * goes_on)
     found = torch.zeros(2, *mask.values.shape)
     found[0, tokens], found[1, tokens] = advantages.float(), (advantages + own).float()
     return Estimates(found[0], found[1])

@@ -102,7 +102,7 @@ class PolicyLoss:
         return cls(torch.where(mask, losses, 0.0), torch.where(mask, ratio.detach(), 0.0), low & mask, high & mask)
 
 
-def clipped(
+def ppo_clip(
     tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None
 ) -> PolicyLoss:
     """Return `-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)` a token.
@@ -114,7 +114,7 @@ def clipped(
     >>> tokens = PolicyTokens(
     ...     torch.tensor([0.5, 0.5, 0.5]).log(), torch.tensor([0.25, 0.25, 0.5]).log(), torch.tensor([1.0, -1.0, 1.0]),
     ...     torch.tensor([True, True, False]), torch.tensor([3]))
-    >>> loss = clipped(tokens, clip_low=0.2, clip_high=0.3)
+    >>> loss = ppo_clip(tokens, clip_low=0.2, clip_high=0.3)
     >>> loss.token_losses
     tensor([-1.3000,  2.0000,  0.0000])
     >>> loss.clipped_high
@@ -132,17 +132,17 @@ def clipped(
     return _clipped(tokens, tokens.ratio, clip_low, clip_high, dual_clip)
 
 
-def sequence_clipped(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
     """Return GSPO's loss a token: clipping by the geometric mean s of the row's ratios (Zheng et al. 2025).
 
     arXiv:2507.18071: `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)`, with s = (Π r)^(1/n). Every token of a row
-    has the row's loss, so under `sequence_mean` the sum over its tokens is the paper's, and so is the gradient. It is
-    written as the paper's GSPO-token, in which s has the gradient of the token's own ratio: so advantages may
+    has the row's loss, so under `seq_mean_token_mean` the sum over its tokens is the paper's, and so is the gradient.
+    It is written as the paper's GSPO-token, in which s has the gradient of the token's own ratio: so advantages may
     differ within a row.
 
     >>> both = torch.tensor([True, True])
     >>> tokens = PolicyTokens(torch.tensor([2.0, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))
-    >>> sequence_clipped(tokens, clip_low=0.2, clip_high=9.0).token_losses
+    >>> gspo(tokens, clip_low=0.2, clip_high=9.0).token_losses
     tensor([-4., -4.])
     """
     return _clipped(tokens, tokens.sequence_ratio, clip_low, clip_high, None)

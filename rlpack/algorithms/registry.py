@@ -19,8 +19,8 @@ from rlpack.algorithms.policy_loss import PolicyLoss
 from rlpack.algorithms.statistics import kl_cov
 
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
-    "clipped": policy_loss.clipped,
-    "sequence_clipped": policy_loss.sequence_clipped,
+    "ppo_clip": policy_loss.ppo_clip,
+    "gspo": policy_loss.gspo,
     "cispo": policy_loss.cispo,
     "sapo": policy_loss.sapo,
     "reinforce": policy_loss.reinforce,
@@ -28,9 +28,9 @@ LOSSES: dict[str, Callable[..., PolicyLoss]] = {
 }
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "group_relative": advantages.group_relative,
-    "length_weighted": advantages.length_weighted,
-    "against_greedy": advantages.against_greedy,
-    "batch_normalised": advantages.batch_normalised,
+    "opo": advantages.opo,
+    "remax": advantages.remax,
+    "reinforce_pp": advantages.reinforce_pp,
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlpack import __version__
-from rlpack.cli.process import quiet_when_nobody_reads, sigterm_like_ctrl_c
+from rlpack.cli.signals import quiet_when_nobody_reads, sigterm_like_ctrl_c
 
 _EPILOG = """\
 examples:
@@ -45,7 +45,7 @@ def _command(arguments: list[str]) -> int:
     if arguments[:1] in (["plan"], ["simulate"]):
         return _plan(arguments)
     if arguments[:1] in _JOB_COMMANDS:
-        from rlpack.cli.jobs import run_command
+        from rlpack.cli.job_commands import run_command
 
         return run_command(arguments)
     parser = _parser()
@@ -103,7 +103,7 @@ def _plan(arguments: list[str]) -> int:
 def _report(run_dir: Path) -> int:
     """Write the report of a run and say where it is."""
     from rlpack.observe.errors import ReportError
-    from rlpack.observe.report import write_report
+    from rlpack.observe.report.report import write_report
 
     try:
         print(write_report(run_dir))

@@ -20,21 +20,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rlpack.cli.surroundings import check_surroundings
+from rlpack.cli.environment import check_surroundings
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
-from rlpack.config.odd import odd_choices
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
+from rlpack.config.warnings import odd_choices
 from rlpack.config.yaml_limits import check_yaml_files
-from rlpack.distributed.secrets import take_secrets
-from rlpack.observe.directory import holds_checkpoint
+from rlpack.distributed.jobs.secrets import take_secrets
+from rlpack.observe.run_dir import holds_checkpoint
 
 log = logging.getLogger(__name__)
 
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
-_OWN_PACKAGES = ("rlpack.", "workers.", "recipes.")
+_OWN_PACKAGES = ("rlpack.",)
 _DIRECTORY_FLAGS = {"--config-dir", "-cd", "--config-path", "-cp"}
 # Hydra's own options.
 _FLAGS = _DIRECTORY_FLAGS | {
@@ -82,7 +82,7 @@ def run(config: Config) -> int:
     if os.getcwd() not in sys.path:  # a user's own roles and rewards lie where the command is given
         sys.path.append(os.getcwd())
     try:
-        recipe = importlib.import_module(f"recipes.{config.recipe}")
+        recipe = importlib.import_module(f"rlpack.recipes.{config.recipe}")
         recipe.main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
         saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
@@ -204,7 +204,7 @@ def _fresh_name(now: datetime, recipe: str) -> str:
 
 def _report_failure(error: Exception) -> int:
     """Say what ended a run and return its exit code; our own errors speak for themselves, others get a traceback."""
-    from rlpack.data.errors import DataError
+    from rlpack.batch.errors import DataError
 
     ours = any(parent.__module__.startswith(_OWN_PACKAGES) for parent in type(error).__mro__)
     if not ours or os.environ.get("HYDRA_FULL_ERROR") == "1":

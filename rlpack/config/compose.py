@@ -27,7 +27,7 @@ from rlpack.config.validate import validate
 
 BASE_NODE = "schema"
 CONFIG_NAME = "train"
-PRESETS = Path(__file__).resolve().parents[2] / "configs"
+PRESETS = Path(__file__).resolve().parents[1] / "configs"
 VERSION_BASE = "1.3"
 _LONGEST_OVERRIDE = 65_536
 _LONGEST_HINT = 200

@@ -61,8 +61,8 @@ class Key:
 def walk(root: Key | None = None) -> Iterator[Key]:
     """Yield every key below `root` (the whole config when None), parents before children, in the schema's order.
 
-    >>> [key.path for key in walk() if key.path.startswith("warm_up")][:2]
-    ['warm_up', 'warm_up.steps']
+    >>> [key.path for key in walk() if key.path.startswith("sft_warmup")][:2]
+    ['sft_warmup', 'sft_warmup.steps']
     """
     for key in children(root or ROOT).values():
         yield key
@@ -103,8 +103,8 @@ def find(path: str) -> Key | None:
 def unknown_key_problem(path: str) -> str:
     """Return the message for a key that doesn't exist: the nearest key, and the valid ones beside it.
 
-    >>> unknown_key_problem("warm_up.stepz")
-    'warm_up.stepz is not a key; did you mean warm_up.steps? warm_up has: steps, batch_size, learning_rate'
+    >>> unknown_key_problem("sft_warmup.stepz")
+    'sft_warmup.stepz is not a key; did you mean sft_warmup.steps? sft_warmup has: steps, batch_size, learning_rate'
     """
     parent, parts = ROOT, path.split(".")
     while (below := children(parent)) and (parts[0] in below or ANY_NAME in below):

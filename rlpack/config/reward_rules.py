@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config, Reward
 
-JUDGE = "workers.judge:JudgeWorker"
+JUDGE = "rlpack.workers.judge:JudgeWorker"
 _COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_UNIT_TESTS = "rlpack.rewards.programs:unit_tests"
+_UNIT_TESTS = "rlpack.rewards.code_execution:unit_tests"
 # Columns of a scoring role that are counted, reward_<name>.
 _COUNTERS = ("failure", "output_bytes", "retries")
 

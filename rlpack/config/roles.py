@@ -1,8 +1,8 @@
 """What the sections say about one role: how it batches and where it runs."""
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.optimization import Optimizer
 from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
+from rlpack.config.sections.optimization import Optimizer
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import MAX_LENGTH
@@ -18,7 +18,7 @@ def role_batching(config: Config, role: str) -> Batching:
         ConfigError: the role doesn't exist, or its own values and the actor's don't go together.
 
     >>> from rlpack.config.schema import Role
-    >>> judge = Role(target="judge:Judge", batching=RoleBatching(mode="fixed", rows=2))
+    >>> judge = Role(target="judge:Judge", batching=RoleBatching(mode="fixed", micro_batch_size=2))
     >>> config = Config(roles={"judge": judge})
     >>> role_batching(config, "judge").mode, role_batching(config, "judge").max_tokens
     ('fixed', 4096)
@@ -27,8 +27,8 @@ def role_batching(config: Config, role: str) -> Batching:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
     # The token budget is not that of roles without microbatches: no prompt may be cut or left out on its way to them.
     if role == "rollout":
-        rows = min(config.rollout.batch_rows, MAX_LENGTH)
-        return config.batching.override(mode="fixed", rows=rows, overlong="own_microbatch")
+        rows = min(config.rollout.max_num_seqs, MAX_LENGTH)
+        return config.batching.override(mode="fixed", micro_batch_size=rows, overlong="own_microbatch")
     if role == "reward":
         return config.batching.override(overlong="own_microbatch")
     own = own_batching(config, role)

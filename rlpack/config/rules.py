@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.jobs import submission_problems
-from rlpack.config.optimization import Lora, Optimizer
+from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import judge_problems, reward_problems
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, Data, RoleBatching
-from rlpack.config.secrets import secret_paths
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.submission import submission_problems
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -32,10 +32,10 @@ def broken_rules(config: Config) -> list[str]:
 
 def _batch_sizes(config: Config) -> Iterator[str]:
     trainer = config.trainer
-    if config.recipe == "sft" and (trainer.mini_batch_size is not None or trainer.epochs != 1):
+    if config.recipe == "sft" and (trainer.mini_batch_size is not None or trainer.updates_per_batch != 1):
         yield (
             "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
-            "leave trainer.mini_batch_size=null and trainer.epochs=1"
+            "leave trainer.mini_batch_size=null and trainer.updates_per_batch=1"
         )
 
 
@@ -49,16 +49,16 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if algorithm.clip_low == 1 and not is_cispo:
         yield "algorithm.clip_low is 1, which leaves the ratio no lower bound; set it below 1, or choose loss=cispo"
-    needs_constant = algorithm.aggregation == "sequence_sum"
-    if needs_constant and algorithm.sequence_sum_constant is None:
+    needs_constant = algorithm.aggregation == "seq_mean_token_sum_norm"
+    if needs_constant and algorithm.aggregation_constant is None:
         yield (
-            "algorithm.aggregation=sequence_sum divides by a constant; set algorithm.sequence_sum_constant, "
+            "algorithm.aggregation=seq_mean_token_sum_norm divides by a constant; set algorithm.aggregation_constant, "
             f"for example to rollout.max_new_tokens ({config.rollout.max_new_tokens})"
         )
-    if not needs_constant and algorithm.sequence_sum_constant is not None:
+    if not needs_constant and algorithm.aggregation_constant is not None:
         yield (
-            f"algorithm.sequence_sum_constant is {algorithm.sequence_sum_constant}, but algorithm.aggregation is "
-            f"{algorithm.aggregation}; set algorithm.aggregation=sequence_sum or leave the constant at null"
+            f"algorithm.aggregation_constant is {algorithm.aggregation_constant}, but algorithm.aggregation is "
+            f"{algorithm.aggregation}; set algorithm.aggregation=seq_mean_token_sum_norm or leave the constant at null"
         )
     if algorithm.kl_coef > 0 and "reference" not in config.roles:
         yield f"algorithm.kl_coef is {algorithm.kl_coef} and needs the role reference; keep roles.reference"
@@ -68,9 +68,9 @@ def _optimizer(config: Config) -> Iterator[str]:
     for key, settings in optimizers(config).items():
         yield from _schedule(key, settings, config.trainer.steps)
     lora, optimizer = config.actor.lora, config.actor.optimizer
-    if lora.rank > 0 and optimizer.frozen:
+    if lora.rank > 0 and optimizer.freeze:
         yield (
-            f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.frozen "
+            f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.freeze "
             "is set too; leave it [] and choose by actor.lora.targets which layers get adapters, or set "
             "actor.lora.rank=0"
         )
@@ -80,10 +80,10 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
-    if optimizer.schedule == "constant" and optimizer.floor > 0:
+    if optimizer.schedule == "constant" and optimizer.min_lr_ratio > 0:
         yield (
-            f"{key}.floor is {optimizer.floor:g}, but {key}.schedule is constant, which doesn't fall; "
-            f"set {key}.schedule=cosine or linear, or leave {key}.floor=0"
+            f"{key}.min_lr_ratio is {optimizer.min_lr_ratio:g}, but {key}.schedule is constant, which doesn't fall; "
+            f"set {key}.schedule=cosine or linear, or leave {key}.min_lr_ratio=0"
         )
     if 0 < steps <= optimizer.warmup_steps:
         yield (
@@ -106,7 +106,7 @@ def _recipe(config: Config) -> Iterator[str]:
     if recipe == "ppo" and (algorithm.advantage != "group_relative" or algorithm.advantage_arguments):
         yield (
             f"algorithm.advantage is {algorithm.advantage!r}, and recipe=ppo takes its advantages from the critic "
-            "(critic.discount, critic.trace_decay, critic.whiten); leave it out, or choose another recipe"
+            "(critic.gamma, critic.gae_lambda, critic.normalize_advantages); leave it out, or choose another recipe"
         )
     if recipe != "sft":
         yield from _cut_alike(config)
@@ -201,13 +201,13 @@ def _why_nothing_is_held_out(data: Data) -> str | None:
 
 
 def _supervision(config: Config) -> Iterator[str]:
-    if config.recipe == "sft" and config.warm_up.steps > 0:
-        yield f"warm_up.steps is {config.warm_up.steps}, but recipe=sft has no warm-up; set warm_up.steps=0"
-    supervised = config.recipe == "sft" or config.warm_up.steps > 0
-    if supervised and config.data.demonstration_column is None:
-        reason = "recipe=sft" if config.recipe == "sft" else f"warm_up.steps={config.warm_up.steps}"
-        way_out = "" if config.recipe == "sft" else ", or warm_up.steps=0"
-        yield f"{reason} trains on demonstrations; set data.demonstration_column{way_out}"
+    if config.recipe == "sft" and config.sft_warmup.steps > 0:
+        yield f"sft_warmup.steps is {config.sft_warmup.steps}, but recipe=sft has no warm-up; set sft_warmup.steps=0"
+    supervised = config.recipe == "sft" or config.sft_warmup.steps > 0
+    if supervised and config.data.completion_column is None:
+        reason = "recipe=sft" if config.recipe == "sft" else f"sft_warmup.steps={config.sft_warmup.steps}"
+        way_out = "" if config.recipe == "sft" else ", or sft_warmup.steps=0"
+        yield f"{reason} trains on demonstrations; set data.completion_column{way_out}"
 
 
 def _targets(config: Config) -> Iterator[str]:

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rlpack.config.batching import ActorBatching, RoleBatching
-from rlpack.config.critic import Critic, Dapo, RewardModel
-from rlpack.config.jobs import Submission
-from rlpack.config.optimization import Lora, Optimizer
-from rlpack.config.rewards import Judge, Reward
-from rlpack.config.rewards import RewardFunction as RewardFunction
-from rlpack.config.section import Count, NonNegative, Positive, Seconds, Section, TokenId, Unit
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.reward_sources import Judge, Reward
+from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
+from rlpack.config.sections.role_batching import ActorBatching, RoleBatching
+from rlpack.config.sections.section import Count, NonNegative, Positive, Seconds, Section, TokenId, Unit
+from rlpack.config.sections.submission import Submission
+from rlpack.config.sections.value_models import Critic, Dapo, RewardModel
 from rlpack.packing.batching import Batching
 
 BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_model")
@@ -29,10 +29,10 @@ class Trainer(Section):
     mini_batch_size: Count | None = Field(
         default=None, description="Sequences of one optimizer step, over all ranks; null takes the whole rollout batch."
     )
-    epochs: Count = Field(default=1, description="How many times a rollout batch is used (μ).")
+    updates_per_batch: Count = Field(default=1, description="How many times a rollout batch is used (μ).")
 
 
-class WarmUp(Section):
+class SFTWarmup(Section):
     """Supervised fine-tuning on the dataset's demonstrations before the first rollout step."""
 
     steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 for none.")
@@ -74,10 +74,7 @@ class Algorithm(Section):
 
     advantage: str = Field(
         default="group_relative",
-        description=(
-            "group_relative, length_weighted, batch_normalised, against_greedy (recipe=remax), or "
-            "package.module:function."
-        ),
+        description=("group_relative, opo, reinforce_pp, remax (recipe=remax), or package.module:function."),
     )
     advantage_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the advantage function."
@@ -87,8 +84,8 @@ class Algorithm(Section):
         default="std", description="group_relative divides by the group's standard deviation, or not."
     )
     loss: str = Field(
-        default="clipped",
-        description="clipped, sequence_clipped, cispo, sapo, reinforce, kl_cov, or package.module:function.",
+        default="ppo_clip",
+        description="ppo_clip, gspo, cispo, sapo, reinforce, kl_cov, or package.module:function.",
     )
     loss_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the loss function."
@@ -111,11 +108,12 @@ class Algorithm(Section):
     )
     kl_horizon: Positive = Field(default=10000.0, description="Responses over which kl_coef may change by a fifth.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum"] = Field(
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = Field(
         default="token_mean", description="How token losses become one number."
     )
-    sequence_sum_constant: Positive | None = Field(
-        default=None, description="The constant that sequence_sum divides by (Dr. GRPO: the longest response)."
+    aggregation_constant: Positive | None = Field(
+        default=None,
+        description="Divisor of seq_mean_token_sum_norm (Dr. GRPO: the longest response).",
     )
 
 
@@ -146,9 +144,7 @@ class Data(Section):
     validation_split: str = Field(default="validation", description="Held-out split.")
     prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_column: str | None = Field(default="answer", description="Column that rewards compare with; null for none.")
-    demonstration_column: str | None = Field(
-        default=None, description="Column of the target text for supervised steps."
-    )
+    completion_column: str | None = Field(default=None, description="Column of the target text for supervised steps.")
     chat_template: bool = Field(default=False, description="Render prompts through the tokenizer's chat template.")
     max_prompt_tokens: Count = Field(default=512, description="Longest prompt.")
     overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What happens to a longer prompt.")
@@ -166,7 +162,7 @@ class Rollout(Section):
     stop_token_ids: tuple[TokenId, ...] = Field(
         default=(), strict=False, description="Token ids that end a response, beside the tokenizer's end of sequence."
     )
-    batch_rows: Count = Field(
+    max_num_seqs: Count = Field(
         default=256,
         description="Rows that one rank generates at one time; then they are scored, while it generates the next.",
     )
@@ -220,7 +216,7 @@ class Role(Section):
 
 def builtin_roles() -> dict[str, Role]:
     """Return the classes of the built-in roles."""
-    return {name: Role(target=f"workers.{name}:{name.title().replace('_', '')}Worker") for name in BUILTIN_ROLES}
+    return {name: Role(target=f"rlpack.workers.{name}:{name.title().replace('_', '')}Worker") for name in BUILTIN_ROLES}
 
 
 class Logger(Section):
@@ -253,7 +249,7 @@ class Config(Section):
         default="never", description="auto goes on from run_dir's newest checkpoint, or starts when there is none."
     )
     trainer: Trainer = Trainer()
-    warm_up: WarmUp = WarmUp()
+    sft_warmup: SFTWarmup = SFTWarmup()
     evaluation: Evaluation = Evaluation()
     algorithm: Algorithm = Algorithm()
     model: Model = Model()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rlpack.data.errors import DataError
+from rlpack.batch.errors import DataError
 
 ALPHABET = string.ascii_lowercase + string.digits + "=#"
 _SPLITS = {"train": 0, "validation": 1}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlpack.data.errors import DataError
+from rlpack.batch.errors import DataError
 from rlpack.data.examples import Example, PromptDataset, check_prompt, check_text
 
 __all__ = ["Example", "PromptDataset", "load_prompts"]
@@ -36,7 +36,7 @@ def load_prompts(
     seed: int,
     prompt_column: str = "prompt",
     answer_column: str | None = "answer",
-    demonstration_column: str | None = None,
+    completion_column: str | None = None,
     generator: Mapping[str, Any] | None = None,
 ) -> PromptDataset:
     """Return the prompts of a source, every row checked.
@@ -49,22 +49,22 @@ def load_prompts(
         seed: what a generator draws from.
         prompt_column: text, or a list of chat messages.
         answer_column: column that rewards compare with; None for none.
-        demonstration_column: column of the target text of supervised steps; None for none.
+        completion_column: column of the target text of supervised steps; None for none.
         generator: arguments of the built-in generator.
 
     Raises:
         DataError: the source can't be read, lacks a column, has no row, or has a bad one; the text says which.
     """
     named = {"data.prompt_column": prompt_column, "data.answer_column": answer_column}
-    named["data.demonstration_column"] = demonstration_column
+    named["data.completion_column"] = completion_column
     examples: list[Example] = []
     for number, (place, row) in enumerate(_rows(source, split, seed, generator or {})):
         for key, column in named.items():
             if column is not None and column not in row:
                 raise DataError(f"{place} has no column {column!r}; it has {', '.join(row)}; set {key}")
-        demonstration = row[demonstration_column] if demonstration_column else None
-        if demonstration_column:
-            check_text(demonstration, f"{place}: {demonstration_column}")
+        demonstration = row[completion_column] if completion_column else None
+        if completion_column:
+            check_text(demonstration, f"{place}: {completion_column}")
         answer = row[answer_column] if answer_column else None
         if isinstance(answer, str):
             check_text(answer, f"{place}: {answer_column}", blank=True)

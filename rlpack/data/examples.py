@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlpack.data.errors import DataError
+from rlpack.batch.errors import DataError
 
 Message = dict[str, Any]
 Prompt = str | list[Message]

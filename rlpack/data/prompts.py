@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.errors import DataError
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
 from rlpack.data.examples import Example, PromptDataset
-from rlpack.data.ragged import Ragged
 from rlpack.data.tokenisation import encode_demonstration, encode_prompt
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlpack.data.errors import DataError
+from rlpack.batch.errors import DataError
 from rlpack.data.examples import Example, Message
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -94,7 +94,7 @@ def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Example) -
     """
     where = f"demonstration of {example.uid!r}"
     if example.demonstration is None:
-        raise DataError(f"{where} is missing; supervised steps need data.demonstration_column")
+        raise DataError(f"{where} is missing; supervised steps need data.completion_column")
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise DataError(

@@ -19,12 +19,12 @@ from ray._private.utils import detect_fate_sharing_support, estimate_available_m
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rlpack.config.jobs import Submission
 from rlpack.config.schema import Placement, Pool
+from rlpack.config.sections.submission import Submission
 from rlpack.distributed.capacity import check_capacity, listing
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.ranks import RayRanks
-from rlpack.distributed.store import RayStore
+from rlpack.distributed.ray_store import RayStore
 
 logger = logging.getLogger(__name__)
 

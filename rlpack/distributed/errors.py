@@ -35,7 +35,7 @@ class RoleError(RuntimeError):
         rank: rank that failed first, or None when it cannot be told.
         method: the method that was called (the phase of the step).
         cause: what happened, in words.
-        phase: `warm_up` or `train`, where the caller knows it.
+        phase: `sft_warmup` or `train`, where the caller knows it.
         step: the step under way, where the caller knows it.
     """
 

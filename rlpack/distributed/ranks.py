@@ -23,15 +23,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlpack.config.jobs import Submission
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.offload import Outline, cut
 from rlpack.config.schema import Placement, Pool
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.holding import Outline, cut
+from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RankError, RoleError, StoreFullError
-from rlpack.distributed.host import RankHost
-from rlpack.distributed.parts import Reader, localised, parts_of
-from rlpack.distributed.store import RayStore
+from rlpack.distributed.object_handles import Reader, localised, parts_of
+from rlpack.distributed.process import RankHost
+from rlpack.distributed.ray_store import RayStore
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +383,7 @@ def _describe(error: RayError) -> str:
 
 def _place(trace: str) -> str:
     """Return the last line of a traceback that is a user's own code: not rlpack's, no package's and not Python's."""
-    ours = [str(Path(__file__).parents[2] / package) for package in ("rlpack", "workers")]
+    ours = [str(Path(__file__).resolve().parents[1])]
     others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]
     return " ({}, line {})".format(*frames[-1]) if frames else ""

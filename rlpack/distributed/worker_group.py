@@ -14,11 +14,11 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, T
 
 import numpy as np
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.columns import lengths_of
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.columns import lengths_of
 from rlpack.distributed.dispatch import Dispatch, dispatch_of
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.returns import restored
+from rlpack.distributed.results import restored
 from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 
 logger = logging.getLogger(__name__)

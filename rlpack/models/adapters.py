@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlpack.config.optimization import Lora
+from rlpack.config.sections.optimization import Lora
 from rlpack.models.errors import ModelError
 from rlpack.models.patterns import chosen
 

@@ -30,8 +30,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlpack.config.critic import RewardModel
 from rlpack.config.schema import Model
+from rlpack.config.sections.value_models import RewardModel
 from rlpack.models import attention
 from rlpack.models.errors import ModelError
 

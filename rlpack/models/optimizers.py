@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from rlpack.config.optimization import Optimizer
+from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.errors import ModelError
 from rlpack.models.patterns import chosen
 
 
 def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") -> None:
-    """Stop training the weights that `settings.frozen` names, and see that every pattern of `settings` names some.
+    """Stop training the weights that `settings.freeze` names, and see that every pattern of `settings` names some.
 
     Before the model is sharded. A tied weight goes by each of its names.
 
@@ -30,12 +30,12 @@ def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") 
         ModelError: a pattern matches no weight, or none is left to train.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    chosen(settings.undecayed, named, f"{key}.undecayed")
-    for name in chosen(settings.frozen, named, f"{key}.frozen"):
+    chosen(settings.no_decay, named, f"{key}.no_decay")
+    for name in chosen(settings.freeze, named, f"{key}.freeze"):
         named[name].requires_grad_(False)
     if not any(weight.requires_grad for weight in named.values()):
         raise ModelError(
-            f"{key}.frozen={list(settings.frozen)} freezes all {len(named)} weights, so nothing would be trained; "
+            f"{key}.freeze={list(settings.freeze)} freezes all {len(named)} weights, so nothing would be trained; "
             "leave some out of it"
         )
 
@@ -43,7 +43,7 @@ def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     """Return AdamW over the weights of `model` that are trained, its moments at zero.
 
-    Matrices are decayed; vectors (biases, norms) and what `settings.undecayed` matches are not.
+    Matrices are decayed; vectors (biases, norms) and what `settings.no_decay` matches are not.
 
     Args:
         model: sharded already, where it is to be; its weights' names are those of the patterns.
@@ -53,10 +53,10 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
         ModelError: a pattern matches no weight.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    undecayed = {id(named[name]) for name in chosen(settings.undecayed, named, "optimizer.undecayed")}
+    no_decay = {id(named[name]) for name in chosen(settings.no_decay, named, "optimizer.no_decay")}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    decayed = [weight for weight in trained if weight.ndim >= 2 and id(weight) not in undecayed]
-    rest = [weight for weight in trained if weight.ndim < 2 or id(weight) in undecayed]
+    decayed = [weight for weight in trained if weight.ndim >= 2 and id(weight) not in no_decay]
+    rest = [weight for weight in trained if weight.ndim < 2 or id(weight) in no_decay]
     groups = [
         {"params": weights, "weight_decay": decay}
         for weights, decay in ((decayed, settings.weight_decay), (rest, 0.0))

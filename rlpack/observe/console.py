@@ -17,7 +17,7 @@ from rlpack.observe.text import shortened, visible
 
 # What a line shows, in this order, of what a step reports: metric, label, format.
 COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("warm_up/loss", "loss", "{:.3f}"),
+    ("sft_warmup/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("evaluation/loss", "held-out loss", "{:.3f}"),
     ("evaluation/accuracy_sampled", "held-out sampled", "{:.1%}"),
@@ -35,8 +35,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 # Mean rewards, whose form is that of all of them.
 REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/accuracy"))
-TITLES: dict[Phase, str] = {"warm_up": "warm-up", "train": "step", "evaluation": "evaluation"}
-STYLES: dict[Phase, str] = {"warm_up": "yellow", "train": "cyan", "evaluation": "bold green"}
+TITLES: dict[Phase, str] = {"sft_warmup": "warm-up", "train": "step", "evaluation": "evaluation"}
+STYLES: dict[Phase, str] = {"sft_warmup": "yellow", "train": "cyan", "evaluation": "bold green"}
 ONLY_IF_SET = frozenset({"reward/quarantined"})
 TITLE_WIDTH = 20
 SAMPLE_CHARACTERS = 400

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from rlpack.config.redaction import without_secrets
 from rlpack.config.schema import Config
-from rlpack.config.secrets import without_secrets
 from rlpack.observe.console import Console, Progress, Sample
-from rlpack.observe.directory import LENGTHS, METRICS, REPORT, SAMPLES, give_back, has_begun, open_run_dir, read_samples
-from rlpack.observe.plan_record import PlanRecord, read_plan
+from rlpack.observe.report.plan_record import PlanRecord, read_plan
+from rlpack.observe.run_dir import LENGTHS, METRICS, REPORT, SAMPLES, give_back, has_begun, open_run_dir, read_samples
 from rlpack.observe.sinks import Phase, ResumePoint, Sink, check_packages, open_sinks, read_records
 from rlpack.packing.plan import MicrobatchPlan
 
@@ -46,7 +46,7 @@ class Place(Protocol):
     """Where a run stands: the recipe's own record of its progress will do."""
 
     @property
-    def phase(self) -> Literal["warm_up", "train"]:
+    def phase(self) -> Literal["sft_warmup", "train"]:
         """Phase of the last step that is done."""
         ...
 
@@ -103,7 +103,7 @@ class Run:
         except BaseException:
             give_back(directory)
             raise
-        totals: dict[Phase, int] = {"warm_up": config.warm_up.steps, "train": config.trainer.steps}
+        totals: dict[Phase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
         return cls(directory, sinks, Console() if console is None else console, totals)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: Phase = "train") -> None:
@@ -115,7 +115,7 @@ class Run:
         self._keep_pending(step, phase)
         total = self._totals.get(phase)
         # Supervised steps are short and many: a line for each would push all others off the screen.
-        if phase != "warm_up" or step in (1, total) or step % max(1, (total or 0) // WARM_UP_LINES) == 0:
+        if phase != "sft_warmup" or step in (1, total) or step % max(1, (total or 0) // WARM_UP_LINES) == 0:
             self._console.line(step, phase, record, total)
 
     @contextmanager
@@ -154,8 +154,8 @@ class Run:
             return self.directory / REPORT
         self._close_sinks()
         # Imported here: matplotlib takes a second, which nobody should wait for at the start.
-        from rlpack.observe.report import write_report
-        from rlpack.observe.summary import summarise
+        from rlpack.observe.report.report import write_report
+        from rlpack.observe.report.summary import summarise
 
         path = write_report(self.directory)
         rows = summarise(list(read_records(self.directory / METRICS)), read_plan(self.directory / LENGTHS))

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from rlpack.config.schema import Logger
-from rlpack.observe.directory import EVENTS, METRICS
 from rlpack.observe.errors import SinkError
-from rlpack.observe.names import check_names
+from rlpack.observe.metric_table import check_names
+from rlpack.observe.run_dir import EVENTS, METRICS
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal["warm_up", "train", "evaluation"]
+Phase = Literal["sft_warmup", "train", "evaluation"]
 RECORD_KEYS = frozenset({"step", "phase", "time_s"})
 
 
@@ -51,17 +51,17 @@ class ResumePoint:
     def first_dropped(self, phase: str) -> int | None:
         """Return the first step of `phase` whose records lie behind the checkpoint; None when none does.
 
-        >>> ResumePoint(20).first_dropped("train"), ResumePoint(20, "warm_up").first_dropped("train")
+        >>> ResumePoint(20).first_dropped("train"), ResumePoint(20, "sft_warmup").first_dropped("train")
         (21, 0)
         """
-        if (phase == "warm_up") == (self.phase == "warm_up"):
+        if (phase == "sft_warmup") == (self.phase == "sft_warmup"):
             return self.step + 1
-        return None if phase == "warm_up" else 0
+        return None if phase == "sft_warmup" else 0
 
     def covers(self, record: Mapping[str, Any]) -> bool:
         """Return whether a record belongs to what came before the checkpoint.
 
-        >>> ResumePoint(20).covers({"phase": "warm_up", "step": 400})
+        >>> ResumePoint(20).covers({"phase": "sft_warmup", "step": 400})
         True
         """
         first = self.first_dropped(record["phase"])
@@ -177,7 +177,7 @@ class WandbSink:
                 "`wandb login`, or set logger.wandb=offline and send the run later by `wandb sync`"
             ) from error
         file.write_text(identity, encoding="utf-8")
-        for phase in ("warm_up", "train", "evaluation"):
+        for phase in ("sft_warmup", "train", "evaluation"):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
     def log(self, step: int, phase: Phase, metrics: Mapping[str, float]) -> None:

@@ -28,10 +28,10 @@ class Batching:
 
     Attributes:
         mode: `packed` puts whole sequences side by side in one row, `dynamic` pads sequences of like length
-            to the longest, `fixed` pads `rows` rows in arrival order.
+            to the longest, `fixed` pads `micro_batch_size` rows in arrival order.
         max_tokens: token budget, the most token slots of one microbatch on one rank, padding included.
             None, for `fixed` alone, sets no budget.
-        rows: rows of a microbatch in `fixed` mode.
+        micro_batch_size: rows of a microbatch in `fixed` mode.
         algorithm: the packer of `packed` mode.
         pad_to_multiple: slots of each packed sequence are rounded up to this (2·cp·tp under context and
             sequence parallelism).
@@ -48,7 +48,7 @@ class Batching:
 
     mode: Mode = "packed"
     max_tokens: int | None = 4096
-    rows: int = 16
+    micro_batch_size: int = 16
     algorithm: Algorithm = "best_fit_decreasing"
     pad_to_multiple: int = 1
     length_multiple: int = 1

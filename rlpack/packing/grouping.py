@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rlpack.packing.binning import form
-from rlpack.packing.items import UNLIMITED, Rows, check_steps, resolve_rows
+from rlpack.packing.algorithms.sorting import ascending
+from rlpack.packing.bins import form
 from rlpack.packing.plan import Request
-from rlpack.packing.sorting import ascending
+from rlpack.packing.rows import UNLIMITED, Rows, check_steps, resolve_rows
 
 
 def split_groups(request: Request) -> tuple[Request, int]:
@@ -45,7 +45,7 @@ def _over_budget(request: Request, rows: Rows, group_of_row: np.ndarray) -> np.n
     np.maximum.at(widths, group_of_row, rows.aligned)
     np.add.at(dropped, group_of_row, rows.dropped)
     needs = slots if batching.mode == "packed" else counts * widths
-    too_many = (counts > batching.rows) & (batching.mode == "fixed")
+    too_many = (counts > batching.micro_batch_size) & (batching.mode == "fixed")
     return (counts > 1) & (dropped == 0) & ((needs > budget) | too_many)
 
 

@@ -1,6 +1,6 @@
 """The plan: which rows share a microbatch, on which rank, in which optimizer step.
 
-What a plan guarantees is numbered in `rlpack.packing.invariants`; `MicrobatchPlan.assert_invariants` checks it.
+`rlpack.packing.analysis.invariants` numbers what a plan guarantees; `MicrobatchPlan.assert_invariants` checks it.
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
+from rlpack.packing.analysis.cost import Cost
+from rlpack.packing.analysis.metrics import PackingMetrics
 from rlpack.packing.batching import Batching
-from rlpack.packing.cost import Cost
 from rlpack.packing.errors import PackingError
-from rlpack.packing.metrics import PackingMetrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,11 +198,11 @@ class MicrobatchPlan:
         ]
 
     def assert_invariants(self) -> None:
-        """Check everything that a plan guarantees (see `rlpack.packing.invariants`).
+        """Check everything that a plan guarantees (see `rlpack.packing.analysis.invariants`).
 
         Raises:
             AssertionError: a guarantee is broken, which is a bug of the planner.
         """
-        from rlpack.packing.invariants import assert_invariants
+        from rlpack.packing.analysis.invariants import assert_invariants
 
         assert_invariants(self)

@@ -1,6 +1,6 @@
 """Verifiable rewards that come with rlpack; mathematics and programs have files of their own.
 
-A reward function names in its signature what it wants of a row (`rlpack.rewards.forms`): its texts, the dataset's
+A reward function names in its signature what it wants of a row (`rlpack.rewards.signatures`): its texts, the dataset's
 columns, and the keyword arguments of `reward.arguments`. It returns a number, or None where there is nothing to judge
 by.
 """

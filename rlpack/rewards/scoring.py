@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlpack.rewards.errors import TooManyFailuresError
-from rlpack.rewards.pool import Pool
-from rlpack.rewards.verdicts import FAILURES, GIVEN_UP, LARGEST, Verdict
-from rlpack.rewards.work import PoolSettings, Target
+from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.pool import Pool
+from rlpack.rewards.reward_result import FAILURES, GIVEN_UP, LARGEST, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Scores:
         parts: what each function gave, unweighted, f32 [B]; NaN where it gave no number.
         failures: 0, or for a row on which a function failed 1 + the place of the problem in `FAILURES`, int64 [B].
         rows: the verdict on each row, of all functions together.
-        counts: how many rows are quarantined for each reason (`rlpack.rewards.verdicts.Problem`).
+        counts: how many rows are quarantined for each reason (`rlpack.rewards.reward_result.Problem`).
         output_bytes: what the functions wrote to their standard output and error.
     """
 

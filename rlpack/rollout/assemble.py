@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged, spans
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged, spans
 from rlpack.rollout.engine import Generations
 from rlpack.rollout.errors import EngineError
 

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 from rlpack.rollout.errors import EngineError, SamplingError
 
 FinishReason = Literal["stop", "length"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 from rlpack.rollout.engine import Generations, SamplingParams
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.sampling import sample, uniforms
@@ -29,13 +29,13 @@ class HFEngine:
         policy_version: the number of optimizer steps behind the weights, -1 before the first `load_weights`.
     """
 
-    def __init__(self, model: PreTrainedModel, *, pad_token_id: int = 0, batch_rows: int = 256) -> None:
+    def __init__(self, model: PreTrainedModel, *, pad_token_id: int = 0, max_num_seqs: int = 256) -> None:
         """Take over `model`; nobody else may train it or change its attention.
 
         Args:
             model: a decoder whose attention knows a cache (`sdpa`, `eager`), on its device.
             pad_token_id: any id of the vocabulary; it is masked wherever it stands.
-            batch_rows: rows that run at one time.
+            max_num_seqs: rows that run at one time.
 
         Raises:
             EngineError: the model's attention has no cache path.
@@ -46,7 +46,7 @@ class HFEngine:
         self.policy_version = -1
         self._model = model.eval()
         self._pad_token_id = pad_token_id
-        self._batch_rows = batch_rows
+        self._batch_rows = max_num_seqs
 
     def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
         """Return one response for each prompt, as `Engine.generate` says.

@@ -11,7 +11,7 @@ def test_my_judge_runs_and_dies_on_ranks():
 
 from rlpack.testing.contracts import check_role
 from rlpack.testing.errors import ContractError
-from rlpack.testing.processes import check_role_on_ray
+from rlpack.testing.on_ray import check_role_on_ray
 from rlpack.testing.samples import sample_batch, sample_tokenizer
 
 __all__ = ["ContractError", "check_role", "check_role_on_ray", "sample_batch", "sample_tokenizer"]

@@ -23,20 +23,20 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.columns import lengths_of
+from rlpack.batch.errors import DataError
+from rlpack.batch.fields import FIELDS
 from rlpack.config.schema import Algorithm, Config
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.columns import lengths_of
-from rlpack.data.errors import DataError
-from rlpack.data.fields import FIELDS
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import dispatch_of
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.returns import check_scores
+from rlpack.distributed.results import check_scores
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
-from rlpack.testing.comparing import difference
+from rlpack.testing.comparison import difference
 from rlpack.testing.errors import ContractError
-from rlpack.testing.local import LocalRanks
+from rlpack.testing.local_ranks import LocalRanks
 from rlpack.testing.samples import sample_batch, sample_tokenizer
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
@@ -228,7 +228,7 @@ def _check_batching(role: RoleUnderTest, batch: BatchedDataDict, expected: Batch
     batchings = (
         Batching(max_tokens=longest),
         Batching(mode="dynamic", max_tokens=2 * longest),
-        Batching(mode="fixed", max_tokens=None, rows=2),
+        Batching(mode="fixed", max_tokens=None, micro_batch_size=2),
         Batching(max_tokens=8 * longest, pad_to_multiple=4, min_microbatches=3),
     )
     for batching in batchings:

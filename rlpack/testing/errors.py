@@ -5,7 +5,7 @@ class ContractError(AssertionError):
     """A role breaks a contract.
 
     Attributes:
-        contract: its name, one of those that `rlpack.testing.contracts` and `rlpack.testing.processes` number.
+        contract: its name, one of those that `rlpack.testing.contracts` and `rlpack.testing.on_ray` number.
         problem: how it shows.
         remedy: how to mend it.
     """

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.data.tokenisation import character_tokenizer, eos_id
 
 _ALPHABET = "0123456789+=abc #é🙂"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
-from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
+from rlpack.workers.actor import ActorWorker
 from tests.builders import tiny_tokenizer
-from workers.actor import ActorWorker
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import pytest
 from rlpack.config.roles import builtin_roles, started_roles
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
 from rlpack.distributed.cluster import Cluster
-from rlpack.distributed.roles import start_roles
-from rlpack.distributed.store import RayStore
+from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_config, tiny_tokenizer
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 JUDGE = '''
 import torch
-from workers.base import Worker, sharded
+from rlpack.worker import Worker, sharded
 
 
 class Judge(Worker):
@@ -60,7 +60,7 @@ def ray_config() -> Config:
         **builtin_roles(),
         "packed": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
         "dynamic": Role(target=echo, batching=RoleBatching(mode="dynamic", max_tokens=48)),
-        "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", rows=2)),
+        "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", micro_batch_size=2)),
         "judge": Role(target="judge:Judge"),
         "sampler": Role(target="tests.distributed.roles:Sampler"),
         "listener": Role(target="tests.distributed.roles:Listener"),

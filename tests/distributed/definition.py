@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm
-from rlpack.data.batch import BatchedDataDict
 from rlpack.models.loading import build_causal_lm
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 
@@ -94,7 +94,7 @@ def row_loss(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm, s
         centred = (new.detach() - statistics["logprob_mean"]) * (advantage - statistics["advantage_mean"])
         held = centred >= statistics["threshold"]
         return RowLoss(-ratio * advantage + held * arguments["coef"] * (new - old).abs(), ratio, none, held)
-    if settings.loss == "sequence_clipped":
+    if settings.loss == "gspo":
         ratio = ((new - old).sum() / max(1, new.numel())).exp().expand(new.shape)
     bounded = torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage)
     if settings.dual_clip is not None and advantage < 0:
@@ -119,12 +119,12 @@ def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
     rows = [values for values in per_row if values.numel()]
     if settings.aggregation == "token_mean":
         return torch.cat(rows).mean()
-    if settings.aggregation == "sequence_mean":
+    if settings.aggregation == "seq_mean_token_mean":
         return torch.stack([values.mean() for values in rows]).mean()
-    if settings.aggregation == "sequence_mean_of_sums":
+    if settings.aggregation == "seq_mean_token_sum":
         return torch.stack([values.sum() for values in rows]).mean()
-    assert settings.sequence_sum_constant is not None
-    return torch.stack([values.sum() for values in rows]).sum() / (settings.sequence_sum_constant * len(rows))
+    assert settings.aggregation_constant is not None
+    return torch.stack([values.sum() for values in rows]).sum() / (settings.aggregation_constant * len(rows))
 
 
 def kl_of(new: Tensor, reference: Tensor, settings: Algorithm) -> Tensor:

@@ -27,7 +27,7 @@ def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object) 
     """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
     context = multiprocessing.get_context("forkserver")
     # One fork server serves a whole test session, so it imports what any of the tests needs.
-    context.set_forkserver_preload(["workers.actor", "tests.distributed.models.ranks"])
+    context.set_forkserver_preload(["rlpack.workers.actor", "tests.distributed.models.ranks"])
     with ProcessPoolExecutor(size, mp_context=context) as pool:
         store = f"{tempfile.mkdtemp(dir=tmp_path)}/store"
         futures = [pool.submit(_rank, store, rank, size, function, arguments) for rank in range(size)]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.errors import DataError
-from workers.base import RankContext, Worker, broadcast, rank_zero, sharded
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
 
 
 def _sum(counts: list[int]) -> int:

@@ -9,7 +9,7 @@ import ray
 from rlpack.config.schema import Placement, Pool, Role
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import PlacementError, RoleError
-from rlpack.distributed.roles import start_roles
+from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_tokenizer
 from tests.distributed.roles import Faulty
 

@@ -47,7 +47,7 @@ def advantages_of(values: list[float], rewards: list[float]) -> list[float]:
     """Return the advantages of a row's response, by the recursion from its end."""
     found, following, later = [], 0.0, 0.0
     for value, reward in zip(reversed(values), reversed(rewards), strict=True):
-        later = reward + SETTINGS.discount * following - value + SETTINGS.discount * SETTINGS.trace_decay * later
+        later = reward + SETTINGS.gamma * following - value + SETTINGS.gamma * SETTINGS.gae_lambda * later
         found.append(later)
         following = value
     return found[::-1]

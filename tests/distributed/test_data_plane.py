@@ -8,13 +8,13 @@ import pytest
 import ray
 import torch
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.errors import DataError
-from rlpack.data.ragged import Ragged
-from rlpack.data.remote import Remote
-from rlpack.data.shelf import Allowance, Shelf
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.dataset_cache import Allowance, Shelf
+from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
+from rlpack.batch.remote import Remote
 from rlpack.distributed.errors import RoleError, StoreFullError
-from rlpack.distributed.store import RayStore
+from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_rollouts
 from tests.distributed.roles import Echo, Faulty

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.weighing import step_weights
-from rlpack.algorithms.metrics import merge_steps
+from rlpack.algorithms.metric_reduction import merge_steps
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm, Config, Rollout
-from rlpack.data.batch import BatchedDataDict
 from rlpack.packing import Batching, MicrobatchPlan, make_plan
+from rlpack.recipes.driver.loss_weights import step_weights
 from tests.builders import tiny_algorithm, tiny_config
 from tests.distributed import actors
 from tests.distributed.actors import Outcome
@@ -25,9 +25,9 @@ BATCHINGS = {
     "packed": Batching(mode="packed", max_tokens=32),
     "packed_aligned": Batching(mode="packed", max_tokens=40, pad_to_multiple=4, min_microbatches=2),
     "dynamic": Batching(mode="dynamic", max_tokens=48),
-    "fixed": Batching(mode="fixed", rows=3, max_tokens=None),
+    "fixed": Batching(mode="fixed", micro_batch_size=3, max_tokens=None),
 }
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 # Tokens of prompt and response: a prime count of uneven rows, the third with an empty response. The sixth is
 # quarantined. One row alone leaves a rank without any.
@@ -158,7 +158,7 @@ def test_a_loss_averaged_per_microbatch_would_be_caught(tmp_path: Path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_whose_tokens_are_all_masked_leaves_the_weights_alone(tmp_path: Path, size: int):
-    case = Case("seven", "sequence_mean")
+    case = Case("seven", "seq_mean_token_mean")
     batch = BATCHES["seven"].copy()
     mask = batch["response_mask"]
     batch["response_mask"] = mask.with_values(torch.zeros_like(mask.values))

@@ -8,12 +8,12 @@ import itertools
 import pytest
 import torch
 
-from recipes.weighing import step_weights
-from rlpack.algorithms.metrics import merge_steps
+from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.algorithms.registry import LOSSES
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm, Config, Rollout
-from rlpack.data.batch import BatchedDataDict
 from rlpack.packing import Batching, make_plan
+from rlpack.recipes.driver.loss_weights import step_weights
 from tests.builders import tiny_algorithm, tiny_config
 from tests.distributed import actors
 from tests.distributed.definition import counts_of, difference, plain_model, scored, step_by_definition
@@ -22,18 +22,18 @@ from tests.distributed.processes import on_ranks
 BATCHINGS = {
     "packed": Batching(mode="packed", max_tokens=96),
     "dynamic": Batching(mode="dynamic", max_tokens=160),
-    "fixed": Batching(mode="fixed", rows=7, max_tokens=None),
+    "fixed": Batching(mode="fixed", micro_batch_size=7, max_tokens=None),
 }
 MICROBATCHES = (1, 2, 4)
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 RATE, TEMPERATURE = 0.02, 0.8
 # The third response is empty; the sixth row is quarantined.
 BATCH = scored([(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)], 5, TEMPERATURE)
 
 # Settings under which bounds bind at some of the tokens and not at others.
 SETTINGS = {
-    "clipped": {"dual_clip": 1.5},
-    "sequence_clipped": {"clip_low": 0.03, "clip_high": 0.03},
+    "ppo_clip": {"dual_clip": 1.5},
+    "gspo": {"clip_low": 0.03, "clip_high": 0.03},
     "cispo": {"clip_low": 1.0, "entropy_coef": 0.05},
     "sapo": {"loss_arguments": {"tau_positive": 1.0, "tau_negative": 1.7}},
     "reinforce": {"kl_estimator": "k1", "kl_straight_through": True},
@@ -89,7 +89,7 @@ def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found,
 
 def test_every_loss_is_in_the_matrix_and_its_bounds_bind_somewhere(updated: Found):
     assert set(SETTINGS) == set(LOSSES)
-    for loss in ("clipped", "sequence_clipped", "kl_cov"):
+    for loss in ("ppo_clip", "gspo", "kl_cov"):
         metrics, _ = updated[loss, "token_mean", "packed", 1, 1]
         assert 0 < metrics["actor/clip_low_fraction"] + metrics["actor/clip_high_fraction"] < 1
     values = {loss: updated[loss, "token_mean", "packed", 1, 1][0]["actor/policy_loss"] for loss in SETTINGS}

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.roles import builtin_roles
 from rlpack.config.schema import Placement, Pool, Role
-from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.cluster import Cluster
-from rlpack.distributed.roles import start_roles
+from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.testing import ContractError, check_role_on_ray, processes, sample_batch, sample_tokenizer
+from rlpack.testing import ContractError, check_role_on_ray, sample_batch, sample_tokenizer
+from rlpack.testing import on_ray as processes
 from rlpack.testing.contracts import RoleUnderTest
+from rlpack.worker import Worker, sharded
 from tests.builders import tiny_config
-from workers.base import Worker, sharded
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

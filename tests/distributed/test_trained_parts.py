@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlpack.algorithms.metrics import merge_steps
-from rlpack.config.optimization import Lora, Optimizer
+from rlpack.algorithms.metric_reduction import merge_steps
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Rollout
-from rlpack.data.batch import BatchedDataDict
+from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.models.adapters import add_adapters
 from rlpack.packing import Batching, make_plan
 from tests.builders import tiny_algorithm, tiny_config
@@ -122,7 +122,7 @@ def test_frozen_weights_stay_and_the_others_take_the_steps_of_the_definition(tmp
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(base[name] if name in frozen else weight)
-    cases = [(config_of(frozen=FROZEN), shards_of(batching, size)) for batching in BATCHINGS.values()]
+    cases = [(config_of(freeze=FROZEN), shards_of(batching, size)) for batching in BATCHINGS.values()]
     outcomes = [outcome for rank in on_ranks(tmp_path, size, actors.updates, cases, RATE) for outcome in rank]
     for outcome in outcomes:
         assert difference(outcome.gradients, gradients) < 1e-4
@@ -137,8 +137,8 @@ def trained(model: torch.nn.Module, frozen: set[str]) -> dict[str, Tensor]:
 KINDS = {
     "adapters": config_of(LORA, weight_decay=0.1),
     "dropout": config_of(LORA.model_copy(update={"dropout": 0.3})),
-    "frozen": config_of(frozen=FROZEN, weight_decay=0.1, undecayed=("lm_head.weight",)),
-    "eight_bit": config_of(name="adamw_8bit", frozen=("*.bias",), weight_decay=0.1),
+    "freeze": config_of(freeze=FROZEN, weight_decay=0.1, no_decay=("lm_head.weight",)),
+    "eight_bit": config_of(name="adamw_8bit", freeze=("*.bias",), weight_decay=0.1),
 }
 
 

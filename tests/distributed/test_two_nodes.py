@@ -10,11 +10,11 @@ import pytest
 import torch
 from ray.cluster_utils import Cluster as Machines
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Placement, Pool, Role, RoleBatching
-from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import PlacementError
-from rlpack.distributed.roles import start_roles
+from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo
 
@@ -50,7 +50,7 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
     echo = "tests.distributed.roles:Echo"
     roles: dict[str, Any] = {
         "packed": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
-        "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", rows=2)),
+        "fixed": Role(target=echo, batching=RoleBatching(mode="fixed", micro_batch_size=2)),
     }
     placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, start_timeout_s=240.0)
     config = tiny_config(roles=roles, placement=placement)

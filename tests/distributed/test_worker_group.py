@@ -10,21 +10,21 @@ import pytest
 import ray
 import torch
 
-from recipes import stages
-from recipes.scoring import Scoring
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout
-from rlpack.data.batch import BatchedDataDict
 from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.store import RayStore
+from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.reward_stages import Scoring
 from rlpack.rollout.engine import SamplingParams
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.reward import RewardWorker
+from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo, Faulty
-from tests.unit.recipes.test_session import session_of
-from workers.actor import ActorWorker
-from workers.reward import RewardWorker
-from workers.rollout import RolloutWorker
+from tests.unit.recipes.driver.test_session import session_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -216,7 +216,7 @@ def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups
 
 
 def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: Groups, store: RayStore, tmp_path: Path):
-    session = session_of(tmp_path, rollout=Rollout(batch_rows=2))
+    session = session_of(tmp_path, rollout=Rollout(max_num_seqs=2))
     session.groups["rollout"] = groups["sampler"]
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0), (4, 0), (1, 0)]).keep(["input_ids", "uid"])
     scoring, draw = Scoring([groups["listener"]]), stages.Draw(prompts, 1, np.arange(5))

@@ -8,28 +8,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from recipes.weighing import step_weights
-from rlpack.algorithms.metrics import merge_steps
-from rlpack.config.batching import RoleBatching
-from rlpack.config.critic import Critic, RewardModel
+from rlpack.algorithms.metric_reduction import merge_steps
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm, Config, Reference, Rollout
-from rlpack.data.batch import BatchedDataDict
+from rlpack.config.sections.role_batching import RoleBatching
+from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.distributed.context import RankContext
 from rlpack.models.heads import TokenHead
 from rlpack.packing import Batching, make_plan
+from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.workers.critic import CriticWorker
+from rlpack.workers.optimizer_step import Learner
+from rlpack.workers.reference import ReferenceWorker
+from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import tiny_config, tiny_tokenizer
-from workers.critic import CriticWorker
-from workers.reference import ReferenceWorker
-from workers.reward_model import RewardModelWorker
-from workers.training import Learner
 
 MODES = {
     "packed": RoleBatching(mode="packed", max_tokens=32),
     "dynamic": RoleBatching(mode="dynamic", max_tokens=48),
-    "fixed": RoleBatching(mode="fixed", rows=3),
+    "fixed": RoleBatching(mode="fixed", micro_batch_size=3),
 }
 KL_COEF, TEMPERATURE = 0.3, 0.8
-SETTINGS = Critic(discount=0.97, trace_decay=0.9, value_clip=0.1)
+SETTINGS = Critic(gamma=0.97, gae_lambda=0.9, value_clip=0.1)
 
 
 def new_head(width: int) -> Tensor:
@@ -97,7 +97,7 @@ def all_combinations(
         critic, batching = critics[key[0]]
         made = _run(critic.advantages, whole, batching, KL_COEF)
         mean, std = 0.25, 2.0
-        white = _run(critic.whiten, whole.union(made.keep(["advantages"])), batching, mean, std)
+        white = _run(critic.normalize_advantages, whole.union(made.keep(["advantages"])), batching, mean, std)
         found[key] = {name: made[name].values.numpy() for name in ("advantages", "returns")} | {
             "whitened": white["advantages"].values.numpy(),
             "rewards": whole["rewards"].numpy(),

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds its working directory
     monkeypatch.chdir(tmp_path)
-    importlib.import_module("recipes.grpo")  # takes seconds, once, and is not what is timed
+    importlib.import_module("rlpack.recipes.grpo")  # takes seconds, once, and is not what is timed
     return tmp_path
 
 
@@ -62,7 +62,7 @@ def test_the_checks_let_a_good_command_through_to_the_start_of_processes(folder)
         ('{"prompt": "a"', (), "rows.jsonl:1 is not JSON"),
         ('{"question": "a", "answer": "b"}', (), "has no column 'prompt'; it has question, answer; set data.prompt"),
         ('{"prompt": "a"}', (), "has no column 'answer'; it has prompt; set data.answer_column"),
-        (json.dumps(ROW), ("data.demonstration_column=worked",), "has no column 'worked'"),
+        (json.dumps(ROW), ("data.completion_column=worked",), "has no column 'worked'"),
         ('{"prompt": "abcdef", "answer": ""}', ("data.max_prompt_tokens=5",), "has 6 tokens, over the limit of 5; rai"),
         (
             '{"prompt": "abcdef", "answer": ""}',
@@ -130,7 +130,7 @@ def test_a_run_directory_that_is_taken_is_left_as_it_was(folder, capsys, uninter
         ("seed=2", "seed is 2 and the checkpoint"),
         ("data.generator.largest_operand=3", "data.generator.largest_operand is 3 and the checkpoint"),
         ("model=small", "model.config.hidden_size is 256 and the checkpoint"),
-        ("warm_up.steps=41", "warm_up.steps is 41 and the checkpoint"),
+        ("sft_warmup.steps=41", "sft_warmup.steps is 41 and the checkpoint"),
     ],
 )
 def test_a_run_is_not_resumed_as_another_one(folder, capsys, uninterrupted, change, message):

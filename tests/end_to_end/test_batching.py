@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 4
 OTHERS = {
     "packed on one rank": (1, ("batching=packed",)),
-    "dynamic on two ranks, generated in parts": (2, ("batching=dynamic", "rollout.batch_rows=3")),
+    "dynamic on two ranks, generated in parts": (2, ("batching=dynamic", "rollout.max_num_seqs=3")),
     "fixed on two ranks": (2, ("batching=fixed", "batching.max_tokens=null", "reference.batching.mode=packed")),
 }
 
@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_equal_up_to_rounding(other, uninterrupted, nam
 
 
 def test_the_supervised_losses_are_equal_up_to_rounding(other, uninterrupted):
-    found, expected = (curve(run.run_dir, "warm_up/loss", "warm_up") for run in (other, uninterrupted))
+    found, expected = (curve(run.run_dir, "sft_warmup/loss", "sft_warmup") for run in (other, uninterrupted))
     assert found == pytest.approx(expected, rel=1e-3)
 
 

@@ -26,7 +26,7 @@ def score(prompts, completions, kind, *, scale):
 JUDGE = """
 import torch
 
-from workers.base import Worker, sharded
+from rlpack.worker import Worker, sharded
 
 class Judge(Worker):
     calls = 0
@@ -68,13 +68,13 @@ def quarantined(tmp_path_factory):
         "data.max_prompt_tokens=80",
         "reward.function=my_reward:score",
         "reward.arguments.scale=2.0",
-        "warm_up.steps=0",
+        "sft_warmup.steps=0",
         "trainer.steps=3",
         f"trainer.prompts_per_step={len(KINDS)}",
         "trainer.group_size=4",
         "trainer.mini_batch_size=8",
         "algorithm.baseline=leave_one_out",
-        "algorithm.aggregation=sequence_mean",
+        "algorithm.aggregation=seq_mean_token_mean",
         "rollout.max_new_tokens=16",
         "rollout.top_k=20",
         "rollout.top_p=0.95",
@@ -118,9 +118,9 @@ def test_a_hostile_text_steers_neither_terminal_nor_report(quarantined):
 
 
 def test_a_group_of_one_has_no_advantage_and_changes_nothing(tmp_path):
-    run = done(tmp_path, *EASY, "warm_up.steps=2", "warm_up.batch_size=4", "trainer.steps=2", "trainer.group_size=1",
-               "trainer.prompts_per_step=4", "trainer.mini_batch_size=2", "trainer.epochs=2", "algorithm.kl_coef=0",
-               ranks=1)  # fmt: skip
+    sizes = ("trainer.steps=2", "trainer.group_size=1", "trainer.prompts_per_step=4", "trainer.mini_batch_size=2")
+    warmup = ("sft_warmup.steps=2", "sft_warmup.batch_size=4")
+    run = done(tmp_path, *EASY, *warmup, *sizes, "trainer.updates_per_batch=2", "algorithm.kl_coef=0", ranks=1)
     assert_finite(run.run_dir)
     for name in ("advantage/mean", "advantage/std", "actor/loss", "actor/grad_norm"):
         assert curve(run.run_dir, name) == [0, 0]
@@ -135,7 +135,7 @@ def test_supervised_fine_tuning_lowers_its_loss_and_needs_no_rollout(tmp_path):
     losses = curve(run.run_dir, "actor/loss")
     assert steps(run.run_dir, "train") == list(range(1, 41))
     assert losses[-1] < losses[0] / 3
-    assert (steps(run.run_dir, "warm_up"), steps(run.run_dir, "evaluation")) == ([], [0, 10, 20, 30, 40])
+    assert (steps(run.run_dir, "sft_warmup"), steps(run.run_dir, "evaluation")) == ([], [0, 10, 20, 30, 40])
     held_out = curve(run.run_dir, "evaluation/loss", "evaluation")
     assert held_out[-1] < held_out[0] / 2
     assert_finite(run.run_dir)
@@ -144,7 +144,7 @@ def test_supervised_fine_tuning_lowers_its_loss_and_needs_no_rollout(tmp_path):
 
 def test_a_role_of_ones_own_is_one_line_of_configuration_and_its_failure_names_role_and_step(tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
-    with started(tmp_path, *EASY, "warm_up.steps=1", "trainer.steps=3", "trainer.prompts_per_step=4",
+    with started(tmp_path, *EASY, "sft_warmup.steps=1", "trainer.steps=3", "trainer.prompts_per_step=4",
                  "roles.judge.target=judge:Judge") as run:  # fmt: skip
         assert run.wait() == 1
     assert re.search(r"role judge, rank \d, in score, step 2 of train: row 0 has the reward nan and is not q", run.err)

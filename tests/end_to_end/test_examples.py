@@ -14,7 +14,7 @@ from tests.end_to_end.settings import EASY
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples"
-SHORT = (*EASY, "warm_up.steps=0", "trainer.steps=2", "trainer.prompts_per_step=4", "trainer.group_size=4",
+SHORT = (*EASY, "sft_warmup.steps=0", "trainer.steps=2", "trainer.prompts_per_step=4", "trainer.group_size=4",
          "trainer.mini_batch_size=8", "evaluation.samples=1")  # fmt: skip
 
 
@@ -60,8 +60,8 @@ def test_a_column_that_a_role_adds_reaches_the_advantage_function_that_names_it(
 
 def test_a_reward_and_a_loss_of_ones_own_train(tmp_path: Path):
     path = [EXAMPLES / "custom_reward", EXAMPLES / "custom_loss"]
-    run = done(tmp_path, *SHORT, *commanded("custom_reward"), *commanded("custom_loss"), "warm_up.steps=20",
-               "warm_up.batch_size=16", "warm_up.learning_rate=3e-3", ranks=1, path=path)  # fmt: skip
+    run = done(tmp_path, *SHORT, *commanded("custom_reward"), *commanded("custom_loss"), "sft_warmup.steps=20",
+               "sft_warmup.batch_size=16", "sft_warmup.learning_rate=3e-3", ranks=1, path=path)  # fmt: skip
     assert max(curve(run.run_dir, "reward/max")) == 1
     assert min(curve(run.run_dir, "actor/grad_norm")) > 0
 

@@ -10,11 +10,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.prompts import load_splits
 from rlpack.checkpoint.commit import load_state, newest
 from rlpack.cli.main import main
 from rlpack.config.validate import validate
-from rlpack.observe.names import unknown_names
+from rlpack.observe.metric_table import unknown_names
+from rlpack.recipes.driver.splits import load_splits
 from rlpack.rewards.functions import final_answer
 from tests.end_to_end.commands import committed, curve, done, records, steps
 from tests.end_to_end.settings import EASY
@@ -29,9 +29,9 @@ def run(tmp_path_factory):
         tmp_path_factory.mktemp("grpo"),
         *EASY,
         "data.generator.noise=0.5",
-        f"warm_up.steps={WARM_UP}",
-        "warm_up.batch_size=32",
-        "warm_up.learning_rate=2e-3",
+        f"sft_warmup.steps={WARM_UP}",
+        "sft_warmup.batch_size=32",
+        "sft_warmup.learning_rate=2e-3",
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",
         "trainer.group_size=16",
@@ -52,12 +52,12 @@ def test_the_reward_rises(run):
 
 
 def test_the_supervised_loss_falls_in_the_warm_up(run):
-    losses = curve(run.run_dir, "warm_up/loss", "warm_up")
+    losses = curve(run.run_dir, "sft_warmup/loss", "sft_warmup")
     assert losses[-1] < losses[0] / 3
 
 
 def test_every_step_is_logged_once_and_in_order(run):
-    assert steps(run.run_dir, "warm_up") == list(range(1, WARM_UP + 1))
+    assert steps(run.run_dir, "sft_warmup") == list(range(1, WARM_UP + 1))
     assert steps(run.run_dir, "train") == list(range(1, STEPS + 1))
     assert steps(run.run_dir, "evaluation") == [0, 10, STEPS]
     times = [record["time_s"] for record in records(run.run_dir)]
@@ -120,7 +120,7 @@ def test_the_exported_folder_alone_answers_as_the_run_did(run):
 
 def test_the_last_checkpoint_is_whole_and_knows_where_the_run_stands(run):
     assert committed(run.run_dir, "train") == [10, STEPS]
-    assert committed(run.run_dir, "warm_up") == [70, WARM_UP]
+    assert committed(run.run_dir, "sft_warmup") == [70, WARM_UP]
     checkpoint = newest(run.run_dir / "checkpoints" / "train")
     assert checkpoint is not None
     progress = load_state(checkpoint)["progress"]

@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 # A role of the user's own, found in the uploaded folder; on both nodes it sees the secret and the environment.
 ROLE = """
 import os
-from workers.reward import RewardWorker
-from workers.base import sharded
+from rlpack.workers.reward import RewardWorker
+from rlpack.worker import sharded
 
 class Watched(RewardWorker):
     @sharded()
@@ -31,7 +31,7 @@ class Watched(RewardWorker):
         assert os.environ["JUDGE_PASSWORD"] == "open sesame" and os.environ["JUDGE_COLOUR"] == "red"
         return super().score(shard)
 """
-JOB = ("roles.reward.target=watched:Watched", "job.environment.JUDGE_COLOUR=red", "job.secret_names=[JUDGE_PASSWORD]")
+JOB = ("roles.reward.target=watched:Watched", "job.env_vars.JUDGE_COLOUR=red", "job.secret_names=[JUDGE_PASSWORD]")
 
 
 @dataclass

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlpack.observe.names import unknown_names
+from rlpack.observe.metric_table import unknown_names
 from tests.end_to_end.commands import curve, done, records, steps
 from tests.end_to_end.settings import EASY
 
@@ -28,9 +28,9 @@ def test_a_recipe_learns(tmp_path, recipe: str) -> None:
         *EASY,
         "data.generator.noise=0.5",
         f"recipe={recipe}",
-        "warm_up.steps=80",
-        "warm_up.batch_size=32",
-        "warm_up.learning_rate=2e-3",
+        "sft_warmup.steps=80",
+        "sft_warmup.batch_size=32",
+        "sft_warmup.learning_rate=2e-3",
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",
         "trainer.group_size=8",

@@ -22,7 +22,7 @@ class Stop:
     code: int
     out: str
     err: str
-    warm_up: list[int]
+    sft_warmup: list[int]
     train: list[int]
     logged: int
     left: list
@@ -55,7 +55,7 @@ def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
             left=command.left_behind(),
             out=command.out,
             err=command.err,
-            warm_up=committed(command.run_dir, "warm_up"),
+            sft_warmup=committed(command.run_dir, "sft_warmup"),
             train=committed(command.run_dir, "train"),
             logged=records(command.run_dir)[-1]["step"],
         )
@@ -64,7 +64,7 @@ def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
-    in_warm_up = stop(folder, "warm_up", 4, "terminal")
+    in_warm_up = stop(folder, "sft_warmup", 4, "terminal")
     in_training = stop(folder, "train", 2, "scheduler")
     killed = stop(folder, "train", in_training.train[-1] + 2, "kill")
     last = done(folder, *OVERRIDES)
@@ -83,7 +83,7 @@ def test_ctrl_c_or_sigterm_finishes_the_step_and_ends_with_130_and_one_line(stop
 def test_ctrl_c_in_the_warm_up_commits_the_step_that_was_under_way(stopped):
     ended = stopped.in_warm_up
     assert 4 <= ended.logged < 40
-    assert (ended.warm_up[-1], ended.train) == (ended.logged, [])
+    assert (ended.sft_warmup[-1], ended.train) == (ended.logged, [])
 
 
 def test_sigterm_in_training_commits_the_step_that_was_under_way(stopped):
@@ -111,7 +111,7 @@ def test_a_resumed_run_says_where_it_goes_on(stopped):
 
 
 def test_every_step_is_logged_once(stopped):
-    assert steps(stopped.run_dir, "warm_up") == list(range(1, 41))
+    assert steps(stopped.run_dir, "sft_warmup") == list(range(1, 41))
     assert steps(stopped.run_dir, "train") == list(range(1, 10))
     assert steps(stopped.run_dir, "evaluation") == [0, 2, 4, 6, 8, 9]
 

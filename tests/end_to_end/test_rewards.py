@@ -31,9 +31,9 @@ async def none(completion):
 """
 SMALL = (
     *EASY,
-    f"reward.environment=[{MARK}]",  # so that a process that is left behind is found
-    "warm_up.steps=1",
-    "warm_up.batch_size=4",
+    f"reward.env_vars=[{MARK}]",  # so that a process that is left behind is found
+    "sft_warmup.steps=1",
+    "sft_warmup.batch_size=4",
     "trainer.steps=1",
     "trainer.prompts_per_step=64",
     "trainer.group_size=2",
@@ -83,12 +83,12 @@ def test_functions_and_a_judge_are_summed_and_what_fails_is_counted(tmp_path, mo
         run = done(
             tmp_path,
             *SMALL,
-            "warm_up.steps=0",  # before which all would be tried, and the judge's first error be spent
+            "sft_warmup.steps=0",  # before which all would be tried, and the judge's first error be spent
             "+reward.functions.answer.function=rlpack.rewards.functions:final_answer",
             "+reward.functions.answer.weight=0.5",
             "+reward.functions.odd.function=odd_rewards:odd",
             "+reward.functions.silent.function=odd_rewards:none",
-            "+roles.judge.target=workers.judge:JudgeWorker",
+            "+roles.judge.target=rlpack.workers.judge:JudgeWorker",
             f"judge.url={url}",
             "judge.model=any",
             "judge.api_key_env=JUDGE_KEY",

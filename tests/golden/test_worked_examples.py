@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlpack.packing import Batching, MicrobatchPlan, lower_bound, make_plan, pack
-from rlpack.packing.layouts import context_parallel_slots, packed_layout, padded_layout
+from rlpack.packing.analysis.layouts import context_parallel_slots, packed_layout, padded_layout
 from rlpack.packing.lengths import align
 
 EXAMPLES = json.loads((Path(__file__).parent / "worked_examples.json").read_text())
@@ -136,7 +136,7 @@ def test_context_parallel_ranks_hold_the_chunks_that_the_manuals_draw(case: Case
 
 @pytest.mark.parametrize("case", cases("sharding"))
 def test_plain_sharding_gives_each_rank_a_run_of_every_batch(case: Case) -> None:
-    batching = Batching(mode="fixed", max_tokens=None, rows=case["batch_size"])
+    batching = Batching(mode="fixed", max_tokens=None, micro_batch_size=case["batch_size"])
     lengths = np.arange(case["rows"]) % 5
     plan = make_plan(lengths, batching, dp_size=case["shards"], mini_batch_size=case["batch_size"])
     plan.assert_invariants()
@@ -147,7 +147,7 @@ def test_plain_sharding_gives_each_rank_a_run_of_every_batch(case: Case) -> None
 @pytest.mark.parametrize("case", [pytest.param(case) for case in EXAMPLES["microbatch_words"]])
 def test_the_batch_words_mean_the_numbers_of_the_manual(case: Case) -> None:
     rows = case["prompts"] * case["n"]
-    batching = Batching(mode="fixed", max_tokens=None, rows=case["microbatch_rows"])
+    batching = Batching(mode="fixed", max_tokens=None, micro_batch_size=case["microbatch_rows"])
     plan = make_plan(np.full(rows, 7), batching, dp_size=case["data_ranks"], mini_batch_size=case["mini_batch"])
     plan.assert_invariants()
     (count,) = microbatch_counts(plan)

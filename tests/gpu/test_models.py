@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlpack.config.optimization import Optimizer
+from rlpack.config.sections.optimization import Optimizer
 from rlpack.models import attention as module
 from rlpack.models.attention import Segments, attention
+from rlpack.models.checks import check_isolation
 from rlpack.models.inputs import pack_rows
-from rlpack.models.isolation import check_isolation
 from rlpack.models.logprobs import linear_logprobs
 from rlpack.models.optimizers import build_optimizer, set_learning_rate
 from rlpack.models.policy import Policy

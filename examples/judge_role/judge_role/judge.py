@@ -2,8 +2,8 @@
 
 import torch
 
-from rlpack.data.batch import BatchedDataDict
-from workers.base import RankContext, Worker, sharded
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.worker import RankContext, Worker, sharded
 
 
 class JudgeWorker(Worker):

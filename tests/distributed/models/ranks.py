@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlpack.models.checks import check_isolation
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs, pack_rows
-from rlpack.models.isolation import check_isolation
 from rlpack.models.parallel import (
     accumulate,
     clip_grad_norm,

@@ -34,8 +34,8 @@ def aggregate(losses, masks, aggregation, constant):
         return 0.0
     if aggregation == "token_mean":
         return sum(map(sum, rows)) / sum(map(len, rows))
-    if aggregation == "sequence_mean":
+    if aggregation == "seq_mean_token_mean":
         return sum(sum(row) / len(row) for row in rows) / len(rows)
-    if aggregation == "sequence_mean_of_sums":
+    if aggregation == "seq_mean_token_sum":
         return sum(sum(row) for row in rows) / len(rows)
     return sum(sum(row) for row in rows) / (constant * len(rows))

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from rlpack.algorithms.aggregation import Denominators, count_denominators, row_sums, row_weights
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 from tests.unit.algorithms import reference
 
-AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_mean_of_sums", "sequence_sum"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 masks = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=12)
 
 
@@ -51,7 +51,7 @@ def test_any_split_into_microbatches_sums_to_the_loss_of_a_loop_over_sequences(s
     assert total == pytest.approx(reference.aggregate(losses, rows, aggregation, 7.0), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
 @given(rows=masks)
 @settings(max_examples=40, deadline=None)
 def test_weights_of_a_step_sum_to_one_and_are_zero_outside_the_mask(rows, aggregation):
@@ -83,12 +83,12 @@ def test_a_microbatch_without_rows_has_no_weights():
 
 @pytest.mark.parametrize("constant", [None, 0.0, -1.0, math.nan])
 def test_sequence_sum_asks_for_its_constant(constant):
-    with pytest.raises(AlgorithmError, match=r"algorithm\.sequence_sum_constant"):
-        weights_of([[True]], "sequence_sum", Denominators(1, 1, constant))
+    with pytest.raises(AlgorithmError, match=r"algorithm\.aggregation_constant"):
+        weights_of([[True]], "seq_mean_token_sum_norm", Denominators(1, 1, constant))
 
 
 def test_an_unknown_aggregation_is_refused():
-    with pytest.raises(AlgorithmError, match="token_mean, sequence_mean, sequence_mean_of_sums or"):
+    with pytest.raises(AlgorithmError, match="token_mean, seq_mean_token_mean, seq_mean_token_sum or"):
         weights_of([[True]], "mean", Denominators(1, 1))
 
 

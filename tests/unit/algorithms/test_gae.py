@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.gae import estimate, token_rewards
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 
 
 def by_recursion(
-    values: list[float], rewards: list[float], mask: list[bool], discount: float, trace_decay: float
+    values: list[float], rewards: list[float], mask: list[bool], gamma: float, gae_lambda: float
 ) -> tuple[list[float], list[float]]:
     """Return advantages and returns of one row, from its end to its beginning."""
     advantages, returns = [0.0] * len(values), [0.0] * len(values)
@@ -20,8 +20,8 @@ def by_recursion(
     for t in reversed(range(len(values))):
         if not mask[t]:
             continue  # both are carried through
-        delta = rewards[t] + discount * next_value - values[t]
-        advantages[t] = delta + discount * trace_decay * next_advantage
+        delta = rewards[t] + gamma * next_value - values[t]
+        advantages[t] = delta + gamma * gae_lambda * next_advantage
         returns[t] = advantages[t] + values[t]
         next_value, next_advantage = values[t], advantages[t]
     return advantages, returns
@@ -29,24 +29,24 @@ def by_recursion(
 
 @given(
     masks=st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=6),
-    discount=st.sampled_from([0.0, 0.9, 1.0]),
-    trace_decay=st.sampled_from([0.0, 0.95, 1.0]),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    gae_lambda=st.sampled_from([0.0, 0.95, 1.0]),
     seed=st.integers(0, 2**20),
 )
 @settings(max_examples=150, deadline=None)
 def test_estimates_are_those_of_the_recursion_and_skip_masked_tokens(
-    masks: list[list[bool]], discount: float, trace_decay: float, seed: int
+    masks: list[list[bool]], gamma: float, gae_lambda: float, seed: int
 ) -> None:
     mask = Ragged.from_rows(masks, torch.bool)
     random = np.random.default_rng(seed)
     values, rewards = (torch.from_numpy(random.normal(size=mask.values.numel())).float() for _ in range(2))
     # What stands outside the mask must not matter, not even if it is no number.
     values[~mask.values], rewards[~mask.values] = float("nan"), float("inf")
-    found = estimate(values, rewards, mask, discount=discount, trace_decay=trace_decay)
+    found = estimate(values, rewards, mask, gamma=gamma, gae_lambda=gae_lambda)
     start = 0
     for row in masks:
         here = slice(start, start + len(row))
-        truth = by_recursion(values[here].tolist(), rewards[here].tolist(), row, discount, trace_decay)
+        truth = by_recursion(values[here].tolist(), rewards[here].tolist(), row, gamma, gae_lambda)
         assert found.advantages[here].tolist() == pytest.approx(truth[0], rel=1e-5, abs=1e-5)
         assert found.returns[here].tolist() == pytest.approx(truth[1], rel=1e-5, abs=1e-5)
         start += len(row)
@@ -56,7 +56,7 @@ def test_with_all_traces_and_no_values_advantages_are_the_rewards_to_come() -> N
     mask = Ragged.from_rows([[False, True, True, False, True]], torch.bool)
     paid = token_rewards(torch.tensor([5.0]), mask, penalties=torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5]))
     assert paid.tolist() == [0.0, -1.0, -2.0, 0.0, 4.5]
-    found = estimate(torch.zeros(5), paid, mask, discount=1.0, trace_decay=1.0)
+    found = estimate(torch.zeros(5), paid, mask, gamma=1.0, gae_lambda=1.0)
     assert found.advantages.tolist() == [0.0, 1.5, 2.5, 0.0, 4.5]
 
 
@@ -67,15 +67,15 @@ def test_a_row_without_a_token_that_counts_gets_no_reward_of_another() -> None:
 
 def test_a_long_row_is_solved_to_the_last_digit() -> None:
     mask = Ragged.from_rows([[True] * 5000], torch.bool)
-    found = estimate(torch.zeros(5000), token_rewards(torch.tensor([1.0]), mask), mask, discount=0.999, trace_decay=1.0)
+    found = estimate(torch.zeros(5000), token_rewards(torch.tensor([1.0]), mask), mask, gamma=0.999, gae_lambda=1.0)
     assert found.advantages.tolist() == pytest.approx([0.999 ** (4999 - t) for t in range(5000)], rel=1e-6)
 
 
 def test_what_is_no_number_or_no_factor_is_refused() -> None:
     mask = Ragged.from_rows([[True], [False, True]], torch.bool)
     with pytest.raises(AlgorithmError, match="values of row 1 hold nan"):
-        estimate(torch.tensor([0.0, 0.0, torch.nan]), torch.zeros(3), mask, discount=1.0, trace_decay=1.0)
-    with pytest.raises(AlgorithmError, match=r"discount is 1.5; it has to be from 0 to 1"):
-        estimate(torch.zeros(3), torch.zeros(3), mask, discount=1.5, trace_decay=1.0)
+        estimate(torch.tensor([0.0, 0.0, torch.nan]), torch.zeros(3), mask, gamma=1.0, gae_lambda=1.0)
+    with pytest.raises(AlgorithmError, match=r"gamma is 1.5; it has to be from 0 to 1"):
+        estimate(torch.zeros(3), torch.zeros(3), mask, gamma=1.5, gae_lambda=1.0)
     with pytest.raises(AlgorithmError, match=r"rewards are \[2\] for 3 tokens"):
-        estimate(torch.zeros(3), torch.zeros(2), mask, discount=1.0, trace_decay=1.0)
+        estimate(torch.zeros(3), torch.zeros(2), mask, gamma=1.0, gae_lambda=1.0)

@@ -18,7 +18,7 @@ bounds = {"clip_low": 0.2, "clip_high": 0.28}
 def clipped_policy_loss(new, old, advantages, mask, **settings):
     """The clipped loss of tokens of one row."""
     lengths = torch.tensor([mask.shape[0]])
-    return policy_loss.clipped(PolicyTokens(new, old, advantages, mask, lengths), **settings)
+    return policy_loss.ppo_clip(PolicyTokens(new, old, advantages, mask, lengths), **settings)
 
 
 def columns(tokens, dtype=torch.float64):

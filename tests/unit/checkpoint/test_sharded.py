@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
-from rlpack.config.optimization import Optimizer
+from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer
 
 

@@ -6,12 +6,12 @@ from types import ModuleType
 
 import pytest
 
+from rlpack.batch.errors import DataError
 from rlpack.cli.main import main
 from rlpack.cli.train import Job, with_run_dirs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
-from rlpack.data.errors import DataError
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def ran(monkeypatch, tmp_path):
 
     runs = Ran()
     for name in ("grpo", "sft"):
-        recipe = ModuleType(f"recipes.{name}")
+        recipe = ModuleType(f"rlpack.recipes.{name}")
         recipe.main = runs.main  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, f"recipes.{name}", recipe)
-    monkeypatch.setattr("rlpack.cli.surroundings._targets", lambda *_: iter(()))
+        monkeypatch.setitem(sys.modules, f"rlpack.recipes.{name}", recipe)
+    monkeypatch.setattr("rlpack.cli.environment._targets", lambda *_: iter(()))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return runs
@@ -125,7 +125,7 @@ def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, 
     ran.fails = KeyboardInterrupt()
     assert main(["train", "run_dir=mine"]) == 130
     assert capsys.readouterr().err == "rlpack train: interrupted; nothing was saved yet\n"
-    marker = tmp_path / "mine" / "checkpoints" / "warm_up" / "step-3" / "COMMITTED"
+    marker = tmp_path / "mine" / "checkpoints" / "sft_warmup" / "step-3" / "COMMITTED"
     marker.parent.mkdir(parents=True)
     marker.touch()
     assert main(["train", "run_dir=mine", "resume=auto"]) == 130

@@ -44,7 +44,7 @@ def test_the_recipe_group_sets_the_recipe_key_and_goes_with_every_batching(recip
     # Presets of an algorithm without a loop of its own run GRPO's.
     loop = recipe if recipe in {"sft", "dapo", "ppo", "remax"} else "grpo"
     assert (config.recipe, config.batching.mode) == (loop, mode)
-    assert (config.warm_up.steps > 0) == (recipe != "sft")
+    assert (config.sft_warmup.steps > 0) == (recipe != "sft")
 
 
 def test_the_documented_command_means_what_it_says():
@@ -67,7 +67,7 @@ def test_users_choose_names_without_a_plus_sign():
         ]
     )
     assert config.roles["judge"].target == "my_pkg.judge:JudgeWorker"
-    assert config.roles["actor"].target == "workers.actor:ActorWorker"
+    assert config.roles["actor"].target == "rlpack.workers.actor:ActorWorker"
     assert config.placement.pools["second"].ranks == 3
     assert config.model.config["rope_parameters"] == {"rope_theta": 10000.0}
     assert (config.data.generator, config.reward.arguments) == ({"noise": 0.1}, {"marker": "#"})

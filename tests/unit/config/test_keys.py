@@ -19,7 +19,9 @@ def test_every_key_says_what_it_means():
     assert find(inherited + "rows") is not None
 
 
-@pytest.mark.parametrize("path", ["seed", "actor.optimizer.beta1", "model.config.a.b", "roles.judge.batching.rows"])
+@pytest.mark.parametrize(
+    "path", ["seed", "actor.optimizer.beta1", "model.config.a.b", "roles.judge.batching.micro_batch_size"]
+)
 def test_a_key_that_exists_is_found(path):
     assert find(path) is not None
 

@@ -13,8 +13,8 @@ from rlpack.packing import make_plan
 from rlpack.packing.batching import Batching
 
 ACTOR = Batching(
-    mode="dynamic", max_tokens=77, rows=3, algorithm="first_fit_shuffle", pad_to_multiple=2, length_multiple=4,
-    min_microbatches=5, divisible_by=6, overlong="drop",
+    mode="dynamic", max_tokens=77, micro_batch_size=3, algorithm="first_fit_shuffle", pad_to_multiple=2,
+    length_multiple=4,     min_microbatches=5, divisible_by=6, overlong="drop",
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_roles_that_make_no_microbatches_never_lose_a_row_to_the_token_budget(ro
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=60), ranks=st.integers(1, 5))
 def test_engines_get_equally_many_prompts_however_long_they_are(lengths, ranks):
-    config = Config(rollout=Rollout(batch_rows=4))
+    config = Config(rollout=Rollout(max_num_seqs=4))
     plan = make_plan(np.array(lengths), role_batching(config, "rollout"), dp_size=ranks)
     counts = [len(plan.rank_plan(rank).rows) for rank in range(ranks)]
     assert max(counts) - min(counts) <= 1
@@ -53,7 +53,7 @@ def test_a_role_overrides_one_key_and_inherits_the_others(name):
 
 
 def test_a_users_role_takes_its_batching_from_its_own_section():
-    roles = builtin_roles() | {"judge": Role(target="a:B", batching=RoleBatching(rows=2))}
+    roles = builtin_roles() | {"judge": Role(target="a:B", batching=RoleBatching(micro_batch_size=2))}
     assert role_batching(Config(roles=roles), "judge").rows == 2
 
 

@@ -5,9 +5,9 @@ import pytest
 
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
-from rlpack.config.odd import odd_choices
 from rlpack.config.rules import broken_rules
 from rlpack.config.validate import validate
+from rlpack.config.warnings import odd_choices
 
 VALID = {"model": {"config": {"model_type": "qwen2"}}}
 
@@ -56,14 +56,14 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
     ("sections", "message"),
     [
         ({"algorithm": {"clip_low": 0.3, "clip_high": 0.2}}, "algorithm.clip_low is 0.3, over algorithm.clip_high"),
-        ({"algorithm": {"aggregation": "sequence_sum"}}, "set algorithm.sequence_sum_constant"),
-        ({"algorithm": {"sequence_sum_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
+        ({"algorithm": {"aggregation": "seq_mean_token_sum_norm"}}, "set algorithm.aggregation_constant"),
+        ({"algorithm": {"aggregation_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
         ({"placement": {"object_store_gb": 1, "in_flight_gb": 2}}, "in_flight_gb is 2, over placement.object_store_gb"),
         ({"placement": {"in_flight_gb": 1e-6}}, "placement.in_flight_gb"),
         (
-            {"actor": {"optimizer": {"floor": 0.1}}},
-            "floor is 0.1, but actor.optimizer.schedule is constant",
+            {"actor": {"optimizer": {"min_lr_ratio": 0.1}}},
+            "min_lr_ratio is 0.1, but actor.optimizer.schedule is constant",
         ),
         (
             {"actor": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": 9}},
@@ -74,8 +74,8 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
             "critic.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
         ),
         (
-            {"actor": {"lora": {"rank": 4}, "optimizer": {"frozen": ["a"]}}},
-            "actor.lora.rank is 4, which freezes every weight but the adapters, and actor.optimizer.frozen is set too",
+            {"actor": {"lora": {"rank": 4}, "optimizer": {"freeze": ["a"]}}},
+            "actor.lora.rank is 4, which freezes every weight but the adapters, and actor.optimizer.freeze is set too",
         ),
         ({"actor": {"lora": {"targets": ["a"]}}}, "actor.lora.targets is set, but actor.lora.rank is 0"),
         ({"actor": {"lora": {"dropout": 0.1}}}, "actor.lora.dropout is set, but actor.lora.rank is 0"),
@@ -89,10 +89,13 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"data": {"source": "x.parquet", "split": "a"}}, "set data.validation_source to other prompts, or to x.par"),
         ({"data": {"source": "a/b", "validation_split": "train"}}, "data.validation_split are both 'train'"),
         ({"data": {"prompt_column": " "}}, "data.prompt_column is blank"),
-        ({"warm_up": {"steps": 5}}, "warm_up.steps=5 trains on demonstrations; set data.demonstration_column, or"),
-        ({"recipe": "sft"}, "recipe=sft trains on demonstrations; set data.demonstration_column"),
-        ({"recipe": "sft", "warm_up": {"steps": 5}}, "recipe=sft has no warm-up; set warm_up.steps=0"),
-        ({"recipe": "sft", "trainer": {"epochs": 2}}, "leave trainer.mini_batch_size=null and trainer.epochs=1"),
+        ({"sft_warmup": {"steps": 5}}, "sft_warmup.steps=5 trains on demonstrations; set data.completion_column, or"),
+        ({"recipe": "sft"}, "recipe=sft trains on demonstrations; set data.completion_column"),
+        ({"recipe": "sft", "sft_warmup": {"steps": 5}}, "recipe=sft has no warm-up; set sft_warmup.steps=0"),
+        (
+            {"recipe": "sft", "trainer": {"updates_per_batch": 2}},
+            "leave trainer.mini_batch_size=null and trainer.updates_per_batch=1",
+        ),
         ({"reward": {"function": "os.system"}}, "reward.function is 'os.system'; it has to be package.module:Name"),
         ({"reward": {"function": "a:b;c"}}, "it has to be package.module:Name"),
         ({"reward": {"arguments": {"api_key": "x"}}}, "reward.arguments.api_key looks like a secret"),
@@ -116,12 +119,12 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
             {"reward": {"functions": {"a": {"function": "a:b", "arguments": {"api_key": "x"}}}}},
             "reward.functions.a.arguments.api_key looks like a secret",
         ),
-        ({"reward": {"function": "rlpack.rewards.programs:unit_tests"}}, "set reward.subprocesses=1"),
-        ({"judge": {"url": "http://a/v1"}}, "no role asks it; add roles.judge.target=workers.judge:JudgeWorker"),
+        ({"reward": {"function": "rlpack.rewards.code_execution:unit_tests"}}, "set reward.subprocesses=1"),
+        ({"judge": {"url": "http://a/v1"}}, "no role asks it; add roles.judge.target=rlpack.workers.judge:JudgeWorker"),
         ({"judge": {"url": "a/v1"}}, "judge.url is 'a/v1'; it has to begin with http:// or https://"),
         ({"judge": {"url": "http://me:secret@a/v1"}}, "judge.url holds a user or a password"),
         (
-            {"roles": {"judge": {"target": "workers.judge:JudgeWorker"}}, "judge": {"url": "http://a/v1"}},
+            {"roles": {"judge": {"target": "rlpack.workers.judge:JudgeWorker"}}, "judge": {"url": "http://a/v1"}},
             "judge.model is null, and the role judge asks it",
         ),
         ({"placement": {"pools": {}}}, "placement.pools is empty"),
@@ -174,7 +177,7 @@ def test_a_mini_batch_over_the_rollout_batch_is_one_step_and_spoken_of():
 def test_dropout_of_adapters_is_spoken_of_where_ratios_are_clipped():
     noisy = VALID | {"actor": {"lora": {"rank": 2, "dropout": 0.1}}}
     assert "actor.lora.dropout is 0.1" in odd_choices(validate(noisy))[0]
-    assert odd_choices(validate(noisy | {"recipe": "sft", "data": {"demonstration_column": "d"}})) == []
+    assert odd_choices(validate(noisy | {"recipe": "sft", "data": {"completion_column": "d"}})) == []
 
 
 def test_a_group_of_one_can_run_but_is_spoken_of():
@@ -190,7 +193,7 @@ def test_a_group_of_one_can_run_but_is_spoken_of():
             "algorithm.scale is none and nothing reads it: with recipe=ppo advantages come from the critic",
         ),
         (
-            {"advantage": "length_weighted", "baseline": "leave_one_out"},
+            {"advantage": "opo", "baseline": "leave_one_out"},
             "grpo",
             "baseline is leave_one_out and nothing reads it",
         ),

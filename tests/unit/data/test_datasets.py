@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlpack.batch.errors import DataError
 from rlpack.data.datasets import Example, load_prompts
-from rlpack.data.errors import DataError
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 
@@ -34,7 +34,7 @@ def test_rows_of_a_jsonl_file_become_examples(tmp_path):
 def test_columns_go_by_name(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     source = jsonl(tmp_path, {"messages": messages, "target": [1, 2], "worked": "text", "prompt": 7})
-    example = load(source, prompt_column="messages", answer_column="target", demonstration_column="worked")[0]
+    example = load(source, prompt_column="messages", answer_column="target", completion_column="worked")[0]
     assert (example.prompt, example.answer, example.demonstration) == (messages, [1, 2], "text")
     assert example.columns == {"prompt": 7}
     assert load(source, prompt_column="messages", answer_column=None)[0].answer is None
@@ -64,7 +64,7 @@ def test_equal_rows_are_different_prompts(tmp_path):
 
 
 def test_the_generator_has_two_splits_that_share_no_prompt():
-    arguments = {"generator": {"train_size": 300, "validation_size": 30}, "demonstration_column": "demonstration"}
+    arguments = {"generator": {"train_size": 300, "validation_size": 30}, "completion_column": "demonstration"}
     train, held_out = load("arithmetic", **arguments), load("arithmetic", split="validation", **arguments)
     assert (len(train), len(held_out)) == (300, 30)
     assert not {example.prompt for example in train} & {example.prompt for example in held_out}
@@ -143,9 +143,9 @@ def test_uids_are_distinct(tmp_path):
 
 def test_a_demonstration_has_to_be_text(tmp_path):
     with pytest.raises(DataError, match=r":1: worked is None"):
-        load(jsonl(tmp_path, {**GOOD, "worked": None}), demonstration_column="worked")
-    with pytest.raises(DataError, match=r"no column 'worked'; it has .*; set data.demonstration_column"):
-        load(jsonl(tmp_path, GOOD), demonstration_column="worked")
+        load(jsonl(tmp_path, {**GOOD, "worked": None}), completion_column="worked")
+    with pytest.raises(DataError, match=r"no column 'worked'; it has .*; set data.completion_column"):
+        load(jsonl(tmp_path, GOOD), completion_column="worked")
 
 
 def test_a_missing_file_is_named():

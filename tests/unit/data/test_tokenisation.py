@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from rlpack.batch.errors import DataError
 from rlpack.data.arithmetic import ALPHABET
-from rlpack.data.errors import DataError
 from rlpack.data.examples import Example
 from rlpack.data.tokenisation import character_tokenizer, characters, encode_demonstration, encode_prompt
 
@@ -101,7 +101,7 @@ def test_a_template_that_refuses_is_named(chat):
 
 
 def test_demonstrations_need_a_text_and_an_end(tokenizer):
-    with pytest.raises(DataError, match=r"demonstration of '0' is missing; .*data.demonstration_column"):
+    with pytest.raises(DataError, match=r"demonstration of '0' is missing; .*data.completion_column"):
         encode_demonstration(tokenizer, Example("0", "a"))
     endless = character_tokenizer("ab")
     endless.eos_token = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlpack.config.secrets import looks_secret
+from rlpack.config.redaction import looks_secret
 
 ROOT = Path(__file__).parents[3]
 IMAGES = [ROOT / "docker" / f"{name}.Dockerfile" for name in ("cpu", "cuda")]

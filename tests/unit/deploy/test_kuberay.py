@@ -11,7 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from rlpack.config.compose import compose
-from rlpack.config.jobs import STOP_WAIT
+from rlpack.config.sections.submission import STOP_WAIT
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = json.loads((Path(__file__).parent / "rayjob.schema.json").read_text())
@@ -89,7 +89,7 @@ def test_a_run_of_ones_own_is_written_with_its_image_size_secrets_and_environmen
     manifest = written(
         *(kuberay, capsys, "--name", "mine", "--workers", "2", "--cpus", "16", "--gpus", "4", "--claim", "data"),
         *("--secret", "keys", "--", "run_dir=/shared/mine", "placement=eight_gpus", "job.secret_names=[HF_TOKEN]"),
-        *("job.environment.NCCL_DEBUG=INFO", "job.pip=[math-verify]", "seed=7"),
+        *("job.env_vars.NCCL_DEBUG=INFO", "job.pip=[math-verify]", "seed=7"),
     )
     assert faults(manifest) == []
     config = config_of(manifest)

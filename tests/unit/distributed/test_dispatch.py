@@ -1,7 +1,7 @@
 import pytest
 
 from rlpack.distributed.dispatch import Dispatch, broadcast, dispatch_of, rank_zero, sharded
-from workers.actor import ActorWorker
+from rlpack.workers.actor import ActorWorker
 
 
 class Role:

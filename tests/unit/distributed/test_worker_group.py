@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlpack.data.batch import BatchedDataDict
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, Cost, PackingError
+from rlpack.worker import Worker
 from tests.builders import tiny_rollouts
-from workers.base import Worker
 
 SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4)]
 
@@ -72,7 +72,11 @@ def group(batching: Batching, size: int = 2, mini_batch_size: int | None = None)
     return WorkerGroup("doubler", LocalRanks(size), batching, mini_batch_size)
 
 
-BATCHINGS = [Batching(max_tokens=24), Batching(mode="dynamic", max_tokens=48), Batching(mode="fixed", rows=2)]
+BATCHINGS = [
+    Batching(max_tokens=24),
+    Batching(mode="dynamic", max_tokens=48),
+    Batching(mode="fixed", micro_batch_size=2),
+]
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)

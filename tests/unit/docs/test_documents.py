@@ -12,7 +12,7 @@ import pytest
 
 from rlpack.cli.main import main
 from rlpack.config.compose import compose
-from rlpack.observe.plan_record import PlanRecord
+from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.packing import Batching
 from rlpack.testing import check_role, contracts
 

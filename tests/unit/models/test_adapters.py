@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlpack.config.optimization import Lora
+from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import adapter_layers, add_adapters, dropout_seed
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlpack.models.checks import check_isolation
 from rlpack.models.errors import IsolationError
 from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import pack_rows
-from rlpack.models.isolation import check_isolation
 from tests.unit.models.tiny import KINDS, VOCABULARY, pad_rows, tiny_model, tiny_rows
 
 TOLERANCE = {"gemma2": 5e-6, "gemma3": 5e-6}

@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.data.batch import BatchedDataDict
-from rlpack.data.ragged import Ragged
-from rlpack.data.views import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.ragged import Ragged
 from rlpack.models.inputs import ModelInputs, pack_rows, to_model_inputs
 from rlpack.models.policy import Policy
-from rlpack.packing.layouts import Layout, packed_layout, padded_layout
+from rlpack.packing.analysis.layouts import Layout, packed_layout, padded_layout
 from tests.unit.models.tiny import pad_rows, tiny_model, tiny_rows
 
 

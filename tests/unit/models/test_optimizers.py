@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlpack.config.optimization import Optimizer
+from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.errors import ModelError
 from rlpack.models.optimizers import build_optimizer, freeze, set_learning_rate, steps_taken
 from tests.unit.models.tiny import tiny_model
@@ -49,18 +49,18 @@ def adamw(weight: Tensor, used: list[Tensor], rates: tuple[float, ...], decay: f
     return theta
 
 
-def decays(name: str, undecayed: tuple[str, ...]) -> bool:
+def decays(name: str, no_decay: tuple[str, ...]) -> bool:
     """Say by its name alone, for a Qwen 2, whether a weight is decayed."""
-    return not (name.endswith(".bias") or "norm" in name or name in undecayed)
+    return not (name.endswith(".bias") or "norm" in name or name in no_decay)
 
 
-@pytest.mark.parametrize("undecayed", [(), ("model.embed_tokens.weight",)])
-def test_steps_are_adamws_with_decay_on_matrices_alone_but_for_those_that_are_named(undecayed: tuple[str, ...]):
+@pytest.mark.parametrize("no_decay", [(), ("model.embed_tokens.weight",)])
+def test_steps_are_adamws_with_decay_on_matrices_alone_but_for_those_that_are_named(no_decay: tuple[str, ...]):
     lm, rates = model(), (0.01, 0.004)
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
-    used = steps(lm, SETTINGS.model_copy(update={"undecayed": undecayed}), rates)
+    used = steps(lm, SETTINGS.model_copy(update={"no_decay": no_decay}), rates)
     for name, weight in lm.named_parameters():
-        decay = 0.1 if decays(name, undecayed) else 0.0
+        decay = 0.1 if decays(name, no_decay) else 0.0
         expected = adamw(before[name], [gradient[name] for gradient in used], rates, decay)
         other = adamw(before[name], [gradient[name] for gradient in used], rates, 0.1 - decay)
         assert (weight - expected).norm() < 1e-6 * expected.norm(), name
@@ -72,7 +72,7 @@ def test_steps_are_adamws_with_decay_on_matrices_alone_but_for_those_that_are_na
 def test_frozen_weights_stay_bit_for_bit_without_gradient_or_state_and_the_others_move(name: str):
     lm = model()
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
-    settings = SETTINGS.model_copy(update={"name": name, "frozen": ("model.layers.0.*", "lm_head.weight")})
+    settings = SETTINGS.model_copy(update={"name": name, "freeze": ("model.layers.0.*", "lm_head.weight")})
     freeze(lm, settings)
     optimizer = build_optimizer(lm, settings)
     lm(torch.arange(12)[None]).logits.square().sum().backward()
@@ -87,11 +87,11 @@ def test_frozen_weights_stay_bit_for_bit_without_gradient_or_state_and_the_other
 
 @pytest.mark.parametrize("frozen", [("*",), ("model.*", "lm_head.*")])
 def test_to_freeze_everything_is_an_error(frozen: tuple[str, ...]):
-    with pytest.raises(ModelError, match=r"critic\.optimizer\.frozen=.* freezes all \d+ weights"):
-        freeze(model(), SETTINGS.model_copy(update={"frozen": frozen}), "critic.optimizer")
+    with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze=.* freezes all \d+ weights"):
+        freeze(model(), SETTINGS.model_copy(update={"freeze": frozen}), "critic.optimizer")
 
 
-@pytest.mark.parametrize("key", ["frozen", "undecayed"])
+@pytest.mark.parametrize("key", ["freeze", "no_decay"])
 def test_a_pattern_of_no_weight_is_an_error_that_lists_near_ones(key: str):
     with pytest.raises(ModelError, match=rf"actor\.optimizer\.{key} holds 'model\.layer\.0.*near it are model\.layers"):
         freeze(model(), SETTINGS.model_copy(update={key: ("model.layer.0.*",)}))

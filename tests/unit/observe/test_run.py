@@ -15,12 +15,12 @@ from rich.console import Console as Screen
 
 from rlpack.config.schema import Config, Logger
 from rlpack.observe.console import Console, Sample
-from rlpack.observe.directory import check_run_dir
 from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run import Run
+from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import ResumePoint, read_records
 from rlpack.packing.batching import Batching
-from rlpack.packing.planning import make_plan
+from rlpack.packing.make_plan import make_plan
 
 
 def start(directory: Path, config: Config | None = None, resume_at: ResumePoint | None = None) -> Run:
@@ -147,7 +147,7 @@ def test_secrets_are_hidden_and_token_counts_are_not(tmp_path: Path) -> None:
 
 def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path) -> None:
     with start(tmp_path) as run:
-        run.log(400, {"warm_up/loss": 1.0}, phase="warm_up")
+        run.log(400, {"sft_warmup/loss": 1.0}, phase="sft_warmup")
         run.samples([Sample("p\ud800", "c", None, 1.0)])
         run.keep_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2))
         run.log(1, {})
@@ -156,7 +156,7 @@ def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path)
     assert (tmp_path / "packing.png").exists()
 
 
-@pytest.mark.parametrize(("point", "kept"), [(ResumePoint(1), ["c1"]), (ResumePoint(300, "warm_up"), [])])
+@pytest.mark.parametrize(("point", "kept"), [(ResumePoint(1), ["c1"]), (ResumePoint(300, "sft_warmup"), [])])
 def test_resuming_cuts_the_rollouts_too(tmp_path: Path, point: ResumePoint, kept: list[str]) -> None:
     with start(tmp_path) as run:
         for step in (1, 2):
@@ -222,7 +222,7 @@ def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
     def fail() -> None:
         with start(tmp_path) as run:
             run.log(1, {})
-            monkeypatch.setattr("rlpack.observe.report.write_report", broken)
+            monkeypatch.setattr("rlpack.observe.report.report.write_report", broken)
             raise KeyError("the cause")
 
     with pytest.raises(KeyError, match="the cause"):
@@ -232,7 +232,7 @@ def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
 
 def test_what_starts_a_run_does_not_import_torch_or_matplotlib() -> None:
     code = (
-        "import sys; import rlpack.observe.directory, rlpack.checkpoint.commit, rlpack.observe.sinks; "
+        "import sys; import rlpack.observe.run_dir, rlpack.checkpoint.commit, rlpack.observe.sinks; "
         "print(sorted({'torch', 'matplotlib', 'ray', 'transformers'} & set(sys.modules)))"
     )
     ended = subprocess.run(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlpack.config.schema import Logger
 from rlpack.observe.errors import SinkError
-from rlpack.observe.names import UnknownMetricWarning
+from rlpack.observe.metric_table import UnknownMetricWarning
 from rlpack.observe.sinks import JsonlSink, ResumePoint, TensorBoardSink, open_sinks, read_records
 
 
@@ -16,10 +16,10 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def filled(path: Path, steps: int = 4, warm_up: int = 6) -> None:
+def filled(path: Path, steps: int = 4, sft_warmup: int = 6) -> None:
     sink = JsonlSink(path)
-    for step in range(1, warm_up + 1):
-        sink.log(step, "warm_up", {"warm_up/loss": float(step)})
+    for step in range(1, sft_warmup + 1):
+        sink.log(step, "sft_warmup", {"sft_warmup/loss": float(step)})
     for step in range(1, steps + 1):
         sink.log(step, "train", {"reward/mean": step / 10})
         if step % 2 == 0:
@@ -62,16 +62,16 @@ def test_resuming_cuts_what_lies_behind_the_checkpoint_and_keeps_the_warm_up(tmp
     sink.log(3, "train", {"reward/mean": 9.0})
     sink.close()
     found = [(record["phase"], record["step"]) for record in lines(path)]
-    warm_up = [("warm_up", step) for step in range(1, 7)]
-    assert found == [*warm_up, ("train", 1), ("train", 2), ("evaluation", 2), ("train", 3)]
+    sft_warmup = [("sft_warmup", step) for step in range(1, 7)]
+    assert found == [*sft_warmup, ("train", 1), ("train", 2), ("evaluation", 2), ("train", 3)]
     assert lines(path)[-1]["reward/mean"] == 9.0
 
 
 def test_resuming_inside_the_warm_up_cuts_the_warm_up(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     filled(path)  # the steps after the warm-up will be taken again, small as their numbers are
-    JsonlSink(path, resume=ResumePoint(2, "warm_up")).close()
-    assert [(record["phase"], record["step"]) for record in lines(path)] == [("warm_up", 1), ("warm_up", 2)]
+    JsonlSink(path, resume=ResumePoint(2, "sft_warmup")).close()
+    assert [(record["phase"], record["step"]) for record in lines(path)] == [("sft_warmup", 1), ("sft_warmup", 2)]
 
 
 def test_time_goes_on_where_the_kept_records_end(tmp_path: Path) -> None:
@@ -133,14 +133,14 @@ def test_tensorboard_events_read_back(tmp_path: Path) -> None:
 
     first = TensorBoardSink(tmp_path)
     for step in (1, 2, 3):
-        first.log(step, "warm_up", {"warm_up/loss": float(step)})
+        first.log(step, "sft_warmup", {"sft_warmup/loss": float(step)})
         first.log(step, "train", {"reward/mean": float(step)})
     first.close()
     resumed = TensorBoardSink(tmp_path, resume=ResumePoint(1))
     resumed.log(2, "train", {"reward/mean": 20.0})
     resumed.close()
-    train, warm_up = EventAccumulator(str(tmp_path / "train")), EventAccumulator(str(tmp_path / "warm_up"))
+    train, sft_warmup = EventAccumulator(str(tmp_path / "train")), EventAccumulator(str(tmp_path / "sft_warmup"))
     train.Reload()
-    warm_up.Reload()
+    sft_warmup.Reload()
     assert [(event.step, event.value) for event in train.Scalars("reward/mean")] == [(1, 1.0), (2, 20.0)]
-    assert [event.step for event in warm_up.Scalars("warm_up/loss")] == [1, 2, 3]
+    assert [event.step for event in sft_warmup.Scalars("sft_warmup/loss")] == [1, 2, 3]

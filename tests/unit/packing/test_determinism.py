@@ -10,7 +10,7 @@ import pytest
 
 import rlpack
 from rlpack.packing import Batching, Cost, make_plan
-from rlpack.packing.traces import trace
+from rlpack.packing.analysis.traces import trace
 
 
 def fingerprint() -> int:
@@ -23,7 +23,7 @@ def fingerprint() -> int:
             Batching(max_tokens=200, pad_to_multiple=4, min_microbatches=9),
             Batching(max_tokens=200, algorithm="modified_first_fit_decreasing"),
             Batching(mode="dynamic", max_tokens=300, length_multiple=2),
-            Batching(mode="fixed", rows=3),
+            Batching(mode="fixed", micro_batch_size=3),
         ):
             plan = make_plan(lengths, batching, dp_size=3, mini_batch_size=45, cost=Cost(1.0, 0.01))
             for array in (plan.order, plan.counts, plan.widths, plan.step_bounds):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rlpack.rewards.errors import PoolError, RewardError, TooManyFailuresError
+from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.reward_result import FAILURES, Verdict
 from rlpack.rewards.scoring import FailureRate, Scorer
-from rlpack.rewards.verdicts import FAILURES, Verdict
-from rlpack.rewards.work import PoolSettings, Target
 from tests.unit.rewards import samples
 
 ERROR = Verdict(problem="error", text="such")

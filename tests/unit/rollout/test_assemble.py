@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 from rlpack.rollout.assemble import rollout_batch
 from rlpack.rollout.engine import Generations
 from rlpack.rollout.errors import EngineError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlpack.data.ragged import Ragged
+from rlpack.batch.ragged import Ragged
 from rlpack.rollout.engine import SamplingParams
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.hf import HFEngine
@@ -46,7 +46,7 @@ def test_a_row_gets_the_same_tokens_alone_and_among_any_neighbours(kind):
     prompts, seeds = prompts_of(8), seeds_of(8)
     params = SamplingParams(max_new_tokens=8, stop_token_ids=(3,), top_p=0.9)
     together = generate(prompts, params, seeds, kind=kind)
-    for options in ({"batch_rows": 5}, {"batch_rows": 1}, {"pad_token_id": 9}):
+    for options in ({"max_num_seqs": 5}, {"max_num_seqs": 1}, {"pad_token_id": 9}):
         again = generate(prompts, params, seeds, kind=kind, **options)
         assert [row.tolist() for row in again.token_ids.rows()] == [row.tolist() for row in together.token_ids.rows()]
         torch.testing.assert_close(again.logprobs.values, together.logprobs.values, rtol=1e-4, atol=1e-4)
@@ -60,7 +60,7 @@ def test_samples_of_one_prompt_follow_the_exact_distribution_of_two_tokens():
     # 3,000 copies of one prompt, read once; all pairs of tokens against their exact probability.
     draws, prompt = 3000, [4, 8, 15]
     params = SamplingParams(temperature=2.0, top_k=3, max_new_tokens=2)
-    found = generate([prompt] * draws, params, batch_rows=1000)
+    found = generate([prompt] * draws, params, max_num_seqs=1000)
     pairs = found.token_ids.values.view(draws, 2)
     expected = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
 

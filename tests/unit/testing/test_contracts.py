@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlpack.data.batch import BatchedDataDict
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.testing import ContractError, check_role, sample_batch
-from rlpack.testing.comparing import difference
-from workers.base import Worker, broadcast, sharded
+from rlpack.testing.comparison import difference
+from rlpack.worker import Worker, broadcast, sharded
 
 
 def scored(shard: BatchedDataDict, rewards: torch.Tensor, **columns: Any) -> BatchedDataDict:

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer, Rollout
-from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
 from rlpack.models import attention
 from rlpack.models.errors import IsolationError
 from rlpack.packing import Batching, make_plan
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.reference import ReferenceWorker
 from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
-from workers.actor import ActorWorker
-from workers.reference import ReferenceWorker
 
 SIZES = [(3, 9), (5, 1), (2, 6)]
 

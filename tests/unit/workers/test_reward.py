@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Reward
-from rlpack.data.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
 from rlpack.rewards.errors import TooManyFailuresError
-from rlpack.rewards.verdicts import FAILURES
+from rlpack.rewards.reward_result import FAILURES
+from rlpack.workers.reward import RewardWorker
 from tests.builders import tiny_config, tiny_tokenizer
-from workers.reward import RewardWorker
 
 FINAL = "rlpack.rewards.functions:final_answer"
 TEXTS = {"prompt": ["1+1=", "2+2=", "3+3="], "completion": ["#2", "#5", "#6"], "answer": ["2", "4", "6"]}

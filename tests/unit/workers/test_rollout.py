@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlpack.data.batch import BatchedDataDict
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
 from rlpack.rollout.engine import SamplingParams
+from rlpack.workers.build import build_model
+from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
-from workers.loading import build_model
-from workers.rollout import RolloutWorker
 
 PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=(1,))
 

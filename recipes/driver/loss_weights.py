@@ -1,0 +1,33 @@
+"""What each token counts for: weights that the driver fixes over whole optimizer steps, before the first microbatch.
+
+So losses and metrics are plain sums wherever their rows land. All tokens of a row that count weigh the same, so the
+weights are numbers of rows, which ranks spread over the tokens of `response_mask`.
+"""
+
+import torch
+from torch import Tensor
+
+from rlpack.algorithms.aggregation import Aggregation, count_denominators, row_weights
+from rlpack.config.schema import Algorithm
+from rlpack.packing import MicrobatchPlan
+
+
+def step_weights(counts: Tensor, plan: MicrobatchPlan, settings: Algorithm) -> dict[str, Tensor]:
+    """Return `loss_weight` and `token_weight` f32 [B]; over an optimizer step's counted tokens the latter add up to 1.
+
+    Rows that the plan drops weigh nothing.
+
+    Args:
+        counts: response tokens of each row that count, cut as the plan cuts them, int64 [B].
+        plan: of the actor's update on these rows.
+        settings: how token losses become one number.
+    """
+    loss_weight, token_weight = torch.zeros(2, counts.numel())
+    step_of_row = torch.from_numpy(plan.step_of_row)
+    for step in range(plan.num_steps):
+        rows = step_of_row == step
+        denominators = count_denominators(counts[rows], constant=settings.aggregation_constant)
+        kinds: list[tuple[Tensor, Aggregation]] = [(loss_weight, settings.aggregation), (token_weight, "token_mean")]
+        for weight, kind in kinds:
+            weight[rows] = row_weights(counts[rows], aggregation=kind, denominators=denominators)
+    return {"loss_weight": loss_weight, "token_weight": token_weight}

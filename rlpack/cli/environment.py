@@ -1,0 +1,132 @@
+"""What a config needs from the machine, looked at before anything starts: files, packages, directories.
+
+Cheap looks only: nothing is imported that a module's own package doesn't import, and no service is asked.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.roles import optimizers, started_roles
+from rlpack.config.schema import Config
+from rlpack.distributed.jobs.secrets import missing_secrets
+from rlpack.observe.errors import RunDirectoryError, SinkError
+from rlpack.observe.run_dir import check_run_dir
+from rlpack.observe.sinks import check_packages
+
+# Packages, by commas, from which a run may load roles, rewards, losses and advantages; unset, any.
+ALLOWED = "RLPACK_ALLOWED_PACKAGES"
+OWN_PACKAGES = ("rlpack",)
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable of that name, which Ray sets for a submitted job's driver
+
+
+def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
+    """Raise for what `config` names and this machine lacks.
+
+    Raises:
+        ConfigError: the run directory can't be used, a target isn't there or not allowed, or a package isn't installed.
+        DataError: a data file isn't there.
+    """
+    found = [*_run_dir(config, environment), *missing_secrets(config.job, environment)]
+    check_code_and_packages(config, environment, found)
+    if missing := list(_data_files(config)):
+        from rlpack.batch.errors import DataError  # imported where it is raised: a good config doesn't wait for it
+
+        raise DataError("\n".join(missing))
+
+
+def check_code_and_packages(config: Config, environment: Mapping[str, str], found: Sequence[str] = ()) -> None:
+    """Raise for what `config` loads and this machine lacks, and for the problems that were `found` before.
+
+    Raises:
+        ConfigError: there was a problem, a target isn't there or not allowed, or a package isn't installed.
+    """
+    problems = [*found, *_targets(config, environment), *_packages(config)]
+    try:
+        check_packages(config.logger)
+    except SinkError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    if config.run_dir is None:
+        return
+    path = Path(config.run_dir)
+    if not path.is_absolute() and _RAY_JOB in environment:
+        yield (
+            f"run_dir is {config.run_dir!r}, relative to a Ray job's working directory, which is deleted with the job; "
+            "set run_dir to an absolute path on storage that stays"
+        )
+        return
+    try:
+        check_run_dir(path, resume=config.resume == "auto")
+    except RunDirectoryError as error:
+        yield str(error)
+
+
+def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Look for the modules that a run is going to import, among those that the operator lets it import."""
+    allowed = environment.get(ALLOWED, "")
+    packages = [*OWN_PACKAGES, *(name.strip() for name in allowed.split(",") if name.strip())]
+    for key, target in targets_of(config).items():
+        module = target.partition(":")[0]
+        if allowed.strip() and not any(module == name or module.startswith(f"{name}.") for name in packages):
+            yield (
+                f"{key} is {target!r}, and {ALLOWED} lets a run load code of {', '.join(packages)} alone; take it from "
+                f"one of these, or have who set the variable add {module.partition('.')[0]}"
+            )
+        elif reason := _why_not_importable(module):
+            yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from here"
+
+
+def _packages(config: Config) -> Iterator[str]:
+    for key, optimizer in optimizers(config).items():
+        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            yield (
+                f"{key}.name=adamw_8bit needs the package torchao, which is not installed; install "
+                f"rlpack[eight-bit], on every node, or set {key}.name=adamw"
+            )
+
+
+def targets_of(config: Config) -> dict[str, str]:
+    """Return every key that names code which this run imports, and what it names."""
+    roles = started_roles(config)
+    targets = {f"roles.{role}.target": config.roles[role].target for role in roles}
+    if "reward" in roles:
+        functions = config.reward.functions
+        several = {f"reward.functions.{name}.function": function.function for name, function in functions.items()}
+        targets |= several or {"reward.function": config.reward.function}
+    if config.recipe != "sft":
+        named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
+        targets |= {key: target for key, target in named.items() if ":" in target}
+    return targets
+
+
+def _why_not_importable(module: str) -> str:
+    """Return why `module` can't be found, or nothing when it can; it is not imported, only the packages above it."""
+    if module.endswith(".py") or "/" in module:
+        meant = module.removesuffix(".py").strip("./").replace("/", ".")
+        return f"{module} is a file, and its module {meant or 'has another name'}"
+    path = list(sys.path)
+    sys.path.append(os.getcwd())
+    try:
+        found = importlib.util.find_spec(module)
+    except Exception as error:  # noqa: BLE001 - a user's package may raise anything while it is imported
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sys.path[:] = path
+    return "" if found else f"there is no module {module}"
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    sources = {"source": config.data.source}
+    if config.data.validation_source is not None:
+        sources["validation_source"] = config.data.validation_source
+    for key, source in sources.items():
+        if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
+            yield f"data.{key} is {source!r}, and there is no such file in {Path.cwd()}"

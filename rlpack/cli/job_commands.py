@@ -1,0 +1,164 @@
+"""`rlpack submit`, `jobs`, `logs` and `stop`: a run as a job of a Ray cluster, and what becomes of it."""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rlpack import __version__
+from rlpack.batch.errors import DataError
+from rlpack.cli.submit_checks import JOINS, checked_config, checked_upload
+from rlpack.cli.tables import table
+from rlpack.config.errors import ConfigError
+from rlpack.config.roles import pools_in_use
+from rlpack.distributed.errors import JobRequestError, JobServerError, PlacementError
+from rlpack.distributed.jobs.client import DEFAULT_ADDRESS, JobRecord, JobServer
+from rlpack.observe.text import visible
+
+FAILED, WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
+_ENTRYPOINT = ("exec", "python", "-m", "rlpack", "train")
+_EPILOG = "Everything after -- goes to `rlpack train` on the cluster. A token is found as Ray finds it (RAY_AUTH_MODE)."
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names, and return the exit code."""
+    parsed = _parser().parse_args(list(arguments))
+    command: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return command(parsed)
+    except KeyboardInterrupt:
+        job = vars(parsed).get("job_id")
+        print(f"\nrlpack {parsed.command}: interrupted{f'; job {job} goes on' if job else ''}", file=sys.stderr)
+        return INTERRUPTED
+    except JobServerError as error:
+        job = vars(parsed).get("job_id")
+        hint = f"; job {job} may go on: ask again by rlpack logs {job} --follow" if job else ""
+        print(f"rlpack {parsed.command}: {error}{hint}", file=sys.stderr)
+        return FAILED
+    except (ConfigError, DataError, JobRequestError, PlacementError) as error:
+        print(f"rlpack {parsed.command}: {error}", file=sys.stderr)
+        return DATA_WRONG if isinstance(error, DataError) else WRONG
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlpack")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, description=text, epilog=_EPILOG if name == "submit" else None)
+        made.add_argument(
+            "--address", help=f"job server, http://head-node:8265 (RAY_API_SERVER_ADDRESS, {DEFAULT_ADDRESS})"
+        )
+        made.set_defaults(run=run)
+        return made
+
+    submit = command("submit", _submit, "Run `rlpack train` as a job of a Ray cluster.")
+    submit.add_argument("--follow", action="store_true", help="show the job's log until it ends, and end as it does")
+    submit.add_argument("overrides", nargs="*", metavar="-- key=value", help="what `rlpack train` takes")
+    command("jobs", _jobs, "List a cluster's jobs.")
+    logs = command("logs", _logs, "Show what a job has written.")
+    logs.add_argument("job_id", metavar="ID")
+    logs.add_argument("--follow", action="store_true", help="go on until the job ends, and end as it does")
+    command("stop", _stop, "Have a job finish its step, save and end.").add_argument("job_id", metavar="ID")
+    return parser
+
+
+def _server(arguments: argparse.Namespace) -> JobServer:
+    return JobServer(arguments.address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    """Check everything that can be checked here, submit, and say how to go on."""
+    config = checked_config(arguments.overrides)
+    upload = checked_upload(config)
+    server = _server(arguments)
+    server.check_devices(pools_in_use(config), config.job.driver_cpus)
+    words = [*arguments.overrides, *([] if JOINS in arguments.overrides else [JOINS])]
+    arguments.job_id = server.submit(
+        shlex.join([*_ENTRYPOINT, *words]),
+        config.job,
+        upload,
+        {
+            "rlpack": __version__,
+            "run_dir": str(config.run_dir),
+            "stop_timeout_s": str(config.job.stop_timeout_s),
+        },
+    )
+    job = f"{arguments.job_id} --address {server.address}"
+    print(f"submitted {arguments.job_id}, run_dir {config.run_dir}")
+    print(f"  log:  rlpack logs {job} --follow\n  stop: rlpack stop {job}", flush=True)
+    return _followed(server, arguments.job_id) if arguments.follow else 0
+
+
+def _jobs(arguments: argparse.Namespace) -> int:
+    server = _server(arguments)
+    rows = [
+        [job.id, job.status, _code(job), _when(job), _duration(job), job.metadata.get("run_dir", "-")]
+        for job in server.jobs()
+    ]
+    print(table(["job", "status", "code", "submitted", "took", "run_dir"], rows) if rows else "no jobs yet")
+    return 0
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    server = _server(arguments)
+    if arguments.follow:
+        return _followed(server, arguments.job_id)
+    _show(server.logs(arguments.job_id))
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """Stop a job, wait until it has saved and ended, and say how to resume it."""
+    server = _server(arguments)
+    job = server.job(arguments.job_id)
+    if job.has_ended or not server.stop(job.id):
+        print(f"job {job.id} has ended already: {server.job(job.id).status}")
+        return 0
+    wait_s = float(job.metadata.get("stop_timeout_s", "3"))
+    print(f"stopping {job.id}: it finishes its step and saves; after {wait_s:g} s it is killed", flush=True)
+    ended = server.wait_until_stopped(job.id, wait_s)
+    print(f"{ended.status}{_way_on(ended, server.address)}")
+    return 0
+
+
+def _followed(server: JobServer, job_id: str) -> int:
+    """Show a job's log until it ends, say how it ended, and return its exit code."""
+    job = server.follow(job_id, _show)
+    code = {"SUCCEEDED": 0, "STOPPED": INTERRUPTED}.get(job.status, job.exit_code or FAILED)
+    why = "" if job.exit_code is not None or job.status != "FAILED" else f": {job.message.strip()}"
+    print(f"job {job_id}: {job.status}, exit code {code}{why}{_way_on(job, server.address)}", file=sys.stderr)
+    return code
+
+
+def _way_on(job: JobRecord, address: str) -> str:
+    """Return how to resume a job that was stopped, as a line of its own; nothing for one that isn't a run's."""
+    words = shlex.split(job.entrypoint)
+    if job.status != "STOPPED" or tuple(words[: len(_ENTRYPOINT)]) != _ENTRYPOINT:
+        return ""
+    kept = [word for word in words[len(_ENTRYPOINT) :] if word != JOINS and not word.startswith("resume=")]
+    return f"\n  go on: rlpack submit --address {address} -- {shlex.join([*kept, 'resume=auto'])}"
+
+
+def _show(text: str) -> None:
+    """Write what a job wrote; a model's text in it can't move the cursor or colour the screen."""
+    if sys.stdout.isatty():
+        lines = text.replace("\r\n", "\n").replace("\r", "\n").expandtabs().split("\n")
+        text = "\n".join(visible(line) for line in lines)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _code(job: JobRecord) -> str:
+    return "-" if job.exit_code is None else str(job.exit_code)
+
+
+def _when(job: JobRecord) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started_s))
+
+
+def _duration(job: JobRecord) -> str:
+    seconds = max(0, int((job.ended_s or time.time()) - job.started_s))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

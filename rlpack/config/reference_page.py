@@ -1,0 +1,110 @@
+"""Write docs/reference/config.md from the schema: `python -m rlpack.config.reference_page`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from rlpack.config.keys import ROOT, Key, children, find
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
+
+_HEAD = """\
+# Configuration keys
+
+Written from the models of `rlpack/config/` by `python -m rlpack.config.reference_page`; don't edit it by hand.
+
+These are the schema's defaults. Presets in `configs/` override some of them for the built-in task;
+`rlpack train --cfg job` shows what a command really uses. `<name>` stands for a name of your own choice.
+"""
+_WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", NoneType: "null"}
+
+
+def render() -> str:
+    """Return the page's text: one table for the top level, then one for each section."""
+    return "\n".join([_HEAD, *_tables()])
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(render(), encoding="utf-8")
+    return 0
+
+
+def _tables() -> Iterator[str]:
+    pending = [ROOT]
+    while pending:
+        section = pending.pop(0)
+        below = list(children(section).values())
+        rows = [key for key in below if key.is_leaf]
+        if rows:
+            yield from _table(section, rows)
+        pending = [key for key in below if not key.is_leaf] + pending
+
+
+def _table(section: Key, rows: list[Key]) -> Iterator[str]:
+    yield f"## {f'`{section.path}`' if section.path else 'Top level'}"
+    yield ""
+    if section.path and section.description:
+        yield section.description
+        yield ""
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key in rows:
+        default = "has to be set" if key.required else f"`{_as_yaml(key.default)}`"
+        yield f"| `{key.name}` | {_cell(type_text(key))} | {default} | {_cell(_meaning(key))} |"
+    yield ""
+
+
+def _meaning(key: Key) -> str:
+    """Return a key's description; a role's own batching takes it from the section that it inherits from."""
+    inherited = find(f"batching.{key.name}") if ".batching." in key.path else None
+    return key.description or (inherited.description if inherited else "")
+
+
+def type_text(key: Key) -> str:
+    """Return a key's type and limits in a user's words.
+
+    >>> from rlpack.config.keys import find
+    >>> type_text(find("trainer.mini_batch_size")), type_text(find("resume"))
+    ('whole number, null, >= 1', 'never, auto')
+    """
+    return ", ".join([*_type_words(key.annotation), *key.constraints])
+
+
+def _type_words(annotation: Any) -> Iterator[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _type_words(arguments[0])
+    elif origin is Literal:
+        yield from map(str, arguments)
+    elif origin in {Union, UnionType}:
+        for argument in arguments:
+            yield from _type_words(argument)
+    elif origin is tuple:
+        yield f"list ({', '.join(_type_words(arguments[0]))})"
+    elif origin is dict:
+        yield "mapping"
+    else:
+        yield _WORDS[annotation]
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a default as one writes it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_as_yaml(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_as_yaml(item) for item in value) + "]"
+    return str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

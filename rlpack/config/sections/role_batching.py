@@ -1,0 +1,38 @@
+"""The sections that say how a role batches."""
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, TypeAdapter
+
+from rlpack.config.sections.section import Count, Section
+from rlpack.packing.batching import Algorithm as Packer
+from rlpack.packing.batching import Batching, Mode, Overlong
+
+
+def _as_batching(value: Any) -> Any:
+    """Build a `Batching` from a mapping, which pydantic's strict mode would refuse.
+
+    The dataclass checks types without conversion; pydantic, which would turn true into 1, only names unknown keys.
+    """
+    if not isinstance(value, dict):
+        return value
+    known = {field.name for field in fields(Batching)}
+    return Batching(**value) if known.issuperset(value) else TypeAdapter(Batching).validate_python(value)
+
+
+ActorBatching = Annotated[Batching, BeforeValidator(_as_batching)]
+
+
+class RoleBatching(Section):
+    """A role's own batching; whatever is null is inherited from the `batching` section, the actor's."""
+
+    mode: Mode | None = None
+    max_tokens: Count | None = None
+    micro_batch_size: Count | None = None
+    algorithm: Packer | None = None
+    pad_to_multiple: Count | None = None
+    length_multiple: Count | None = None
+    min_microbatches: Count | None = None
+    divisible_by: Count | None = None
+    overlong: Overlong | None = None

@@ -1,0 +1,59 @@
+"""The sections of the roles that give numbers to tokens: the critic, and a model of rewards."""
+
+from pydantic import Field
+
+from rlpack.config.sections.optimization import Optimizer
+from rlpack.config.sections.role_batching import RoleBatching
+from rlpack.config.sections.section import Count, NonNegative, Positive, Section, Unit
+
+
+class Critic(Section):
+    """The critic of recipe=ppo: a value of what lies before each token. It computes as the actor does."""
+
+    path: str | None = Field(
+        default=None,
+        description="Folder or hub name of the model it begins as; null takes the policy as the recipe finds it.",
+    )
+    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    batching: RoleBatching = RoleBatching()
+    warmup_steps: int = Field(
+        default=0, ge=0, description="First steps of the recipe in which the critic alone is trained."
+    )
+    gamma: Unit = Field(default=1.0, description="γ: what a reward is worth one token earlier.")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
+    normalize_advantages: bool = Field(
+        default=True, description="Give the batch's advantages mean 0 and standard deviation 1."
+    )
+    value_clip: Positive | None = Field(
+        default=0.2, description="How far an update may take a value from the one before it; null: any."
+    )
+
+
+class RewardModel(Section):
+    """A sequence classifier that scores responses, beside the reward functions; started only with a path.
+
+    It computes as the actor does.
+    """
+
+    path: str | None = Field(
+        default=None, description="Folder or hub name of a model with one label and the policy's tokenizer."
+    )
+    revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    weight: float = Field(default=1.0, description="What its scores are multiplied by before they are added.")
+    batching: RoleBatching = RoleBatching()
+
+
+class Dapo(Section):
+    """What recipe=dapo does beside GRPO (Yu et al. 2025, arXiv:2503.14476)."""
+
+    max_rounds: Count = Field(
+        default=8, description="Times that prompts are drawn until trainer.prompts_per_step groups are informative."
+    )
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="Last tokens of rollout.max_new_tokens in which a response is punished; 0: none."
+    )
+    overlong_penalty: NonNegative = Field(default=1.0, description="Punishment at the end of that buffer.")
+    overlong_filter: bool = Field(
+        default=False, description="Leave the tokens of responses that were cut off out of the loss."
+    )

@@ -1,0 +1,180 @@
+"""One process of a pool: it joins the pool's process group and runs the roles that are placed there.
+
+No Ray in this file: `rlpack.distributed.cluster` makes Ray actors of this class, a test calls it directly.
+"""
+
+import importlib
+import logging
+import os
+import pickle
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from transformers.utils.logging import disable_progress_bar
+
+from rlpack.batch.offload import Outline, outline
+from rlpack.config.sections.submission import Submission
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.errors import PlacementError, RankError
+from rlpack.distributed.jobs.secrets import take_secrets
+from rlpack.distributed.results import check_is_rows
+
+logger = logging.getLogger(__name__)
+
+
+class RankHost:
+    """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
+
+    def __init__(self, context: RankContext, threads: int) -> None:
+        torch.set_num_threads(threads)
+        disable_progress_bar()  # a rank's own bars would run through the driver's lines
+        self._context = context
+        self._meeting: TCPStore | None = None
+        self._roles: dict[str, Any] = {}
+        self._parts: dict[int, list[dict[str, Any]]] = {}
+        self._beside: dict[int, Future[Outline]] = {}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+
+    def take_secrets(self, job: Submission) -> None:
+        """Find the secrets that a run names, on this node."""
+        take_secrets(job, os.environ)
+
+    def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
+        """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""
+        store = TCPStore(node_ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        self._meeting = store
+        return node_ip, store.port
+
+    def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
+        """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
+        timeout = timedelta(seconds=timeout_s)
+        store = self._meeting or TCPStore(*address, is_master=False, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
+        )
+
+    def start(
+        self, role: str, target: str, settings: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Build the role's object by its class's `from_settings` and keep it under its name."""
+        with _sendable_errors():
+            self._roles[role] = load_class(target).from_settings(self._context, *settings, **(arguments or {}))
+
+    def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
+        """Run a method of a role.
+
+        `args` stay single arguments, because Ray puts values in the place of references only there.
+        """
+        with _sendable_errors():
+            return getattr(self._roles[role], method)(*args, **kwargs)
+
+    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
+        """Run a method that returns rows; keep their tokens and texts here until `parts` is asked for the ticket's.
+
+        Raises:
+            DataError: it returns something else.
+        """
+        with _sendable_errors():
+            result = getattr(self._roles[role], method)(*args, **kwargs)
+        found, parts = outline(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
+        if parts:
+            self._parts[ticket] = parts
+        return found
+
+    def begin(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
+        """Run a method as `outline` does, but in the role's own thread, one call after the other; `finish` waits."""
+        if role not in self._threads:
+            self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"beside-{role}")
+        self._beside[ticket] = self._threads[role].submit(self.outline, ticket, role, method, kwargs, *args)
+
+    def finish(self, ticket: int) -> Outline:
+        """Return what the method that was begun with this ticket found; the driver has a deadline for this call."""
+        return self._beside.pop(ticket).result()
+
+    def parts(self, ticket: int) -> list[dict[str, Any]]:
+        """Hand over the tokens and texts of an outline."""
+        return self._parts.pop(ticket)
+
+    def drop(self, ticket: int) -> None:
+        """Forget the tokens and texts of an outline, for which there is no room."""
+        self._parts.pop(ticket, None)
+
+    def close(self) -> None:
+        """Drop the roles and leave the process group."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._roles.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _sendable_errors() -> Iterator[None]:
+    """Turn an exception that can't be pickled, or not be read again, into one that says the same.
+
+    Raises:
+        RankError: stands for such an exception.
+    """
+    try:
+        yield
+    except Exception as error:  # a user's role: anything may come
+        if _is_sendable(error):
+            raise
+        lines = "".join(traceback.format_exception(error))
+        raise RankError(type(error).__name__, _text_of(error), lines) from error
+
+
+def _is_sendable(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling calls the error's own code
+        return False
+    return True
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as other:  # noqa: BLE001 - the error's own code
+        return f"(its text can't be had: {type(other).__name__})"
+
+
+def _interface_of(node_ip: str) -> str:
+    """Return the network interface that has this address; gloo otherwise guesses from the host's name."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == node_ip for address in addresses):
+            return name
+    raise RuntimeError(f"no network interface has this node's address {node_ip}; set GLOO_SOCKET_IFNAME")
+
+
+def load_class(target: str) -> type[Any]:
+    """Return the class that `package.module:Class` names.
+
+    Raises:
+        PlacementError: the text has another form, the module can't be imported, or it has no such class.
+    """
+    module_name, _, class_name = target.partition(":")
+    if not module_name or not class_name:
+        raise PlacementError(f"role target {target!r} is not of the form package.module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
+    except Exception as error:  # importing a user's module runs it: anything may come
+        reason = f"{type(error).__name__}: {error}"
+        raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
+    found = vars(module).get(class_name)
+    if not isinstance(found, type):
+        classes = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, type)))
+        raise PlacementError(f"role target {target!r}: {module_name} has no class {class_name}; it has {classes}")
+    return found

@@ -1,0 +1,182 @@
+"""What a role gave back, held against what it was given: a wrong return is its own error, and says what to return.
+
+`restored` looks at the rows of any sharded call, rank by rank; `check_scores` at the columns of one that scores.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlpack.batch import columns as whole
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.batch.fields import Column, describe
+from rlpack.batch.ragged import Ragged
+from rlpack.batch.remote import Remote
+from rlpack.distributed.errors import RoleError
+from rlpack.packing import MicrobatchPlan
+
+_ROWS = "return every row of the shard once, with its id: shard.keep([]).union({...})"
+_SCORES = (
+    "a role that scores returns rewards, float32 [B], and quarantined, bool [B], which is true where a row has no "
+    "finite reward"
+)
+
+
+def check_is_rows(result: Any, where: str) -> BatchedDataDict:
+    """Return what a method under `@sharded()` returned, if it can tell whose rows it is.
+
+    Raises:
+        DataError: it is no batch, or its rows have no ids; the text begins with `where`, `Class.method`.
+    """
+    if not isinstance(result, BatchedDataDict):
+        raise DataError(
+            f"{where} returned a {type(result).__name__}; a method under @sharded() returns a BatchedDataDict with the "
+            "row ids of its shard (shard.keep([]).union(...)), or is given a merge"
+        )
+    if not result.has_given_ids:
+        raise DataError(
+            f"{where} returned rows without ids, so nobody can tell whose they are; return "
+            "shard.keep([]).union({...}), or give row_ids=shard.row_ids"
+        )
+    return result
+
+
+def restored(
+    batch: BatchedDataDict,
+    shards: Sequence[BatchedDataDict],
+    results: Sequence[BatchedDataDict],
+    *,
+    plan: MicrobatchPlan,
+    call: tuple[str, str],
+) -> BatchedDataDict:
+    """Return the ranks' results as rows in the order of `batch`.
+
+    Args:
+        batch: what the call was given.
+        shards: its rows of each rank.
+        results: what each rank returned.
+        plan: by which it was sharded.
+        call: role and method, for messages.
+
+    Raises:
+        RoleError: a rank returned too few rows or foreign ones, or other columns than another rank.
+    """
+    for rank, (shard, result) in enumerate(zip(shards, results, strict=True)):
+        if problem := _wrong_rows(shard.row_ids, result.row_ids):
+            raise RoleError(call[0], rank, call[1], problem)
+    filled = [rank for rank, result in enumerate(results) if result.num_rows]
+    for rank in filled[1:]:
+        if problem := _wrong_columns(results[rank], results[filled[0]], filled[0]):
+            raise RoleError(call[0], rank, call[1], problem)
+    try:
+        return batch.restore(results, plan=plan)
+    except DataError as error:
+        raise RoleError(call[0], None, call[1], f"what it returned can't be put together: {error}; {_ROWS}") from error
+
+
+def _wrong_rows(given: np.ndarray, found: np.ndarray) -> str | None:
+    """Return what is wrong with the ids of the rows that came back, int64 [n]; a batch holds no id twice."""
+    if np.array_equal(given, found):
+        return None
+    foreign, missing = np.setdiff1d(found, given), np.setdiff1d(given, found)
+    if foreign.size:
+        return f"it returned a row with id {foreign[0]}, which its shard does not have; {_ROWS}"
+    if missing.size:
+        return f"it returned {found.size} rows for a shard of {given.size}, without id {missing[0]}; {_ROWS}"
+    return None
+
+
+def _wrong_columns(found: BatchedDataDict, first: BatchedDataDict, first_rank: int) -> str | None:
+    """Return in what the columns of one rank differ from those of the first rank that has rows."""
+    if set(found) != set(first):
+        return (
+            f"it returned the columns {_names(found)}, and rank {first_rank} {_names(first)}; return the same ones on "
+            "every rank, whatever rows it has"
+        )
+    for name, column in found.items():
+        kind, other = _kind(column), _kind(first[name])
+        if kind != other:
+            return (
+                f"its column {name!r} is {kind}, and on rank {first_rank} {other}; return one kind, type and shape on "
+                "every rank, whatever rows it has"
+            )
+    return None
+
+
+def _names(batch: BatchedDataDict) -> str:
+    return ", ".join(sorted(batch)) or "(none)"
+
+
+def _kind(column: Column) -> str:
+    """Return kind, type and shape of a column, rows left out."""
+    column = column.empty if isinstance(column, Remote) else column
+    kind, dtype = describe(column)
+    if isinstance(column, list):
+        return kind
+    values = column.values if isinstance(column, Ragged) else column
+    return f"{kind} {dtype} [B{''.join(f', {size}' for size in values.shape[1:])}]"
+
+
+def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
+    """Return rows that no rank was given, with columns of the types that `typed` has: zeros, and None in lists.
+
+    A role's columns of no row may be of other types, by which nothing can be put together.
+    """
+    nowhere = [np.zeros(0, dtype=np.int64)]
+    columns = whole.place([typed.select([])], nowhere, rows.num_rows)
+    for name, column in columns.items():
+        lengths = whole.lengths_of(rows[name]) if name in rows else None
+        if lengths is not None and isinstance(column, Remote):
+            columns[name] = column.with_lengths(lengths)
+        elif lengths is not None and isinstance(column, Ragged):
+            columns[name] = Ragged(column.values.new_zeros(int(lengths.sum()), *column.values.shape[1:]), lengths)
+    return rows.keep([]).union(columns)
+
+
+def check_scores(
+    role: str,
+    method: str,
+    found: BatchedDataDict,
+    plan: MicrobatchPlan,
+    taken: Collection[str] = (),
+    *,
+    first_row: int = 0,
+) -> None:
+    """Raise unless `found`, a whole batch in its own order, is what a role that scores has to return.
+
+    Args:
+        role: name of the role.
+        method: what it was asked for.
+        found: what came back.
+        plan: by which the call was sharded.
+        taken: names that a column which the role adds can't have.
+        first_row: number of the first row, for messages, where these rows are a part of a batch.
+
+    Raises:
+        RoleError: a column is missing, an added one has a name that is taken, or a reward is no finite number and its
+            row is not quarantined.
+    """
+    missing = [name for name in ("rewards", "quarantined") if name not in found]
+    if missing:
+        problem = f"it returned the columns {_names(found)}, without {missing[0]!r}; {_SCORES}"
+        raise RoleError(role, None, method, problem)
+    clash = sorted((set(found) - {"rewards", "quarantined"}) & set(taken))
+    if clash:
+        problem = (
+            f"it adds the column {clash[0]!r}; a column of the step, an earlier role's or a key of algorithm has this "
+            "name already: give it another one"
+        )
+        raise RoleError(role, None, method, problem)
+    broken = (~found["rewards"].isfinite() & ~found["quarantined"]).nonzero().flatten().tolist()
+    if broken:
+        row = broken[0]
+        value = found["rewards"][row].item()
+        problem = f"row {first_row + row} has the reward {value} and is not quarantined; {_SCORES}"
+        raise RoleError(role, _rank_of(plan, row), method, problem)
+
+
+def _rank_of(plan: MicrobatchPlan, row: int) -> int | None:
+    """Return the rank that had a row of the batch, None for one that the plan dropped."""
+    return next((rank for rank in range(plan.num_ranks) if row in plan.rank_plan(rank).rows), None)

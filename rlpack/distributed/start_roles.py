@@ -1,0 +1,51 @@
+"""Roles from configuration: each in its pool, with its batching."""
+
+from typing import Any
+
+from rlpack.config.roles import pool_of, role_batching
+from rlpack.config.schema import Config
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.process import load_class
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Cost
+
+# Roles whose work is a forward pass of the trained model over whole sequences.
+_RUN_THE_MODEL = ("actor", "critic", "reference")
+# Roles that take optimizer steps, whose batches are cut into mini-batches.
+_TRAINED = ("actor", "critic")
+
+
+def start_roles(
+    cluster: Cluster, config: Config, names: list[str], settings: tuple[Any, ...], *, cost: Cost | None = None
+) -> dict[str, WorkerGroup[Any]]:
+    """Start the roles `names` and return their handles.
+
+    Each rank builds its role by `Class.from_settings(context, *settings, **arguments)`, `arguments` the role's own.
+
+    Args:
+        cluster: where they start.
+        config: all of it.
+        names: of the roles.
+        settings: what each rank builds its role from.
+        cost: of a sequence to the model, by which the ranks of those roles that run it are balanced; None counts slots.
+
+    Raises:
+        PlacementError: a class can't be loaded, or the cluster is too small.
+        RoleError: a rank failed to build its role.
+    """
+    kinds = {name: load_class(config.roles[name].target) for name in names}
+    pools = cluster.open_pools(list(dict.fromkeys(pool_of(config, name) for name in names)))
+    groups: dict[str, WorkerGroup[Any]] = {}
+    for name in names:
+        ranks = pools[pool_of(config, name)]
+        ranks.start(name, config.roles[name].target, settings, config.roles[name].arguments)
+        mini_batch_size = config.trainer.mini_batch_size if name in _TRAINED else None
+        groups[name] = WorkerGroup(
+            name,
+            ranks,
+            role_batching(config, name),
+            mini_batch_size,
+            kinds[name],
+            cost=cost if name in _RUN_THE_MODEL else None,
+        )
+    return groups

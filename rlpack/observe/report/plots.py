@@ -1,0 +1,167 @@
+"""The report's curves and bars."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from rlpack.observe.metric_table import METRICS
+from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, plain
+
+Records = Sequence[dict[str, Any]]
+SIZE = (9.2, 3.6)
+ACCURACIES = (
+    ("evaluation/accuracy_sampled", "held-out accuracy, sampled", SAMPLED, "o-"),
+    ("evaluation/accuracy_best_of_n", "held-out, best of n samples", BEST, "^--"),
+    ("evaluation/accuracy_greedy", "held-out, greedy", GREEDY, "s--"),
+)
+HEALTH = (
+    "actor/loss",
+    "actor/entropy",
+    "actor/kl",
+    "actor/grad_norm",
+    "actor/clip_high_fraction",
+    "rollout/logprob_gap",
+    "rollout/response_tokens_mean",
+    "packing/waste_ratio",
+    "throughput/tokens_per_s",
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one phase, as it went.
+
+    Attributes:
+        steps: the steps that reported it, int64 [n].
+        values: its figures, f64 [n].
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, records: Records, name: str, phase: str) -> "Series":
+        """Return the finite figures of a metric."""
+        found = [(r["step"], r[name]) for r in records if r["phase"] == phase and np.isfinite(r.get(name, np.nan))]
+        steps, values = zip(*found, strict=True) if found else ((), ())
+        return cls(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))
+
+    def __len__(self) -> int:
+        return self.steps.size
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the mean of each value and up to `window - 1` before it.
+
+    >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
+    [1.0, 2.0, 4.0]
+    """
+    sums = np.cumsum(np.concatenate(([0.0], values)))
+    ends = np.arange(1, values.size + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def reward_and_accuracy(records: Records) -> Figure | None:
+    """Draw the reward of every step and the held-out accuracies, or return None if neither was logged."""
+    figure = Figure(figsize=SIZE)
+    axes = figure.add_subplot()
+    reward = Series.of(records, "reward/mean", "train")
+    if len(reward):
+        axes.plot(reward.steps, reward.values, color=REWARD, alpha=0.3, linewidth=1)
+        smooth = running_mean(reward.values, max(1, min(10, len(reward) // 4)))
+        axes.plot(reward.steps, smooth, color=REWARD, linewidth=2.2, label="mean reward, training (running mean)")
+    shares = True
+    for name, label, colour, line in ACCURACIES:
+        series = Series.of(records, name, "evaluation")
+        if len(series):
+            axes.plot(series.steps, series.values, line, color=colour, markersize=5, linewidth=1.8, label=label)
+    if not axes.get_lines():
+        return None
+    for line in axes.get_lines():
+        values = np.asarray(line.get_ydata(), dtype=np.float64)
+        shares = shares and bool(((values >= 0) & (values <= 1)).all())
+    if shares:
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _steps(axes)
+    axes.set_ylabel("reward, accuracy")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0)
+    return figure
+
+
+def sft_warmup_loss(records: Records) -> Figure | None:
+    """Draw the supervised loss before the recipe's own steps, or return None if there was none."""
+    loss = Series.of(records, "sft_warmup/loss", "sft_warmup")
+    if not len(loss):
+        return None
+    figure = Figure(figsize=(SIZE[0], 2.4))
+    axes = figure.add_subplot()
+    axes.plot(loss.steps, loss.values, color=LOSS, linewidth=1.6)
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylim(bottom=0)
+    _steps(axes, "warm-up step")
+    return figure
+
+
+def seconds_by_phase(records: Records) -> dict[str, float]:
+    """Return total seconds of each timed part, longest first; the step's total and what contains others is left out."""
+    totals: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("time/") and name != "time/step_s":
+                part = name.removeprefix("time/").removesuffix("_s")
+                title = "warm-up" if record["phase"] == "sft_warmup" and part == "update" else part
+                totals[title] = totals.get(title, 0.0) + value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def time_per_phase(records: Records) -> Figure | None:
+    """Draw where the time went, or return None if nothing was timed."""
+    totals = seconds_by_phase(records)
+    whole = sum(totals.values())
+    if not whole:
+        return None
+    figure = Figure(figsize=(SIZE[0], 0.75 + 0.36 * len(totals)))
+    axes = figure.add_subplot()
+    bars = axes.barh(list(totals), list(totals.values()), color=REWARD, height=0.66)
+    labels = [f"  {seconds:,.1f} s  ({seconds / whole:.0%})" for seconds in totals.values()]
+    axes.bar_label(bars, labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(totals.values()) * 1.2)
+    axes.set_xlabel("seconds of the whole run")
+    axes.tick_params(axis="y", length=0)
+    plain(axes, grid="x")
+    return figure
+
+
+def policy_health(records: Records) -> Figure | None:
+    """Draw small curves of what tells a healthy run, or return None if nothing of it was logged."""
+    series = {name: found for name in HEALTH if len(found := Series.of(records, name, "train"))}
+    if not series:
+        return None
+    lines = -(-len(series) // 2)
+    figure = Figure(figsize=(SIZE[0], 1.95 * lines), layout="constrained")
+    grid = figure.subplots(lines, 2, squeeze=False).ravel()
+    for axes, (name, found) in zip(grid, series.items(), strict=False):
+        axes.plot(found.steps, found.values, color=REWARD, linewidth=1.5)
+        unit = METRICS[name].unit
+        axes.set_title(name + ("" if unit == "1" else f" ({unit})"), fontsize=10)
+        axes.ticklabel_format(axis="y", useOffset=False)
+        _steps(axes, None)
+    for axes in grid[len(series) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _steps(axes: Axes, label: str | None = "step") -> None:
+    """Give an axis whole steps."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if label:
+        axes.set_xlabel(label, color=FAINT)
+    plain(axes)

@@ -1,0 +1,192 @@
+"""The report of a run: one HTML file that opens offline and loads nothing.
+
+All text is escaped, what a model wrote too; a content policy in the page forbids scripts and outside sources.
+"""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from rlpack.config.redaction import without_secrets
+from rlpack.observe.errors import ReportError
+from rlpack.observe.metric_table import METRICS as TABLE
+from rlpack.observe.report import plots as figures
+from rlpack.observe.report.packing_picture import packing_picture
+from rlpack.observe.report.plan_record import TITLES, PlanRecord, read_plan
+from rlpack.observe.report.plot_style import SETTINGS, svg
+from rlpack.observe.report.summary import summarise
+from rlpack.observe.run_dir import (
+    LENGTHS,
+    METRICS,
+    PICTURE,
+    REPORT,
+    SAMPLES,
+    flat,
+    read_config,
+    read_samples,
+)
+from rlpack.observe.sinks import read_records
+from rlpack.observe.text import shortened, visible
+
+SHOWN_SAMPLES = 8
+SAMPLE_CHARACTERS = 600
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+CSS = """
+:root { color-scheme: light; --ink: #1f2328; --faint: #59636e; --line: #d9dee3; --ground: #f6f8fa; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, 'DejaVu Sans', sans-serif; }
+main { max-width: 1000px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 18px; margin: 0 0 4px; }
+p { margin: 2px 0 14px; color: var(--faint); }
+section { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 18px 22px; margin-top: 18px; }
+img { display: block; width: 100%; height: auto; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 12px; margin-top: 18px; }
+.card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
+.card b { display: block; font-size: 21px; line-height: 1.3; white-space: nowrap; }
+.card span { color: var(--faint); font-size: 13.5px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--faint); font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+code, pre { font: 13px/1.45 ui-monospace, 'DejaVu Sans Mono', monospace; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; margin: 2px 0 8px; } details summary { cursor: pointer; font-weight: 600; }
+.sample { border-top: 1px solid var(--line); padding-top: 8px; margin-top: 8px; } .sample span { color: var(--faint); }
+"""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` (and `packing.png`) from the files of a run directory, and return the report's path.
+
+    Raises:
+        ReportError: there is no run in the directory.
+    """
+    if not (run_dir / METRICS).is_file():
+        raise ReportError(f"{run_dir} holds no run: there is no {METRICS} in it; give the directory of a run")
+    records = list(read_records(run_dir / METRICS))
+    config = without_secrets(read_config(run_dir))
+    plans = read_plan(run_dir / LENGTHS)
+    with matplotlib.rc_context(SETTINGS):
+        sections = [
+            _cards(records, plans),
+            _reward_section(records),
+            _packing_section(run_dir, plans),
+            _figure_section("Where the time went", "", figures.time_per_phase(records)),
+            _figure_section(
+                "Health", "What a step's training and generation looked like.", figures.policy_health(records)
+            ),
+            _figure_section("Warm-up", "Supervised steps before the first rollout.", figures.sft_warmup_loss(records)),
+        ]
+    sections += [_samples_section(run_dir / SAMPLES), _metrics_section(records), _config_section(config)]
+    path = run_dir / REPORT
+    path.write_text(_page(run_dir, config, sections), encoding="utf-8")
+    return path
+
+
+def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str:
+    """Put the page together."""
+    name = _text(run_dir.resolve().name)
+    facts = " · ".join(f"{key} {_text(config[key])}" for key in ("recipe", "seed") if key in config)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name} · rlpack</title>'
+        f"<style>{CSS}</style></head><body><main><h1>{name}</h1><p>rlpack run{' · ' + facts if facts else ''}</p>"
+        f"{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _cards(records: figures.Records, plans: PlanRecord | None) -> str:
+    """Return the figures on top."""
+    cards = "".join(
+        f'<div class="card"><b>{_text(row.figure)}</b><span>{_text(row.label)}</span></div>'
+        for row in summarise(records, plans)
+    )
+    return f'<div class="cards">{cards}</div>'
+
+
+def _reward_section(records: figures.Records) -> str:
+    """Return the curves of reward and accuracy, or a sentence when there are none."""
+    title = "Reward and held-out accuracy"
+    figure = figures.reward_and_accuracy(records)
+    if figure is None:
+        return f"<section><h2>{title}</h2><p>No reward and no evaluation has been logged.</p></section>"
+    return _figure_section(title, "Held-out accuracy is measured on the whole validation split.", figure)
+
+
+def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:
+    """Draw the packing picture into the run directory, and return its section."""
+    if plans is None:
+        return ""
+    png = packing_picture(plans.comparison(), run_dir / PICTURE).read_bytes()
+    text = (
+        f"The lengths of step {plans.step}, batched as in this run ({TITLES[plans.batching.mode]}) and otherwise. "
+        "A box is a microbatch, its area the token slots that are computed; each sequence has its own colour."
+    )
+    image = f'<img alt="packing picture" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    return f"<section><h2>Packing</h2><p>{_text(text)}</p>{image}</section>"
+
+
+def _figure_section(title: str, text: str, figure: Figure | None) -> str:
+    """Return a section with a figure; nothing when there is none."""
+    if figure is None:
+        return ""
+    # As an image, so that names inside one figure can't meet those of another.
+    data = base64.b64encode(svg(figure).encode()).decode()
+    image = f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{data}">'
+    return f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p>{image}</section>"
+
+
+def _samples_section(path: Path) -> str:
+    """Return the last rollouts that were kept."""
+    shown = read_samples(path)[-SHOWN_SAMPLES:]
+    if not shown:
+        return ""
+    parts = []
+    for sample in reversed(shown):
+        head = f"step {sample.get('step')} · " + (
+            "quarantined" if sample.get("reward") is None else f"reward {sample['reward']}"
+        )
+        head += f" · answer {sample['answer']}" if sample.get("answer") is not None else ""
+        parts.append(
+            f'<div class="sample"><span>{_text(head)}</span><pre>{_text(sample.get("prompt"))}</pre>'
+            f"<pre><b>{_text(sample.get('completion'))}</b></pre></div>"
+        )
+    text = "The last ones kept; control characters are written out."
+    return f"<section><h2>Rollouts</h2><p>{text}</p>{''.join(parts)}</section>"
+
+
+def _metrics_section(records: figures.Records) -> str:
+    """Return the table of all metrics: first, last, lowest and highest figure."""
+    rows = []
+    for phase in ("train", "evaluation", "sft_warmup"):
+        names = dict.fromkeys(name for record in records if record["phase"] == phase for name in record)
+        for name in (name for name in names if name not in {"step", "phase", "time_s"}):
+            series = figures.Series.of(records, name, phase)
+            if not len(series):
+                continue
+            metric = TABLE.get(name)
+            numbers = (series.values[0], series.values[-1], series.values.min(), series.values.max())
+            cells = "".join(f'<td class="n">{number:.4g}</td>' for number in numbers)
+            about = _text(f"{metric.description} ({metric.unit})" if metric else "")
+            rows.append(f"<tr><td>{phase}</td><td><code>{_text(name)}</code></td>{cells}<td>{about}</td></tr>")
+    heads = "".join(f'<th class="n">{head}</th>' for head in ("first", "last", "lowest", "highest"))
+    table = f"<table><tr><th>phase</th><th>metric</th>{heads}<th>meaning (unit)</th></tr>{''.join(rows)}</table>"
+    return f"<section><details open><summary>All metrics</summary>{table}</details></section>"
+
+
+def _config_section(config: dict[str, Any]) -> str:
+    """Return the configuration, one key a line."""
+    rows = "".join(
+        f"<tr><td><code>{_text(key)}</code></td><td><code>{_text(value)}</code></td></tr>"
+        for key, value in flat(config).items()
+    )
+    return f"<section><details><summary>Configuration</summary><table>{rows}</table></details></section>"
+
+
+def _text(value: Any) -> str:
+    """Return any value as HTML text of bearable length."""
+    return escape(visible(shortened(str(value), SAMPLE_CHARACTERS)))

@@ -1,0 +1,142 @@
+"""Cut rows sorted by length into a given number of padded microbatches, as little padding as possible.
+
+Rows go from the longest down, so a part of rows (i, j] takes (P[j] − P[i]) · w[i] slots: rows so far times the longest.
+These costs satisfy the quadrangle inequality, also with parts over the budget at infinity, hence:
+
+- the best start of the last part moves one way as j grows, and a queue of candidates finds all of them in O(n log n)
+  (Galil and Park, "A linear-time algorithm for concave one-dimensional dynamic programming", Inf. Process. Lett. 33,
+  1990, describe this and faster ones);
+- the least slots are convex in the number of parts, so a price on each part makes any number of them the best one
+  (Aggarwal, Schieber and Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave Monge property",
+  Discrete Comput. Geom. 12, 1994). Where a price makes several numbers equally good, a path of the number asked for
+  lies between the one with the fewest and the one with the most parts.
+"""
+
+import numpy as np
+
+from rlpack.packing.algorithms import kernels
+from rlpack.packing.algorithms.jit import compiled
+from rlpack.packing.rows import UNLIMITED
+
+# Beyond this, path costs would not fit into an int64 any more.
+_LARGEST = 2**62
+
+
+def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacity: int) -> np.ndarray:
+    """Return the part of each item, int64 [I], at most `parts` of them, with the least Σ rows × width.
+
+    Args:
+        counts: rows of each item, int64 [I].
+        widths: their padded length, falling, int64 [I].
+        parts: how many parts; with fewer items each is a part.
+        capacity: most slots of a part of several items. It has to leave room for so few parts.
+    """
+    if parts >= counts.size:
+        return np.arange(counts.size)
+    rows = np.concatenate(([0], np.cumsum(counts)))
+    most = int(rows[-1]) * int(widths[0])
+    if most * counts.size >= _LARGEST:  # more slots than any device will ever see: the fewest parts will do
+        return kernels.chunk(counts, widths, widths, (UNLIMITED, capacity, UNLIMITED))
+    # Slots are convex in the number of parts: the fewest parts come with a price that no part could ever be worth.
+    low, high = -1, most
+    while high - low > 1:
+        price = (low + high) // 2
+        if _path(_starts(rows, widths, price, capacity, True)).size - 1 <= parts:
+            high = price
+        else:
+            low = price
+    few = _path(_starts(rows, widths, high, capacity, True))
+    if few.size - 1 < parts:
+        few = _between(few, _path(_starts(rows, widths, high, capacity, False)), parts)
+    return np.repeat(np.arange(few.size - 1), np.diff(few))
+
+
+def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
+    """Return a path of `parts` parts that begins as `many` and ends as `few`, both of the least cost."""
+    ahead = parts - (few.size - 1)
+    for at in range(few.size - 1):
+        if few[at] <= many[at + ahead] and many[at + ahead + 1] <= few[at + 1]:
+            return np.concatenate((many[: at + ahead + 1], few[at + 1 :]))
+    return few  # never: one of the parts of `few` holds a part of `many`
+
+
+@compiled
+def _path(starts: np.ndarray) -> np.ndarray:
+    """Return the bounds of the parts, first 0, last the number of items, from each end's best start."""
+    size = starts.size - 1
+    count, at = 0, size
+    while at > 0:
+        at = starts[at]
+        count += 1
+    bounds = np.zeros(count + 1, dtype=np.int64)
+    at = size
+    for place in range(count, 0, -1):
+        bounds[place] = at
+        at = starts[at]
+    return bounds
+
+
+@compiled
+def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, fewest: bool) -> np.ndarray:
+    """Return for each end the start of the last part on the cheapest path to it, int64 [I + 1].
+
+    A part costs its slots and `price`; of paths that cost the same, the one with the fewest or most parts is taken. The
+    queue holds starts, and the first end that each of them is the best for.
+    """
+    size = widths.size
+    costs, parts = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
+    starts = np.zeros(size + 1, dtype=np.int64)
+    queue, since = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
+    sign = 1 if fewest else -1
+    since[0] = 1
+    first, last = 0, 0
+    for end in range(1, size + 1):
+        while first < last and since[first + 1] <= end:
+            first += 1
+        start = queue[first]
+        starts[end], parts[end] = start, parts[start] + sign
+        costs[end] = costs[start] + _slots(rows, widths, start, end) + price
+        if end == size:
+            break
+        while last > first:
+            other = queue[last]
+            gap, tie = costs[end] - costs[other], parts[end] < parts[other]
+            if not _wins(rows, widths, end, other, since[last], gap, tie, capacity):
+                break
+            last -= 1
+        other = queue[last]
+        gap, tie = costs[end] - costs[other], parts[end] < parts[other]
+        low, high = max(since[last], end), size + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _wins(rows, widths, end, other, middle, gap, tie, capacity):
+                high = middle
+            else:
+                low = middle
+        if high <= size:
+            last += 1
+            queue[last], since[last] = end, high
+    return starts
+
+
+@compiled
+def _wins(
+    rows: np.ndarray, widths: np.ndarray, start: int, other: int, end: int, gap: int, tie: bool, capacity: int
+) -> bool:
+    """Return whether the later of two starts is the better one for an end; over the budget, the later the better.
+
+    `gap` is what the path to it costs more, `tie` whether it wins where both cost the same.
+    """
+    if end <= start:
+        return False
+    theirs = _slots(rows, widths, other, end)
+    if theirs > capacity:
+        return True
+    ours = gap + _slots(rows, widths, start, end)
+    return bool(ours < theirs or (ours == theirs and tie))
+
+
+@compiled
+def _slots(rows: np.ndarray, widths: np.ndarray, start: int, end: int) -> int:
+    """Return the slots of the part that begins with item `start` and ends before item `end`."""
+    return (rows[end] - rows[start]) * widths[start]

@@ -1,0 +1,161 @@
+"""Divide weights into parts of like sums."""
+
+import heapq
+
+import numpy as np
+
+from rlpack.packing.algorithms import kernels
+from rlpack.packing.algorithms.jit import compiled
+from rlpack.packing.algorithms.packers import bins_of
+from rlpack.packing.algorithms.sorting import decreasing
+from rlpack.packing.analysis.cost import ticks
+from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import Integers, check_count, one_by_one
+from rlpack.packing.rebalance import refine
+
+# Differencing takes time in rows × parts. With more of both, parts have so many rows that largest first is as good.
+_DIFFERENCING_LIMIT = 2**24
+_UNLIMITED = 2**62
+
+
+def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np.ndarray]:
+    """Return k parts of rows, int64 each and ascending, whose sums of weights are alike.
+
+    Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", 1982) for k ways: keep
+    partial partitions, and unite the two that differ most, the heaviest part of one with the lightest of the other.
+    Of very many rows into very many parts, each row goes to the lightest part, the heaviest rows first, and then rows
+    are exchanged.
+
+    >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
+    [[0, 2], [1, 3, 4]]
+
+    Args:
+        weights: finite numbers of at least 0, one a row.
+        k: number of parts; with fewer rows than parts, some are empty.
+        equal_size: give every part the same number of rows, or one less where k does not divide it.
+
+    Raises:
+        PackingError: a weight is negative, not finite or no number.
+    """
+    return bins_of(balance(ticks(check_weights(weights)), check_count(k, "k"), equal_size=equal_size), k)
+
+
+def check_weights(weights: Integers) -> np.ndarray:
+    """Return weights as int64 or float64 [B].
+
+    Raises:
+        PackingError: names row and value of a weight that is negative, not finite or no number.
+    """
+    given = one_by_one(weights, "weight")
+    if isinstance(given, list):
+        for row, weight in enumerate(given):
+            if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, (int, float, np.number)):
+                kind = type(weight).__name__
+                raise PackingError(f"weight of row {row} is {weight!r}, of type {kind}; give one number a row")
+    array = np.asarray(given)
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype == object:  # whole numbers of Python that NumPy has no type for
+        row = next(row for row, weight in enumerate(given) if abs(weight) >= 2**63)
+        raise PackingError(f"weight of row {row} is {given[row]}; it has to be a float or of 62 bits at most")
+    if array.dtype.kind not in "iuf":
+        raise PackingError(f"weights are {array.dtype} of shape {array.shape}; give one number a row")
+    wrong = ~np.isfinite(array) | (array < 0)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise PackingError(f"weight of row {row} is {array[row]}; it has to be a finite number of at least 0")
+    return array
+
+
+def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndarray:
+    """Return the part of each row, int64 [B]; `weights` are ticks. Parts count in the order of their first rows."""
+    if weights.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if not equal_size and weights.size * k > _DIFFERENCING_LIMIT:
+        return _by_first_rows(_largest_first(weights, k))
+    # With equal sizes, rows start out in blocks of k of like weight, one row to each part; dummies fill the last block.
+    dummies = -weights.size % k if equal_size else 0
+    padded = np.concatenate((weights, np.zeros(dummies, dtype=np.int64)))
+    order = decreasing(weights)
+    order = np.concatenate((order, np.arange(weights.size, padded.size)))
+    return _by_first_rows(_differencing(padded, order, k, k if equal_size else 1)[: weights.size])
+
+
+def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
+    """Return the part of each row, int64 [B]: the heaviest rows first to the lightest part, then rows exchanged."""
+    order, slots = decreasing(weights), np.zeros_like(weights)
+    parts = np.empty_like(weights)
+    parts[order] = kernels.spread(slots, weights[order], k, _UNLIMITED)
+    return refine(parts, slots, weights, k, (k, _UNLIMITED))[0]
+
+
+def _by_first_rows(parts: np.ndarray) -> np.ndarray:
+    """Return parts that count in the order of their first rows."""
+    _, first, inverse = np.unique(parts, return_index=True, return_inverse=True)
+    rank = np.empty_like(first)
+    rank[np.argsort(first)] = np.arange(first.size)
+    return rank[inverse]
+
+
+@compiled
+def _differencing(weights: np.ndarray, order: np.ndarray, k: int, block: int) -> np.ndarray:
+    """Return, for each row, the one row that its part goes by.
+
+    A partial partition (a state) is a list of parts, heaviest first, of which at most k hold rows: the others are left
+    out, so all states together have at most as many parts as there are rows. Sums of parts count from the
+    lightest part of their state. Rows of a part are linked by `next_row`, parts of a state by `next_part`.
+    """
+    total = weights.size
+    sums = weights.copy()
+    next_part, next_row, last_row = np.full(total, -1), np.full(total, -1), np.arange(total)
+    sizes = np.full(total, block)
+    heads = order.copy()  # a state goes by the place in `order` of its first row; `heads` has its heaviest part
+    heap = [(0, 0) for _ in range(0)]
+    for start in range(0, total, block):
+        _link(order[start : start + block], k, sums, next_part)
+        heap.append((-int(sums[order[start]]), start))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, state = heapq.heappop(heap)
+        _, other = heapq.heappop(heap)
+        ours = _walk(heads[state], sizes[state], next_part)
+        theirs = _walk(heads[other], sizes[other], next_part)
+        # Our part i meets their part k-1-i; where one of the two holds nothing, the other stays as it is.
+        for at in range(max(0, k - theirs.size), ours.size):
+            part, joined = ours[at], theirs[k - 1 - at]
+            sums[part] += sums[joined]
+            next_row[last_row[part]] = joined
+            last_row[part] = last_row[joined]
+        parts = np.concatenate((ours, theirs[: k - ours.size]))
+        parts = parts[np.argsort(-sums[parts], kind="mergesort")]
+        _link(parts, k, sums, next_part)
+        heads[state], sizes[state] = parts[0], parts.size
+        heapq.heappush(heap, (-int(sums[parts[0]]), state))
+    final = heap[0][1]
+    owner = np.zeros(total, dtype=np.int64)
+    for part in _walk(heads[final], sizes[final], next_part):
+        row = part
+        while row >= 0:
+            owner[row] = part
+            row = next_row[row]
+    return owner
+
+
+@compiled
+def _link(parts: np.ndarray, k: int, sums: np.ndarray, next_part: np.ndarray) -> None:
+    """Make a state of `parts`, sorted from the heaviest; with all k of them, sums count from the lightest."""
+    lightest = sums[parts[-1]] if parts.size == k else 0
+    for at in range(parts.size):
+        sums[parts[at]] -= lightest
+        next_part[parts[at]] = parts[at + 1] if at + 1 < parts.size else -1
+
+
+@compiled
+def _walk(head: int, count: int, next_part: np.ndarray) -> np.ndarray:
+    """Return the parts of a state, heaviest first."""
+    parts = np.zeros(count, dtype=np.int64)
+    part = head
+    for at in range(count):
+        parts[at] = part
+        part = next_part[part]
+    return parts

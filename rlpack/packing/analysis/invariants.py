@@ -1,0 +1,136 @@
+"""What every plan guarantees, checked from the request and the finished plan alone.
+
+1. Every row once, or dropped because it was asked for; an optimizer step holds the rows that plain batching gives it.
+2. No microbatch above the token budget, counted with padding and alignment, but for an over-long item that was
+   asked to have one of its own.
+3. As many microbatches on every rank, in every optimizer step; those without rows are fillers.
+4. Their count is a multiple of `divisible_by` and at least `min_microbatches`; a filler stands only where
+   nothing was left to cut.
+5. The rows of a group are in one microbatch.
+6. Any number of rows on any number of ranks.
+7. The same request gives the same plan.
+
+tests/unit/packing/test_planning.py asserts them for random requests.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from rlpack.packing.lengths import align
+from rlpack.packing.plan import Microbatch, MicrobatchPlan
+
+
+def assert_invariants(plan: MicrobatchPlan) -> None:
+    """Raise an `AssertionError` that names the first guarantee that `plan` breaks."""
+    _assert_rows(plan)
+    _assert_steps(plan)
+    _assert_counts(plan)
+    for rank, step, microbatch in _microbatches(plan):
+        _assert_budget(plan, microbatch, f"rank {rank}, optimizer step {step}")
+    _assert_groups(plan)
+    _assert_repeatable(plan)
+
+
+def _microbatches(plan: MicrobatchPlan) -> Iterator[tuple[int, int, Microbatch]]:
+    for rank in range(plan.num_ranks):
+        mine = plan.rank_plan(rank)
+        for step in range(plan.num_steps):
+            for local in mine.microbatches(step):
+                yield rank, step, Microbatch(mine.rows[local.rows], local.length, local.is_filler)
+
+
+def _assert_rows(plan: MicrobatchPlan) -> None:
+    everything = np.sort(np.concatenate((plan.order, plan.dropped)))
+    assert np.array_equal(everything, np.arange(plan.num_rows)), "1: a row is missing or comes twice"
+    assert np.array_equal(plan.inverse[plan.order], np.arange(plan.order.size)), "1: inverse does not undo order"
+    assert (plan.inverse[plan.dropped] == -1).all(), "1: a dropped row has a place"
+    assert plan.dropped.size == 0 or plan.batching.overlong == "drop", "1: a row was dropped unasked"
+    assert plan.truncated.size == 0 or plan.batching.overlong == "truncate", "1: a row was cut unasked"
+    untouched = np.ones(plan.num_rows, dtype=bool)
+    untouched[np.concatenate((plan.truncated, plan.dropped))] = False
+    assert (plan.lengths[untouched] == plan.request.lengths[untouched]).all(), "1: a row's length changed"
+
+
+def _assert_steps(plan: MicrobatchPlan) -> None:
+    expected = np.arange(plan.num_rows) // plan.request.rows_per_step
+    expected[plan.dropped] = -1
+    assert np.array_equal(plan.step_of_row, expected), "1: step_of_row differs from plain batching"
+    seen = np.full(plan.num_rows, -1)
+    for _, step, microbatch in _microbatches(plan):
+        seen[microbatch.rows] = step
+    assert np.array_equal(seen, expected), "1: an optimizer step holds other rows than plain batching"
+
+
+def _assert_counts(plan: MicrobatchPlan) -> None:
+    batching = plan.batching
+    for step in range(plan.num_steps):
+        per_rank = [plan.microbatches(rank, step) for rank in range(plan.num_ranks)]
+        counts = {len(microbatches) for microbatches in per_rank}
+        assert len(counts) == 1, f"3: optimizer step {step} has {counts} microbatches on its ranks"
+        (count,) = counts
+        assert count % batching.divisible_by == 0, f"4: {count} microbatches, not divisible by {batching.divisible_by}"
+        assert count >= batching.min_microbatches, f"4: {count} microbatches, under {batching.min_microbatches}"
+        # A rank cuts its own rows in fixed mode; in the other modes, rows are free to go to any rank.
+        pools = per_rank if batching.mode == "fixed" else [[each for mine in per_rank for each in mine]]
+        for pool in pools:
+            assert all(each.is_filler == (each.rows.size == 0) for each in pool), "3: a filler holds rows, or none is"
+            if any(each.is_filler for each in pool):
+                assert all(_num_items(plan, each) <= 1 for each in pool), f"4: step {step} fills where it could cut"
+
+
+def _num_items(plan: MicrobatchPlan, microbatch: Microbatch) -> int:
+    groups = plan.request.groups
+    return microbatch.rows.size if groups is None else np.unique(groups[microbatch.rows]).size
+
+
+def _assert_budget(plan: MicrobatchPlan, microbatch: Microbatch, where: str) -> None:
+    batching, lengths = plan.batching, plan.lengths[microbatch.rows]
+    if batching.mode == "packed":
+        least = int(align(lengths, batching.pad_to_multiple).sum())
+        slots = microbatch.length
+        assert microbatch.length == max(least, batching.pad_to_multiple), f"2: wrong length ({where})"
+    else:
+        least = int(align(lengths, batching.length_multiple).max(initial=0))
+        slots = microbatch.length * max(1, lengths.size)
+        assert microbatch.length == max(least, batching.length_multiple), f"2: wrong width ({where})"
+    if batching.mode == "fixed":
+        assert lengths.size <= batching.micro_batch_size, (
+            f"2: {lengths.size} rows, over {batching.micro_batch_size} ({where})"
+        )
+    allowed = batching.overlong == "own_microbatch" and _num_items(plan, microbatch) == 1
+    within = batching.max_tokens is None or slots <= batching.max_tokens
+    assert within or allowed, f"2: {slots} slots, over the budget of {batching.max_tokens} ({where})"
+
+
+def _assert_groups(plan: MicrobatchPlan) -> None:
+    groups = plan.request.groups
+    if groups is None:
+        return
+    home: dict[int, int] = {}
+    for number, (_, _, microbatch) in enumerate(_microbatches(plan)):
+        for group in np.unique(groups[microbatch.rows]):
+            assert home.setdefault(int(group), number) == number, f"5: group {group} is in two microbatches"
+    lost = set(groups[plan.dropped].tolist()) & home.keys()
+    assert not lost, f"5: group {min(lost, default=0)} lost some of its rows"
+
+
+def _assert_repeatable(plan: MicrobatchPlan) -> None:
+    from rlpack.packing.make_plan import make_plan
+
+    request = plan.request
+    again = make_plan(
+        request.lengths,
+        request.batching,
+        dp_size=request.dp_size,
+        mini_batch_size=request.mini_batch_size,
+        groups=request.groups,
+        cost=request.cost,
+        seed=request.seed,
+    )
+    for name in ("order", "counts", "widths", "step_bounds"):
+        first, second = vars(plan)[name], vars(again)[name]
+        assert np.array_equal(first, second), f"7: {name} differs when planned again"
+    split = plan.metrics.groups_split  # the plan's request has its groups as they were split
+    assert plan.metrics == replace(again.metrics, groups_split=split), "7: metrics differ when planned again"

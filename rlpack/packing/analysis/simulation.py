@@ -1,0 +1,206 @@
+"""What a plan would take on devices of a given speed: step time, idle share and memory, before any is rented.
+
+A microbatch takes the FLOPs of its sequences, three times those of a forward pass, and a fixed time; an index takes as
+long as its dearest rank, since sharded ranks wait for each other there (DESIGN: Σ_i max_rank).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import get_args
+
+import numpy as np
+
+from rlpack.packing.analysis.cost import Cost
+from rlpack.packing.batching import Algorithm, Batching, Mode
+from rlpack.packing.errors import PackingError
+from rlpack.packing.lengths import MAX_LENGTH, align
+from rlpack.packing.make_plan import make_plan
+from rlpack.packing.plan import MicrobatchPlan
+
+FORWARD_AND_BACKWARD = 3.0
+# Budgets that are tried, in steps of this factor below the memory limit.
+_BUDGET_STEP = 2**0.5
+_ALIGNMENTS = (1, 8, 64)
+# Share of the memory for activations that a suggestion leaves free, and of the step time that it has to save.
+MEMORY_MARGIN, LEAST_GAIN = 0.1, 0.01
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank's device does and holds.
+
+    Attributes:
+        flops_per_s: sustained floating-point operations a second, not the peak.
+        overhead_s: time that every microbatch takes whatever it holds: launches, gathering of sharded weights.
+        bytes_per_slot: what a token slot keeps in memory until its backward pass.
+        fixed_bytes: weights, gradients and optimizer state of the rank.
+        memory_bytes: what the device has.
+
+    Raises:
+        PackingError: a value is negative or not finite, or the speed or a slot's bytes are 0.
+    """
+
+    flops_per_s: float = 4e14
+    overhead_s: float = 0.01
+    bytes_per_slot: float = 1e6
+    fixed_bytes: float = 0.0
+    memory_bytes: float = 80e9
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("overhead_s", "fixed_bytes") else np.finfo(float).tiny
+            if not np.isfinite(value) or value < least:
+                raise PackingError(
+                    f"{field.name} is {value}; it has to be finite and {'at least' if not least else 'above'} 0"
+                )
+
+    @property
+    def most_slots(self) -> int:
+        """Return how many slots of one microbatch fit into memory."""
+        return min(MAX_LENGTH, int((self.memory_bytes - self.fixed_bytes) / self.bytes_per_slot))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan is expected to take.
+
+    Attributes:
+        step_s: seconds of all its optimizer steps.
+        idle_share: share of the ranks' time in which they wait for another.
+        padding_share: share of the slots that hold no token.
+        memory_bytes: what the fullest rank needs.
+        microbatches: of a rank, over all optimizer steps.
+        tokens_per_s: real tokens a second and rank.
+    """
+
+    step_s: float
+    idle_share: float
+    padding_share: float
+    memory_bytes: float
+    microbatches: int
+    tokens_per_s: float
+
+
+def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
+    """Return what `plan` is expected to take; `cost` is in FLOPs of a forward pass (`rlpack.models.flops`).
+
+    >>> plan = make_plan([100, 50], Batching(max_tokens=100), dp_size=2)
+    >>> found = forecast(plan, Cost(1e9), Device(flops_per_s=1e12, overhead_s=0.0))
+    >>> round(found.step_s, 3), round(found.idle_share, 3)
+    (0.3, 0.25)
+    """
+    seconds = FORWARD_AND_BACKWARD / device.flops_per_s * _grid(plan, cost) + device.overhead_s
+    step_s = float(seconds.max(axis=0, initial=0.0).sum())
+    busy = float(seconds.sum()) / plan.num_ranks
+    slots = plan.widths if plan.batching.mode == "packed" else plan.widths * np.maximum(plan.counts, 1)
+    tokens = plan.metrics.real_tokens / plan.num_ranks
+    return Forecast(
+        step_s=step_s,
+        idle_share=1.0 - busy / step_s if step_s else 0.0,
+        padding_share=plan.metrics.waste_ratio,
+        memory_bytes=device.fixed_bytes + device.bytes_per_slot * int(slots.max(initial=0)),
+        microbatches=plan.counts.shape[1],
+        tokens_per_s=tokens / step_s if step_s else 0.0,
+    )
+
+
+def _grid(plan: MicrobatchPlan, cost: Cost) -> np.ndarray:
+    """Return the cost of each microbatch, float64 [ranks, M]."""
+    if plan.batching.mode != "packed":
+        return plan.counts * cost.of(plan.widths)
+    slots = align(plan.lengths[plan.order], plan.batching.pad_to_multiple)
+    cells = np.repeat(np.arange(plan.counts.size), plan.counts.ravel())
+    return np.bincount(cells, weights=cost.of(slots), minlength=plan.counts.size).reshape(plan.counts.shape)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The batching with the least expected time, and what it is expected to take.
+
+    Attributes:
+        batching: the batching.
+        forecast: what it is expected to take.
+        gain: share of the asked batching's time that it saves; None where that one doesn't fit into memory.
+    """
+
+    batching: Batching
+    forecast: Forecast
+    gain: float | None = None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it saves more than such a model can tell."""
+        return self.gain is None or self.gain >= LEAST_GAIN
+
+
+def suggest(
+    lengths: np.ndarray,
+    batching: Batching,
+    *,
+    dp_size: int,
+    cost: Cost,
+    device: Device,
+    mini_batch_size: int | None = None,
+    modes: Sequence[Mode] = ("packed", "dynamic"),
+) -> Suggestion:
+    """Return the mode, token budget, alignment and packer with the least expected step time that fit into memory.
+
+    A tenth of what the fixed bytes leave stays free, for what the model of memory doesn't know of.
+
+    Args:
+        lengths: of the sequences, int64 [B].
+        batching: the one that is asked for, and what else stays; its alignment is the least one that is tried.
+        dp_size: data-parallel ranks.
+        cost: FLOPs of a sequence's forward pass.
+        device: of each rank.
+        mini_batch_size: rows of an optimizer step; None for all.
+        modes: those that are searched.
+
+    Raises:
+        PackingError: the longest sequence doesn't fit into memory.
+    """
+
+    def found(candidate: Batching) -> Suggestion:
+        plan = make_plan(lengths, candidate, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)
+        return Suggestion(candidate, forecast(plan, cost, device))
+
+    room = int(device.most_slots * (1 - MEMORY_MARGIN))
+    longest = int(lengths.max(initial=1))
+    tried = [found(candidate) for mode in modes for candidate in _candidates(mode, longest, batching, room)]
+    if not tried:
+        raise PackingError(
+            f"the longest sequence has {longest} tokens, and {room} slots fit into {1 - MEMORY_MARGIN:.0%} of memory "
+            f"({device.memory_bytes / 1e9:g} GB less {device.fixed_bytes / 1e9:g}, "
+            f"{device.bytes_per_slot / 1e3:,.0f} kB a slot); give more memory, keep fewer activations (--kb-per-slot: "
+            "with checkpointing a tenth of that and less), or drop the sequence"
+        )
+    best = _least(tried)
+    if best.batching.mode == "packed":
+        best = _least([best, *(found(replace(best.batching, algorithm=name)) for name in get_args(Algorithm))])
+    asked = found(replace(batching, overlong="own_microbatch"))
+    if asked.forecast.memory_bytes > device.memory_bytes:
+        return best
+    return replace(best, gain=1 - best.forecast.step_s / asked.forecast.step_s if asked.forecast.step_s else 0.0)
+
+
+def _least(tried: Sequence[Suggestion]) -> Suggestion:
+    """Return the first of those with the least time, but for rounding."""
+    least = min(each.forecast.step_s for each in tried)
+    return next(each for each in tried if each.forecast.step_s <= least * (1 + 1e-6))
+
+
+def _candidates(mode: Mode, longest: int, batching: Batching, room: int) -> Iterator[Batching]:
+    """Yield batchings of a mode whose microbatches hold the longest sequence in `room` slots, the largest first."""
+    for alignment in _ALIGNMENTS:
+        multiple = alignment * (batching.pad_to_multiple if mode == "packed" else batching.length_multiple)
+        least = -(-longest // multiple) * multiple
+        aligned = {"pad_to_multiple" if mode == "packed" else "length_multiple": multiple}
+        budget = room
+        while budget >= least:
+            if mode == "fixed":
+                yield replace(batching, mode=mode, max_tokens=None, micro_batch_size=budget // least, **aligned)
+            else:
+                yield replace(batching, mode=mode, max_tokens=budget, **aligned)
+            budget = int(budget / _BUDGET_STEP)

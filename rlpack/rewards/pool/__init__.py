@@ -1,0 +1,1 @@
+"""The pool of processes that runs reward functions."""

@@ -1,0 +1,176 @@
+"""What only real processes show of a role, checked on a small Ray of the check's own.
+
+The contracts, after those of `rlpack.testing.contracts`:
+
+10. processes: ranks import and build the role, answer by the deadline, and agree whatever the order of rows;
+11. death: once a rank's process is killed, the next call ends by one error that names the rank, within 10 s;
+12. leaving: 10 s after the run no process is left that a rank started, though one of them died.
+"""
+
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import psutil
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Config, Placement, Pool, Role
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.errors import PlacementError, RoleError
+from rlpack.distributed.process import load_class
+from rlpack.distributed.ranks import RayRanks
+from rlpack.distributed.start_roles import start_roles
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.testing.contracts import RoleUnderTest, broken
+from rlpack.testing.errors import ContractError
+from rlpack.testing.samples import sample_batch, sample_tokenizer
+
+_NOTICED_S = 10.0
+_LEFT_S = 10.0
+# Every process of a check inherits it, whoever its parent becomes.
+_MARK = "RLPACK_ROLE_CHECK"
+_ANSWER = "return from every call by the deadline, and let what goes wrong be an exception, never an exit or a wait"
+
+
+def check_role_on_ray(
+    kind: type[Any],
+    method: Callable[..., Any] | None = None,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    config: Config | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch: BatchedDataDict | None = None,
+    ranks: int = 2,
+    deadline_s: float = 120.0,
+) -> None:
+    """Check that a role runs on ranks, and that the death of one is noticed and leaves nothing behind.
+
+    It starts a Ray on this machine, on CPUs, and kills the last rank, so it takes some twenty seconds.
+
+    Args:
+        kind: the role's class, at the top level of a module that ranks can import.
+        method: a sharded method whose rows come back; None for `score`.
+        arguments: of the role's section, `roles.<name>.arguments`.
+        config: what `from_settings` gets, but for placement and roles; None for the defaults.
+        tokenizer: what `from_settings` gets; None for one that reads `sample_batch`.
+        batch: rows to call the method on; None for `sample_batch()`.
+        ranks: number of ranks.
+        deadline_s: of the start, and of a call.
+
+    Raises:
+        ContractError: names the contract that is broken, how it shows, and how to mend it.
+    """
+    role = RoleUnderTest.of(kind, method, arguments, config, tokenizer, tolerance=1e-4)
+    placement = Placement(
+        pools={"main": Pool(ranks=ranks, cpus_per_rank=0.5)},
+        roles={},
+        start_timeout_s=deadline_s,
+        call_timeout_s=deadline_s,
+        object_store_gb=0.2,
+    )
+    own = Role(target=_target(kind), arguments=dict(arguments or {}))
+    settings = (config or Config()).model_copy(update={"placement": placement, "roles": {role.name: own}})
+    given = sample_batch() if batch is None else batch
+    with _marked() as mark:
+        try:
+            with Cluster(placement) as cluster:
+                with broken("processes", "build the role on any rank, from what from_settings is given"):
+                    groups = start_roles(cluster, settings, [role.name], (settings, tokenizer or sample_tokenizer()))
+                _check_calls(role, cluster, groups[role.name], given)
+                _check_death(role, groups[role.name], given)
+        finally:
+            left = _left_behind(mark)
+        if left:
+            raise ContractError(
+                "leaving",
+                f"{_LEFT_S:g} s after the run, processes of {role.name} are alive: {'; '.join(left)}",
+                "tie a process that a role starts to its rank: let it end when its standard input is closed",
+            )
+
+
+def _target(kind: type[Any]) -> str:
+    """Return the text by which ranks import a class."""
+    target = f"{kind.__module__}:{kind.__qualname__}"
+    remedy = "move it to the top level of a module that is installed, or on PYTHONPATH"
+    try:
+        found = load_class(target)
+    except PlacementError as error:
+        raise ContractError("processes", f"ranks can't import {kind.__qualname__}: {error}", remedy) from error
+    if found is not kind:
+        raise ContractError("processes", f"{target} is another class than the one that is checked", remedy)
+    return target
+
+
+def _check_calls(role: RoleUnderTest, cluster: Cluster, group: WorkerGroup[Any], batch: BatchedDataDict) -> None:
+    """Call the role twice, the second time with rows in another order."""
+    order = np.random.default_rng(0).permutation(batch.num_rows)
+    with cluster.store.step():
+        found = cluster.store.take(role.run(batch, "processes", _ANSWER, group))
+        role.check_scores(batch, found, group)
+        again = cluster.store.take(role.run(batch.select(order), "processes", _ANSWER, group))
+    when = "gives a row something else when rows come in another order"
+    remedy = "compute a row from its own columns, in a group of ranks too"
+    role.compare(found, again.select(np.argsort(order)), "processes", when, remedy)
+
+
+def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDataDict) -> None:
+    """Kill the last rank, and see that the next call says so."""
+    assert isinstance(group.ranks, RayRanks)
+    processes = group.ranks.processes()
+    victim = len(processes) - 1
+    remedy = "keep no thread or process between a rank and its end: a role lives and dies with its rank"
+    os.kill(processes[victim], signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        group.run(role.method, batch)
+    except RoleError as error:
+        if error.rank == victim and time.monotonic() - begin < _NOTICED_S:
+            return
+        problem = f"rank {victim} was killed, and after {time.monotonic() - begin:.0f} s the call ended by: {error}"
+        raise ContractError("death", problem, remedy) from error
+    raise ContractError("death", f"rank {victim} of {role.name} was killed, and the next call went on", remedy)
+
+
+@contextmanager
+def _marked() -> Iterator[str]:
+    """Let processes that start inside carry a mark, and import what this process can."""
+    mark = secrets.token_hex(8)
+    before = {name: os.environ.get(name) for name in (_MARK, "PYTHONPATH")}
+    own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
+    os.environ |= {_MARK: mark, "PYTHONPATH": os.pathsep.join(own)}
+    try:
+        yield mark
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _left_behind(mark: str) -> list[str]:
+    """Return the commands of the processes that are alive some seconds after the run, and end them."""
+    begin = time.monotonic()
+    while (alive := [process for process in psutil.process_iter() if _is_marked(process, mark)]) and (
+        time.monotonic() - begin < _LEFT_S
+    ):
+        psutil.wait_procs(alive, timeout=0.1)
+    commands = []
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline())[:120])
+            process.kill()
+    return commands
+
+
+def _is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark
+    except psutil.Error:  # gone meanwhile, or another user's
+        return False

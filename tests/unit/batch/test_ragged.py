@@ -1,0 +1,181 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged, row_index
+
+ROWS = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8)
+few = settings(max_examples=60, deadline=None)
+
+
+def lists(column: Ragged) -> list[list[int]]:
+    return [row.tolist() for row in column.rows()]
+
+
+@few
+@given(ROWS, st.data())
+def test_select_takes_the_rows_a_list_would_take(rows, data):
+    wanted = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=9)) if rows else []
+    picked = Ragged.from_rows(rows, torch.int64).select(wanted)
+    assert lists(picked) == [rows[row] for row in wanted]
+    assert picked.lengths.tolist() == [len(rows[row]) for row in wanted]
+
+
+@few
+@given(ROWS, st.integers(0, 3))
+def test_padding_and_back_gives_the_same_rows(rows, extra):
+    column = Ragged.from_rows(rows, torch.int64)
+    width = max(map(len, rows), default=0) + extra
+    padded = column.to_padded(-7, width)
+    assert padded.tolist() == [row + [-7] * (width - len(row)) for row in rows]
+    assert lists(Ragged.from_padded(padded, column.lengths)) == rows
+
+
+@few
+@given(ROWS, st.data())
+def test_with_lengths_cuts_and_fills_with_zeros(rows, data):
+    wanted = [data.draw(st.integers(0, 7)) for _ in rows]
+    column = Ragged.from_rows(rows, torch.int64).with_lengths(torch.tensor(wanted, dtype=torch.int64))
+    assert lists(column) == [(row + [0] * 7)[:n] for row, n in zip(rows, wanted, strict=True)]
+
+
+@few
+@given(ROWS, ROWS)
+def test_concat_and_repeat_are_those_of_lists(left, right):
+    column = Ragged.concat([Ragged.from_rows(left, torch.int64), Ragged.from_rows(right, torch.int64)])
+    assert lists(column) == left + right
+    assert lists(column.repeat_interleave(2)) == [row for row in left + right for _ in range(2)]
+    assert column.segment_ids.tolist() == [i for i, row in enumerate(left + right) for _ in row]
+    assert column.offsets.tolist() == np.cumsum([0, *map(len, left + right)]).tolist()
+
+
+def test_entries_may_have_more_dimensions():
+    column = Ragged(torch.arange(6).view(3, 2), torch.tensor([1, 2]))
+    assert column.select([1, 0]).values.tolist() == [[2, 3], [4, 5], [0, 1]]
+    assert column.to_padded().tolist() == [[[0, 1], [0, 0]], [[2, 3], [4, 5]]]
+    assert Ragged.from_padded(column.to_padded(), column.lengths).values.tolist() == column.values.tolist()
+
+
+def test_rows_in_a_line_are_views():
+    column = Ragged.from_rows([[1, 2], [3], [4, 5]], torch.int64)
+    assert column.select([1, 2]).values.data_ptr() == column.values[2:].data_ptr()
+    assert column[-1].tolist() == [4, 5]
+    assert column[1].data_ptr() == column.values[2:].data_ptr()
+
+
+def test_selecting_keeps_the_graph():
+    values = torch.ones(3, requires_grad=True)
+    Ragged(values, torch.tensor([2, 1])).select([1, 0, 1]).values.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0, 1.0, 2.0]
+
+
+def test_from_rows_takes_tensors_lists_and_both():
+    assert lists(Ragged.from_rows([torch.tensor([1]), torch.tensor([2, 3])])) == [[1], [2, 3]]
+    assert Ragged.from_rows([torch.tensor([1]), [2.5]], torch.float32).values.tolist() == [1.0, 2.5]
+    assert Ragged.from_rows([], torch.float32).values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "text"),
+    [
+        (torch.zeros(3), torch.tensor([1, 1]), "lengths add up to 2 tokens, and values have 3"),
+        (torch.zeros(1), torch.tensor([2, -1]), "row 1 has length -1"),
+        (torch.zeros(1), torch.tensor([1.0]), "lengths torch.float32"),
+        (torch.zeros(1), torch.tensor([1], dtype=torch.int32), "lengths torch.int32"),
+        (torch.zeros(()), torch.tensor([1]), "values \\[\\]"),
+        ([1], torch.tensor([1]), "values are a list"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(values, lengths, text):
+    with pytest.raises(DataError, match=text):
+        Ragged(values, lengths)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "text"),
+    [
+        ([[1, 2], [1.7, 2.9]], torch.int64, "row 1 holds 1.7, the column is torch.int64"),
+        ([[0.0, 1.0]], torch.bool, "row 0 holds 0.0, the column is torch.bool"),
+        ([[1], torch.tensor([2.5])], torch.int32, "row 1 holds 2.5"),
+        ([torch.tensor([1]), torch.tensor([2.5])], torch.int64, "rows are torch.float32, the column torch.int64"),
+        ([["a"]], torch.int64, "rows can't be made torch.int64"),
+        ([[None]], torch.float32, "rows can't be made torch.float32"),
+        ([[2**70]], torch.int64, "rows can't be made torch.int64"),
+        ([[1], [[2, 3]]], torch.int64, "rows can't be made torch.int64"),
+    ],
+)
+def test_values_that_the_type_can_not_hold_are_refused(rows, dtype, text):
+    with pytest.raises(DataError, match=text):
+        Ragged.from_rows(rows, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_lengths_are_whole_numbers(dtype):
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match=f"lengths are {dtype}; give whole numbers"):
+        Ragged.from_padded(torch.zeros(2, 2), torch.ones(2, dtype=dtype))
+    with pytest.raises(DataError, match=f"lengths are {dtype}; give whole numbers"):
+        column.with_lengths(torch.ones(2, dtype=dtype))
+
+
+def test_lengths_are_never_negative():
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match="row 1 is to have -2 tokens; a length is at least 0"):
+        column.with_lengths(torch.tensor([1, -2]))
+
+
+def test_errors_name_what_was_asked_for():
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match="row 2 does not exist; there are 2 rows"):
+        column.select([0, 2])
+    with pytest.raises(DataError, match="row 0 has 2 tokens, over the length of 1"):
+        column.to_padded(length=1)
+    with pytest.raises(DataError, match=r"lengths go from 0 to 3; rows have 2"):
+        Ragged.from_padded(torch.zeros(2, 2), torch.tensor([0, 3]))
+    with pytest.raises(DataError, match=r"padded is \[2, 2\] and lengths are \[3\]"):
+        Ragged.from_padded(torch.zeros(2, 2), torch.tensor([0, 1, 1]))
+    with pytest.raises(DataError, match="differ in type"):
+        Ragged.concat([column, column.with_values(torch.zeros(3))])
+    with pytest.raises(DataError, match="at least one"):
+        Ragged.concat([])
+    with pytest.raises(DataError, match="needs a dtype"):
+        Ragged.from_rows([])
+    with pytest.raises(DataError, match="1 lengths were given for 2 rows"):
+        column.with_lengths(torch.tensor([1]))
+
+
+def test_rows_are_positions_or_a_mask():
+    assert row_index(torch.tensor([True, False, True]), 3).tolist() == [0, 2]
+    assert row_index([], 3).tolist() == []
+    with pytest.raises(DataError, match="mask has 2 entries for 3 rows"):
+        row_index(np.array([True, False]), 3)
+    assert row_index((np.True_, False, True), 3).tolist() == [0, 2]
+    assert row_index(np.array([2, 0], dtype=np.uint64), 3).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (np.array([1.0]), "rows are float64"),
+        ([True, False, 2], "rows mix booleans with numbers; give whole numbers, or a mask"),
+        ([1, np.False_], "rows mix booleans with numbers"),
+        ([[0], [1, 2]], "rows can't be read as an array"),
+        (torch.ones(2, dtype=torch.bfloat16), "rows can't be read as an array"),
+        (np.array([0, 2**64 - 1], dtype=np.uint64), "row 18446744073709551615 does not exist; there are 3 rows"),
+        ([2**80], "rows are object"),
+    ],
+)
+def test_what_is_no_row_is_refused(rows, text):
+    with pytest.raises(DataError, match=text):
+        row_index(rows, 3)
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, True, None])
+def test_rows_are_repeated_a_whole_number_of_times(n):
+    column = Ragged.from_rows([[1, 2], [3]], torch.int64)
+    with pytest.raises(DataError, match=f"n is {n!r}; rows are repeated a whole number of times"):
+        column.repeat_interleave(n)

@@ -1,0 +1,129 @@
+import importlib.util
+
+import pytest
+
+from rlpack.batch.errors import DataError
+from rlpack.cli.environment import check_surroundings
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Logger, Optimizer, Reward, Role, builtin_roles
+
+
+def config_with(tmp_path, **sections):
+    roles = {name: Role(target="json:JSONDecoder") for name in builtin_roles()}
+    usable = {"run_dir": str(tmp_path / "run"), "roles": roles, "reward": Reward(function="json:loads")}
+    return Config(**(usable | sections))
+
+
+def problem_of(config):
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(config, {})
+    return str(caught.value)
+
+
+def test_a_config_whose_needs_are_met_passes(tmp_path):
+    check_surroundings(config_with(tmp_path), {})
+
+
+@pytest.mark.parametrize("function", ["no_such_package.rewards:f", "json.no_such_module:f", "json.decoder.deeper:f"])
+def test_a_reward_that_cannot_be_imported_is_named(tmp_path, function):
+    assert f"reward.function is '{function}': " in problem_of(config_with(tmp_path, reward=Reward(function=function)))
+
+
+def test_a_role_beside_the_command_is_found_and_one_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_judge.py").write_text("raise RuntimeError('imported too early')\n")
+    for module, is_there in (("my_judge", True), ("my_jugde", False)):
+        roles = config_with(tmp_path).roles | {"judge": Role(target=f"{module}:Judge")}
+        config = config_with(tmp_path, roles=roles)
+        if is_there:
+            check_surroundings(config, {})
+        else:
+            assert "roles.judge.target is 'my_jugde:Judge': there is no module my_jugde" in problem_of(config)
+
+
+@pytest.mark.parametrize("target", ["my_judge.py:Judge", "./my_judge.py:Judge"])
+def test_a_file_is_told_from_its_module(tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_judge.py").write_text("")
+    roles = config_with(tmp_path).roles | {"judge": Role(target=target)}
+    assert "is a file, and its module my_judge; it has to be" in problem_of(config_with(tmp_path, roles=roles))
+
+
+def test_a_package_that_fails_on_import_is_a_configuration_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_rewards").mkdir()
+    (tmp_path / "broken_rewards" / "__init__.py").write_text("raise RuntimeError('no licence')\n")
+    config = config_with(tmp_path, reward=Reward(function="broken_rewards.f:g"))
+    assert "RuntimeError: no licence" in problem_of(config)
+
+
+def test_a_logger_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    problem = problem_of(config_with(tmp_path, logger=Logger(wandb="offline")))
+    assert "logger.wandb needs the package wandb" in problem
+    assert "rlpack[wandb]" in problem
+
+
+def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "can't be written" in problem_of(config_with(tmp_path))
+
+
+def test_a_data_file_in_the_home_directory_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text("")
+    data = Data(source="~/a.jsonl", validation_source="~/a.jsonl")
+    check_surroundings(config_with(tmp_path, data=data), {})
+
+
+def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("")
+    config = config_with(tmp_path, data=Data(source="a.jsonl", validation_source="b.parquet"))
+    with pytest.raises(DataError, match=r"data\.validation_source is 'b\.parquet'"):
+        check_surroundings(config, {})
+
+
+ALLOWED = "RLPACK_ALLOWED_PACKAGES"
+
+
+def test_code_outside_the_packages_that_an_operator_allows_is_refused_by_its_key(tmp_path):
+    roles = {**builtin_roles(), "judge": Role(target="json.decoder:JSONDecoder")}
+    config = config_with(tmp_path, roles=roles, algorithm=Algorithm(loss="csv:loss", advantage="csv:advantage"))
+    check_surroundings(config, {})
+    check_surroundings(config, {ALLOWED: "  "})
+    check_surroundings(config, {ALLOWED: "csv, json"})
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(config, {ALLOWED: "jso,json.encoder"})
+    refused = {problem.partition(" ")[0]: problem for problem in caught.value.problems}
+    assert set(refused) == {"roles.judge.target", "reward.function", "algorithm.loss", "algorithm.advantage"}
+    assert refused["roles.judge.target"] == (
+        "roles.judge.target is 'json.decoder:JSONDecoder', and RLPACK_ALLOWED_PACKAGES lets a run load code of rlpack, "
+        "workers, jso, json.encoder alone; take it from one of these, or have who set the variable add json"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(config, {ALLOWED: "json"})
+    assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["algorithm.loss", "algorithm.advantage"]
+
+
+def test_the_built_in_losses_need_no_permission(tmp_path):
+    check_surroundings(Config(run_dir=str(tmp_path / "run")), {ALLOWED: "judge_role"})
+
+
+def test_a_loss_that_cannot_be_imported_is_named(tmp_path):
+    config = config_with(tmp_path, algorithm=Algorithm(loss="no_such_losses:squared"))
+    assert "algorithm.loss is 'no_such_losses:squared': there is no module no_such_losses" in problem_of(config)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_8_bit_moments_without_their_package_are_refused_with_its_extra(tmp_path, monkeypatch, is_there):
+    find_spec, torchao = importlib.util.find_spec, importlib.util.find_spec("json") if is_there else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: torchao if name == "torchao" else find_spec(name))
+    config = config_with(tmp_path, actor=Actor(optimizer=Optimizer(name="adamw_8bit")))
+    if is_there:
+        check_surroundings(config, {})
+    else:
+        assert "adamw_8bit needs the package torchao, which is not installed; install rlpack[eight-bit]" in problem_of(
+            config
+        )

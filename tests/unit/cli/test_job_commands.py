@@ -1,0 +1,174 @@
+"""What `rlpack submit` and its like refuse without a cluster; with one: tests/end_to_end/test_jobs.py."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from rlpack.cli.main import main
+from rlpack.distributed.jobs import client as jobs
+
+ROW = {"prompt": "a1b2=", "answer": "3"}
+JSONL = ("data=jsonl", "data.source=rows.jsonl", "data.validation_source=rows.jsonl")
+RUN_DIR = "run_dir=/shared/run"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return the working directory of the command, from which no server can be reached."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    return tmp_path
+
+
+@contextmanager
+def server(status: int, body: bytes, without_token: int | None = None) -> Iterator[str]:
+    """Answer every request alike, and give the address; what Ray's client does not ask may get another status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_ours = "httpx" in self.headers["User-Agent"]
+            self.send_response(without_token if is_ours and without_token else status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+def said(capsys, code, *words):
+    assert main(list(words)) == code
+    heard = capsys.readouterr()
+    assert heard.out == ""
+    return heard.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("trainer.stepz=1", RUN_DIR), 2, "trainer.stepz is not a key; did you mean trainer.steps?"),
+        (("trainer.steps=-1", RUN_DIR), 2, "trainer.steps is -1"),
+        ((RUN_DIR, "roles.judge.target=my_judge:Judge"), 2, "there is no module my_judge"),
+        (
+            (),
+            2,
+            "run_dir is null, and a job's working directory is deleted with what it wrote there; set run_dir to an",
+        ),
+        (("run_dir=runs/mine",), 2, "run_dir is runs/mine, and a job's working directory is deleted"),
+        (("run_dir='~/mine'",), 2, "run_dir is ~/mine, and a job's working directory is deleted"),
+        ((RUN_DIR, "placement.address=other:6379"), 2, "placement.address=other:6379: a job joins the cluster"),
+        ((RUN_DIR, "placement.object_store_gb=1"), 2, "placement.object_store_gb is 1, and placement.address joins"),
+        ((RUN_DIR, "seed=1,2", "--multirun"), 2, "a job is one run"),
+        ((RUN_DIR, "job.working_dir=nowhere"), 2, "job.working_dir is 'nowhere', which is no folder"),
+        ((RUN_DIR, "job.env_vars.HF_TOKEN=abc"), 2, "set job.secret_names=[HF_TOKEN]"),
+        ((RUN_DIR, "job.stop_timeout_s=0"), 2, "job.stop_timeout_s is 0"),
+        ((RUN_DIR, *JSONL, "job.excludes=['*.jsonl']"), 3, "data.source is 'rows.jsonl', which would not be uploaded"),
+        (
+            (RUN_DIR, *JSONL, "data.source=missing.jsonl"),
+            3,
+            "data.source is 'missing.jsonl', which would not be upload",
+        ),
+        (
+            (RUN_DIR, *JSONL, "data.source=../rows.jsonl"),
+            3,
+            "data.source is '../rows.jsonl', which would not be upload",
+        ),
+        # All is well here, so it is the server that is missed.
+        ((RUN_DIR, *JSONL), 2, "no Ray job server answers at http://127.0.0.1:1 (Failed to connect"),
+        ((RUN_DIR, *JSONL, "data.source=/shared/rows.jsonl"), 2, "no Ray job server answers at"),
+        ((RUN_DIR, "job.working_dir=null", "job.secret_names=[HERE_UNKNOWN]"), 2, "no Ray job server answers at"),
+    ],
+)
+def test_a_job_is_checked_before_a_server_is_asked(folder, capsys, words, code, message):
+    began = time.monotonic()
+    heard = said(capsys, code, "submit", "--", *words)
+    assert message in heard
+    assert heard.count("rlpack submit: ") == 1
+    assert time.monotonic() - began < 10
+
+
+def test_a_module_that_would_stay_behind_is_named(folder, capsys):
+    (folder / "my_rewards.py").write_text("def score(prompts, completions, **columns): ...\n")
+    words = ("submit", "--", RUN_DIR, "reward.function=my_rewards:score")
+    assert "no Ray job server answers" in said(capsys, 2, *words)
+    (folder / ".gitignore").write_text("my_*\n")
+    assert f"reward.function is 'my_rewards:score', and {folder}/my_rewards.py isn't uploaded" in said(
+        capsys, 2, *words
+    )
+
+
+@pytest.mark.parametrize("words", [("jobs",), ("logs", "an_id"), ("stop", "an_id"), ("logs", "an_id", "--follow")])
+def test_an_address_where_nobody_answers_is_said(folder, capsys, words):
+    assert "no Ray job server answers at http://127.0.0.1:1 (" in said(capsys, 2, *words)
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "head", "http://", "http://head:port", "anyscale://x"])
+def test_what_is_no_address_of_a_job_server_is_refused(folder, capsys, address):
+    heard = said(capsys, 2, "jobs", "--address", address)
+    assert f"--address is {address!r}; give the address of the cluster's job server" in heard
+
+
+def test_a_server_that_never_answers_is_given_up_at_the_deadline(folder, capsys, monkeypatch):
+    monkeypatch.setattr(jobs, "_ANSWER_S", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        began = time.monotonic()
+        heard = said(capsys, 2, "jobs", "--address", f"127.0.0.1:{silent.getsockname()[1]}")
+        assert time.monotonic() - began < 5
+    assert "no Ray job server answers at" in heard
+    assert "timed out" in heard
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(404, b""), (500, b"broken"), (200, b"<html>a page</html>"), (200, b"{}"), (200, b'{"ray_version": "1.0.0"}')],
+)
+def test_another_kind_of_server_is_no_job_server(folder, capsys, status, body):
+    with server(status, body) as address:
+        assert f"no Ray job server answers at {address} (" in said(capsys, 2, "jobs", "--address", address)
+
+
+def test_a_server_that_asks_no_token_is_warned_of_unless_it_is_on_this_machine(folder, caplog, monkeypatch):
+    with server(200, b'{"ray_version": "2.60.0"}') as here:
+        jobs.JobServer(here)
+        assert caplog.text == ""
+        # No other machine can be asked in a test, so this one's name stands for one.
+        monkeypatch.setattr(jobs, "_SECURE_HOSTS", ())
+        jobs.JobServer(here)
+        assert f"{here} takes jobs without a token: whoever reaches it runs code there" in caplog.text
+    caplog.clear()
+    with server(200, b'{"ray_version": "2.60.0"}', without_token=401) as here:
+        jobs.JobServer(here)
+        assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", ""])
+def test_what_can_be_no_job_is_not_asked_for(folder, capsys, name):
+    with server(200, b'{"ray_version": "2.60.0"}') as address:
+        assert f"{name!r} is no job id" in said(capsys, 2, "logs", name, "--address", address)
+
+
+def test_a_server_that_fails_later_is_the_servers_fault(folder, capsys):
+    with server(200, b'{"ray_version": "2.60.0"}') as address:
+        assert f"{address} answers what Ray" in said(capsys, 1, "jobs", "--address", address)
+        assert "job an_id may go on: ask again by rlpack logs an_id" in said(
+            capsys, 1, "logs", "an_id", "--address", address
+        )

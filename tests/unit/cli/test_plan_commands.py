@@ -1,0 +1,269 @@
+"""`rlpack plan` and `rlpack simulate` as a user calls them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlpack.cli.main import main
+from rlpack.observe.report.plan_record import PlanRecord
+from rlpack.packing import Batching, Cost, make_plan
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_comparison_has_a_line_for_every_algorithm_and_mode(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([60, 50, 40, 30, 20, 10] * 20))
+    picture = tmp_path / "deep" / "plan.png"
+    code, out, _ = run(capsys, "plan", str(tmp_path / "lengths.npy"), "--max-tokens", "100", "--ranks", "4",
+                       "--compare", "--picture", str(picture))  # fmt: skip
+    assert code == 0
+    assert out.splitlines()[0] == (
+        "120 sequences, 4,200 tokens, mean 35, longest 60; a budget of 100 needs at least 42 microbatches"
+    )
+    names = [line.split("  ")[0] for line in out.splitlines()[2:10]]
+    assert sum(name.startswith("4 × packed, ") for name in names) == 6
+    assert names[6:] == ["4 × dynamic", "4 × fixed"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "picture of fixed (padded, in arrival order); dynamic; packed, best_fit_decreasing" in out
+
+
+def test_a_runs_directory_gives_the_lengths_of_its_last_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    PlanRecord.of(make_plan([5, 6, 7], Batching(max_tokens=16), dp_size=2)).write(tmp_path / "packing.json")
+    code, out, _ = run(capsys, "plan", str(tmp_path), "--ranks", "2")
+    assert (code, out.splitlines()[1].startswith("3 sequences, 18 tokens")) == (0, True)
+
+
+def test_a_suggestion_can_be_given_to_train(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "lognormal", "--rows", "256", "--longest", "512", "--suggest"]
+    code, out, _ = run(capsys, *small, "--ranks", "4,8", "--max-tokens", "512")
+    assert code == 0
+    found = [line for line in out.splitlines() if line.startswith("on ")]
+    assert [line.split(":")[0] for line in found] == ["on 4 ranks", "on 8 ranks"]
+    assert all("suggested: batching.mode=packed batching.algorithm=" in line for line in found)
+    budget = found[0].partition("batching.max_tokens=")[2].split()[0]
+    _, out, _ = run(capsys, *small, "--ranks", "4", "--max-tokens", budget)
+    assert "on 4 ranks: no change worth making" in out
+
+
+@pytest.mark.parametrize("mode", ["packed", "dynamic", "fixed"])
+def test_a_suggestion_keeps_to_the_mode_that_is_asked_for(capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    bound = ["--fixed-rows", "64"] if mode == "fixed" else ["--max-tokens", "512"]
+    code, out, err = run(capsys, "plan", "lognormal", "--rows", "256", "--longest", "512", "--mode", mode, *bound,
+                         "--suggest")  # fmt: skip
+    assert (code, err) == (0, "")
+    assert f"suggested: batching.mode={mode} " in out
+
+
+def test_more_ranks_and_less_padding_make_steps_shorter(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "simulate", "zipf", "--rows", "2048", "--ranks", "2,16")
+    assert code == 0
+    cells = [line.replace(" × ", "-").split() for line in out.splitlines()[2:8]]
+    steps = {name: float(step) for name, _, _, _, step, *_ in cells}
+    assert steps["16-packed"] < steps["2-packed"] < steps["2-fixed"]
+    assert steps["2-packed"] <= steps["2-dynamic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["plan", "nowhere.jsonl"], 3, "rlpack plan: there is no file nowhere.jsonl"),
+        (["plan", "zipf", "--ranks", "0"], 2, "rlpack plan: --ranks is 0; it has to be from 1 to"),
+        (["plan", "zipf", "--max-tokens", "0"], 2, "rlpack plan: --max-tokens is 0; it has to be above 0"),
+        (["plan", "zipf", "--max-tokens", "4", "--pad-to-multiple", "8"], 2, "pad_to_multiple is 8, over"),
+        (["simulate", "zipf", "--ranks", "many"], 2, "--ranks is 'many'; give whole numbers with commas"),
+        (["simulate", "zipf", "--tflops", "-1"], 2, "--tflops is -1; it has to be above 0"),
+        (["plan", "zipf", "--rows", "2000000000"], 2, "--rows is 2,000,000,000, over the limit of 16,777,216"),
+        (
+            ["simulate", "zipf", "--rows-per-rank", "99999", "--ranks", "8,16384"],
+            2,
+            "makes 1,638,383,616 rows on 16,384",
+        ),
+        (["simulate", "zipf", "--rows-per-rank", "9", "--rows", "5"], 2, "--rows is the count for all ranks"),
+        (["plan", "zipf", "--column", "x"], 2, "--column is for files, and zipf is a synthetic trace; leave it out"),
+        (["plan", "a.npy", "--rows", "5"], 2, "--rows is for synthetic traces, and a.npy is none; leave it out"),
+        (["plan", "a.npy", "--column", "x"], 2, "--column is for .jsonl and .parquet files, and a.npy is none"),
+        (
+            ["plan", "zipf", "--mode", "fixed", "--max-tokens", "9"],
+            2,
+            "--max-tokens bounds no microbatch of fixed mode",
+        ),
+        (["plan", "zipf", "--mode", "dynamic", "--algorithm", "optimal"], 2, "--algorithm is of packed mode, and"),
+        (["plan", "zipf", "--compare", "--mode", "fixed"], 2, "--mode chooses one, and --compare shows all"),
+        (["plan", "zipf", "--fixed-rows", "9"], 2, "--fixed-rows is of fixed mode, and --mode is packed"),
+        (["plan", "zipf", "--fit", "--tflops", "9"], 2, "--tflops is what --fit takes from the run"),
+        (["plan", "zipf", "--fit", "--kb-per-slot", "9", "--layers", "2"], 2, "--layers tells times and memory, which"),
+        (["plan", "zipf", "--picture", "plan.xyz"], 2, "--picture plan.xyz ends in .xyz; give one of .png, .svg, .pdf"),
+        (["plan", "zipf", "--ranks", "2,4", "--picture", "a.png"], 2, "--picture draws one plan, and --ranks has"),
+        (["plan", "zipf", "--memory-gb", "0.001", "--suggest"], 2, "slots fit into 90% of memory"),
+    ],
+)
+def test_what_can_not_be_planned_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    found, _, err = run(capsys, *arguments)
+    assert (found, len(err.splitlines())) == (code, 1)
+    assert message in err
+
+
+def test_a_directory_without_a_plan_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, "plan", str(tmp_path))
+    assert (code, "holds no packing.json" in err) == (3, True)
+
+
+def test_sequences_over_the_budget_and_several_optimizer_steps_are_spoken_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([60, 50, 40, 130]))
+    options = ["--max-tokens", "100", "--ranks", "1", "--mini-batch-size", "2"]
+    _, out, _ = run(capsys, "plan", str(tmp_path / "lengths.npy"), *options)
+    assert "figures are of all 2 optimizer steps together" in out
+    assert "1 sequences are over the budget: each has a microbatch of its own here" in out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_mistyped_option_is_one_line_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "plan", "zipf", "--maxtokens", "9") == (
+        "rlpack plan: --maxtokens is no option; did you mean --max-tokens?\n"
+    )
+    assert refused(capsys, "simulate", "zipf", "--compare") == "rlpack simulate: --compare is no option; see --help\n"
+    assert refused(capsys, "plan", "zipf", "--rows", "many").startswith("rlpack plan: argument --rows: invalid int")
+
+
+def test_fewer_sequences_than_ranks_are_remarked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(1, 11))
+    for command in ("plan", "simulate"):
+        _, out, _ = run(capsys, command, str(tmp_path / "lengths.npy"), "--ranks", "4,16", "--max-tokens", "64")
+        assert out.splitlines()[-1] == "16 ranks share 10 sequences of an optimizer step: at least 6 have none"
+    _, out, _ = run(capsys, "plan", str(tmp_path / "lengths.npy"), "--ranks", "8", "--mini-batch-size", "5")
+    assert out.splitlines()[-1] == "8 ranks share 5 sequences of an optimizer step: at least 3 have none"
+
+
+def test_every_column_is_explained_and_named_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "simulate"):
+        _, out, _ = run(capsys, command, "zipf", "--rows", "64", "--ranks", "2", "--memory-gb", "1")
+        header, *lines = out.splitlines()[1:]
+        shared = ["microbatches", "waste %", "time s", "memory GB"]
+        for name in shared:
+            assert name in header
+            assert any(line.startswith(name) for line in lines)
+        assert lines[0].startswith("2 × packed")
+        assert lines[-1].startswith("! ")
+        assert lines[-1].endswith("more than the 1 GB of a device (--memory-gb)")
+
+
+def test_a_trace_grows_with_the_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([5, 7, 9]))
+    code, out, _ = run(capsys, "simulate", str(tmp_path / "lengths.npy"), "--rows-per-rank", "2", "--ranks", "2,4")
+    assert code == 0
+    assert out.splitlines()[0].startswith("2 ranks: 4 sequences, 26 tokens")
+    assert out.splitlines()[1].startswith("4 ranks: 8 sequences, 54 tokens")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf", "jpg", "webp"])
+def test_a_picture_is_of_the_kind_that_its_name_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, suffix: str
+) -> None:
+    starts = {"svg": b"<?xml", "pdf": b"%PDF", "jpg": b"\xff\xd8", "webp": b"RIFF"}
+    picture = tmp_path / f"plan.{suffix}"
+    assert run(capsys, "plan", "zipf", "--rows", "20", "--ranks", "2", "--picture", str(picture))[0] == 0
+    assert picture.read_bytes().startswith(starts[suffix])
+
+
+def test_a_picture_that_cannot_be_written_is_said_before_anything_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "plan.png", tmp_path / "folder.png"):
+        (tmp_path / "folder.png").mkdir(exist_ok=True)
+        code, out, err = run(capsys, "plan", "zipf", "--picture", str(place))
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert f"--picture {place} can't be written: " in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "packing.json is not JSON"),
+        ('{"step": 1}', "packing.json has no 'lengths'"),
+        ("[]", "is no record of a plan: it holds a list"),
+        ('{"lengths": [3, 1.5]}', "is no record of a plan: length of row 1 is 1.5, of type float"),
+        ('{"lengths": [true]}', "length of row 0 is True, of type bool"),
+    ],
+)
+def test_a_record_that_no_plan_can_be_made_from_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "packing.json").write_text(content)
+    code, _, err = run(capsys, "plan", str(tmp_path))
+    assert (code, len(err.splitlines())) == (3, 1)
+    assert message in err
+
+
+def test_a_record_without_lengths_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    PlanRecord.of(make_plan([], Batching(max_tokens=16), dp_size=2)).write(tmp_path / "packing.json")
+    code, _, err = run(capsys, "plan", str(tmp_path))
+    assert (code, "packing.json holds no length; give a run that took a step" in err) == (3, True)
+
+
+def test_plain_numbers_have_no_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "lengths.jsonl").write_text("3\n4\n")
+    code, _, err = run(capsys, "plan", str(tmp_path / "lengths.jsonl"), "--column", "length")
+    assert (code, "holds plain numbers, which have no column 'length'; leave --column out" in err) == (3, True)
+
+
+def test_damaged_metrics_are_one_warning_with_a_count(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    PlanRecord.of(make_plan([5, 6], Batching(max_tokens=16), dp_size=2)).write(tmp_path / "packing.json")
+    (tmp_path / "metrics.jsonl").write_text("not a record\n" * 30)
+    code, _, err = run(capsys, "plan", str(tmp_path), "--fit")
+    assert (code, "there are 0 steps with times to fit" in err) == (2, True)
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "lines left out that are no records: 30, the first is line 1"
+    ]
+
+
+def test_a_run_gives_ranks_batching_and_model_for_what_is_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    batching = Batching(max_tokens=64, algorithm="first_fit_decreasing", pad_to_multiple=8)
+    cost = Cost(linear=5e11, quadratic=1e6)
+    plan = make_plan([40, 30, 20, 20], batching, dp_size=2, mini_batch_size=2, cost=cost)
+    PlanRecord.of(plan, step=3).write(tmp_path / "packing.json")
+    code, out, _ = run(capsys, "plan", str(tmp_path))
+    taken, headline, _, row, *_ = out.splitlines()
+    assert (code, taken.startswith("as in step 3 of ")) == (0, True)
+    assert "--max-tokens 64, --mini-batch-size 2, --pad-to-multiple 8, --ranks 2, --mode packed" in taken
+    assert "a budget of 64 " in headline
+    assert row.startswith("2 × packed, first_fit_decreasing ")
+    seconds = float(row.split()[8])  # 40 and 24 aligned tokens are the fuller rank's of the two optimizer steps
+    assert seconds == pytest.approx(3 * (64 * 5e11) / 400e12 + 2 * 10e-3, rel=0.05)
+    code, out, _ = run(capsys, "plan", str(tmp_path), "--ranks", "1", "--mode", "fixed", "--fixed-rows", "2")
+    assert out.splitlines()[3].startswith("1 × fixed ")
+    assert "--mode" not in out.splitlines()[0]
+    code, out, _ = run(capsys, "simulate", str(tmp_path), "--rows-per-rank", "4", "--ranks", "2")
+    assert "figures are of all" not in out  # rows that grow with the ranks stay one
+
+
+def test_a_run_whose_count_of_microbatches_was_asked_for_keeps_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    batching = Batching(max_tokens=64, min_microbatches=3, divisible_by=2)
+    PlanRecord.of(make_plan([9] * 12, batching, dp_size=2)).write(tmp_path / "packing.json")
+    _, out, _ = run(capsys, "plan", str(tmp_path))
+    assert out.splitlines()[3].split()[4] == "4"

@@ -1,0 +1,35 @@
+import pytest
+
+from rlpack.config.rules import broken_rules
+from rlpack.config.sections.submission import Submission, submission_problems
+from tests.builders import tiny_config
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_TOKEN", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY"])
+def test_a_secret_in_a_jobs_environment_is_refused_with_the_key_for_its_name(name):
+    (problem,) = submission_problems(Submission(env_vars={name: "abc"}))
+    assert f"job.env_vars.{name} looks like a secret" in problem
+    assert f"set job.secret_names=[{name}]" in problem
+    assert "abc" not in problem
+
+
+def test_what_is_no_secret_is_the_jobs_environment():
+    assert broken_rules(tiny_config(job=Submission(env_vars={"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}))) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Submission(secret_names=("A-B",)), "job.secret_names holds 'A-B'"),
+        (Submission(secret_names=("../etc/passwd",)), "job.secret_names holds '../etc/passwd'"),
+        (Submission(env_vars={"A=B": "c"}), "job.env_vars holds 'A=B'"),
+        (Submission(env_vars={"PYTHONPATH": "/x"}), "put yours there"),
+        (Submission(env_vars={"RAY_JOB_STOP_WAIT_TIME_S": "3"}), "set job.stop_timeout_s instead"),
+        (Submission(env_vars={"COLOUR": "red"}, secret_names=("COLOUR",)), "keep it in one of them"),
+        (Submission(working_dir=" "), "job.working_dir is blank"),
+        (Submission(secrets_dir=""), "job.secrets_dir is blank"),
+    ],
+)
+def test_what_no_job_can_have_is_a_broken_rule(job, message):
+    (problem,) = broken_rules(tiny_config(job=job))
+    assert message in problem

@@ -1,0 +1,194 @@
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
+from rlpack.distributed.process import RankHost, load_class
+from rlpack.worker import Worker
+from rlpack.workers.reward import RewardWorker
+from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+
+
+class Teller(Worker):
+    def tell(self, text: str) -> BatchedDataDict:
+        return BatchedDataDict({"text": [text, text]}, row_ids=[5, 3])
+
+    def count(self) -> int:
+        return 2
+
+    def anonymous(self) -> BatchedDataDict:
+        return BatchedDataDict({"rewards": torch.zeros(2)})
+
+
+class VerdictError(Exception):
+    """Is pickled by its text alone, and so can't be read again."""
+
+    def __init__(self, judge: str, verdict: str) -> None:
+        super().__init__(f"{judge} says {verdict}")
+
+
+class MuteError(Exception):
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+class Raiser(Worker):
+    def verdict(self) -> None:
+        raise VerdictError("the judge", "no")
+
+    def mute(self) -> None:
+        raise MuteError
+
+    def plain(self) -> None:
+        raise KeyError("plain")
+
+
+class Namer(Worker):
+    def names(self, number: int, *, role: str, method: str) -> tuple[int, str, str]:
+        return number, role, method
+
+
+@pytest.fixture
+def host() -> Iterator[RankHost]:
+    """Return the only rank of a pool, its process group made."""
+    threads = torch.get_num_threads()
+    host = RankHost(RankContext(), threads=1)
+    address = host.rendezvous("127.0.0.1", 10.0)
+    host.join(address, "127.0.0.1", 10.0)
+    yield host
+    host.close()
+    torch.set_num_threads(threads)
+
+
+def test_a_host_runs_roles_in_one_process_group(host: RankHost):
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    settings: tuple[Any, ...] = (tiny_config(), tiny_tokenizer())
+    host.start("actor", "rlpack.workers.actor:ActorWorker", settings)
+    host.start("reward", "rlpack.workers.reward:RewardWorker", settings)
+    batch = tiny_rollouts([(2, 3), (1, 4)]).keep(["input_ids", "response_mask"])
+    (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 16})
+    found = batch.restore([host.call("actor", "logprobs", {}, shard)])
+    assert found["logprobs"].lengths.tolist() == [5, 5]
+    assert (found["logprobs"].values[batch["response_mask"].values] < 0).all()
+    weights = host.call("actor", "export_weights", {})
+    assert weights["lm_head.weight"].shape == (len(tiny_tokenizer()), 32)
+
+
+def test_closing_leaves_the_process_group_and_can_be_repeated(host: RankHost):
+    host.close()
+    host.close()
+    assert not dist.is_initialized()
+
+
+def test_an_address_that_no_interface_has_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    host = RankHost(RankContext(), threads=torch.get_num_threads())
+    with pytest.raises(RuntimeError, match=r"no network interface has this node's address 203\.0\.113\.9; set GLOO"):
+        host.join(("203.0.113.9", 1), "203.0.113.9", 1.0)
+
+
+def test_a_target_is_loaded_by_its_text():
+    assert load_class("rlpack.workers.reward:RewardWorker") is RewardWorker
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("rlpack.workers.reward", r"'workers\.reward' is not of the form package\.module:Class"),
+        ("rlpack.workers.reward.RewardWorker", "is not of the form"),
+        (":RewardWorker", "is not of the form"),
+        ("rlpack.workers.reward:", "is not of the form"),
+        ("no_such_package:Judge", r"No module named 'no_such_package'; is the package installed on every node\?"),
+        ("rlpack.workers.no_such:Judge", r"No module named 'workers\.no_such'"),
+        ("rlpack.workers.reward:Judge", r"workers\.reward has no class Judge; it has .*RewardWorker"),
+        ("rlpack.workers.reward:targets_of", "rlpack.workers.reward has no class targets_of"),
+    ],
+)
+def test_a_target_that_gives_no_class_is_named_with_what_went_wrong(target: str, message: str):
+    with pytest.raises(PlacementError, match=message):
+        load_class(target)
+
+
+def test_a_target_whose_module_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "half_a_judge.py").write_text("import a_missing_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PlacementError, match=r"'half_a_judge:Judge': No module named 'a_missing_dependency'"):
+        load_class("half_a_judge:Judge")
+    assert "half_a_judge" not in sys.modules
+
+
+def test_a_target_whose_module_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "wrong_judge.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PlacementError, match=r"wrong_judge can't be imported: ZeroDivisionError: division by zero"):
+        load_class("wrong_judge:Judge")
+
+
+def test_a_role_error_reads_as_one_line_and_survives_pickling():
+    error = pickle.loads(pickle.dumps(RoleError("judge", 1, "score", "ValueError: no")))
+    assert str(error) == "role judge, rank 1, in score: ValueError: no"
+    assert str(RoleError("judge", None, "start", "late")) == "role judge, some rank, in start: late"
+    error.phase, error.step = "train", 7
+    assert str(pickle.loads(pickle.dumps(error))) == "role judge, rank 1, in score, step 7 of train: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [("verdict", "VerdictError: the judge says no"), ("mute", "MuteError: (its text can't be had: TypeError)")],
+)
+def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(host: RankHost, method: str, text: str):
+    host.start("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))
+    for call in (lambda: host.call("raiser", method, {}), lambda: host.outline(1, "raiser", method, {})):
+        with pytest.raises(RankError) as failure:
+            call()
+        error = pickle.loads(pickle.dumps(failure.value))
+        assert str(error) == text
+        assert f"in {method}\n" in error.traceback
+    with pytest.raises(KeyError, match="plain"):
+        host.call("raiser", "plain", {})
+
+
+def test_errors_of_the_driver_and_of_the_store_name_no_rank():
+    assert str(RoleError("driver", None, "take", "late")) == "the driver, in take: late"
+    error = pickle.loads(pickle.dumps(StoreFullError("actor", "logprobs", 12_345, 345, 0, 12_000)))
+    assert str(error).startswith(
+        "role actor, in logprobs: 12.3 kB of tokens and texts have no room in the object store: 0 bytes of 12 kB for "
+        "batches are taken, 345 bytes are missing; lower trainer.prompts_per_step"
+    )
+
+
+def test_keyword_arguments_of_any_name_reach_the_role(host: RankHost):
+    host.start("namer", "tests.unit.distributed.test_host:Namer", (tiny_config(), tiny_tokenizer()))
+    assert host.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")
+
+
+def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(host: RankHost):
+    host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    found = {ticket: host.outline(ticket, "teller", "tell", {}, text) for ticket, text in ((7, "one"), (8, "two"))}
+    assert found[7].rows.row_ids.tolist() == [5, 3]
+    assert found[7].sizes == found[8].sizes
+    assert [host.parts(ticket) for ticket in (7, 8)] == [[{"text": ["one", "one"]}], [{"text": ["two", "two"]}]]
+    host.outline(9, "teller", "tell", {}, "three")
+    host.drop(9)
+    with pytest.raises(KeyError):
+        host.parts(9)
+
+
+def test_a_method_that_is_to_return_rows_says_so(host: RankHost):
+    host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    with pytest.raises(DataError, match=r"Teller.count returned a int; a method under @sharded\(\) returns"):
+        host.outline(1, "teller", "count", {})
+    with pytest.raises(DataError, match=r"Teller.anonymous returned rows without ids.*row_ids=shard.row_ids"):
+        host.outline(1, "teller", "anonymous", {})

@@ -1,0 +1,188 @@
+"""The budget of the object store, without Ray: parts are never put anywhere, and room is what a test says."""
+
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from rlpack.batch.errors import DataError
+from rlpack.distributed.errors import StoreFullError
+from rlpack.distributed.object_handles import StoredPart
+from rlpack.distributed.ray_store import RayStore
+
+GB = 10**9
+# Longer than any test takes: what waits so long where nothing can come is caught by its time.
+LONG_S = 60.0
+
+
+def store_of(budget: float | None = 100, *, wait_s: float = LONG_S, room: dict[str, Any] | None = None) -> RayStore:
+    return RayStore(budget, wait_s=wait_s, room=lambda: room or {"a": (GB, GB)})
+
+
+def put(store: RayStore, size: int, node: str = "a") -> StoredPart:
+    """Reserve room for a part, and keep it."""
+    with store.reserve({node: size}, "rollout", "generate") as room:
+        return room.keep(cast(Any, "a reference"), size, node, None, ("rollout", 0))
+
+
+@contextmanager
+def refused_within(seconds: float) -> Iterator[pytest.ExceptionInfo[StoreFullError]]:
+    began = time.monotonic()
+    with pytest.raises(StoreFullError) as full:
+        yield full
+    assert time.monotonic() - began < seconds
+
+
+@contextmanager
+def other_step(store: RayStore, size: int) -> Iterator[Callable[[], None]]:
+    """Have a step of another thread hold bytes; yield what ends it."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store.step():
+            part = put(store, size)
+            has_begun.set()
+            assert may_end.wait(LONG_S)
+            assert part.is_held
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has_begun.wait(LONG_S)
+    try:
+        yield may_end.set
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def test_a_step_gives_back_what_it_took_and_its_parts_are_gone():
+    store = store_of()
+    with store.step():
+        first, second = put(store, 60), put(store, 40)
+        assert (store.in_flight, first.ref, second.ref) == (100, "a reference", "a reference")
+    assert store.in_flight == 0
+    with pytest.raises(DataError, match="were freed; read them in the step"):
+        pickle.dumps(first)
+    assert (store.take_peak(), store.take_peak()) == (100, 0)
+
+
+def test_what_nobody_has_any_more_is_given_back_before_the_step_ends():
+    store = store_of()
+    with store.step():
+        part = put(store, 60)
+        assert store.in_flight == 60
+        del part
+        gc.collect()
+        assert store.in_flight == 0
+        kept = put(store, 100)
+        assert kept.is_held
+
+
+def test_what_is_put_away_outside_of_steps_stays_as_long_as_someone_has_it():
+    store = store_of()
+    kept = put(store, 30)
+    with store.step():
+        part = put(store, 70)
+        assert part.is_held
+    assert (store.in_flight, kept.ref) == (30, "a reference")
+    del kept
+    gc.collect()
+    assert store.in_flight == 0
+
+
+def test_a_reservation_that_is_not_used_is_given_back():
+    store = store_of()
+    with pytest.raises(ValueError, match="a rank died"), store.reserve({"a": 80}, "rollout", "generate"):
+        raise ValueError("a rank died")
+    assert store.in_flight == 0
+
+
+def test_steps_inside_of_steps_end_by_themselves():
+    store = store_of()
+    with store.step():
+        outer = put(store, 10)
+        with store.step():
+            inner = put(store, 20)
+        assert (store.in_flight, outer.is_held, inner.is_held) == (10, True, False)
+
+
+def test_a_result_over_the_whole_budget_is_refused_at_once():
+    with refused_within(2) as full:
+        put(store_of(), 101)
+    assert (full.value.role, full.value.method, full.value.size, full.value.short) == ("rollout", "generate", 101, 1)
+    assert "raise placement.object_store_gb" in str(full.value)
+    assert str(pickle.loads(pickle.dumps(full.value))) == str(full.value)
+
+
+def test_what_the_steps_own_bytes_leave_no_room_for_is_refused_at_once():
+    store = store_of()
+    with store.step():
+        outer = put(store, 60)
+        with refused_within(2) as full, store.step():
+            put(store, 60)
+        assert full.value.short == 20
+        with refused_within(2):
+            put(store, 60)
+        assert put(store, 40).is_held
+        assert outer.is_held
+
+
+def test_a_step_does_not_wait_for_another_whose_end_would_not_help():
+    store = store_of()
+    with other_step(store, 1), store.step():
+        own = put(store, 60)
+        with refused_within(2):
+            put(store, 60)
+        assert own.is_held
+
+
+def test_a_step_waits_for_another_one_to_end():
+    store = store_of()
+    with other_step(store, 80) as end, store.step():
+        threading.Timer(0.2, end).start()
+        began = time.monotonic()
+        part = put(store, 60)
+        assert 0.1 < time.monotonic() - began < 20
+        assert (store.in_flight, part.is_held) == (60, True)
+
+
+def test_a_wait_for_another_step_has_a_deadline():
+    store = store_of(wait_s=0.3)
+    with other_step(store, 80), store.step(), refused_within(5):
+        put(store, 60)
+
+
+def test_a_node_keeps_a_fifth_of_its_store_free_before_it_would_write_to_disk():
+    store = store_of(2 * GB, wait_s=0.2, room={"a": (0.3 * GB, GB), "b": (GB, GB)})
+    kept = [put(store, int(0.09 * GB)), put(store, int(0.79 * GB), "b")]
+    with refused_within(5) as full:
+        put(store, int(0.11 * GB))
+    assert full.value.short == pytest.approx(0.01 * GB)
+    with refused_within(5):
+        put(store, int(0.02 * GB), "b")
+    assert all(part.is_held for part in kept)
+
+
+def test_a_result_of_numbers_needs_no_room():
+    store = store_of(wait_s=LONG_S, room={"a": (0.0, GB)})
+    with store.reserve({"a": 0}, "reward", "score"):
+        assert store.in_flight == 0
+
+
+def test_the_budget_is_a_share_of_the_store_where_none_is_given():
+    assert store_of(None, room={"a": (10 * GB, 10 * GB)}).budget == 6 * GB
+
+
+def test_a_step_does_not_wait_for_what_is_held_for_good():
+    store = store_of()
+    dataset = put(store, 20)
+    with store.step():
+        own = put(store, 70)
+        with refused_within(2):
+            put(store, 15)
+        assert (own.is_held, dataset.is_held) == (True, True)

@@ -1,0 +1,139 @@
+"""What a role returns wrongly is one error of that role: which rank, in which method, and what to return instead."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.results import check_scores, restored
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching
+from rlpack.testing.local_ranks import LocalRanks
+from rlpack.worker import Worker, sharded
+from tests.builders import tiny_rollouts
+
+SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6)]
+CALL = ("judge", "score")
+
+
+def refuse(results: list[Any]) -> int:
+    raise KeyError("loss")
+
+
+class Counter(Worker):
+    @sharded(merge=refuse)
+    def count(self, shard: BatchedDataDict) -> int:
+        return shard.num_rows
+
+
+def restore(*, ranks: int = 2, **changes: Any) -> BatchedDataDict:
+    """Restore what rank 1 changed (`rows`, `columns`) of what it had to return."""
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    group = WorkerGroup("judge", LocalRanks([Worker] * ranks), Batching(mode="fixed", micro_batch_size=2))
+    plan = group.plan(batch)
+    shards = batch.shard(plan)
+    results = [shard.keep([]).union({"rewards": torch.ones(shard.num_rows)}) for shard in shards]
+    last = results[-1]
+    rows, columns = changes.get("rows", lambda given: given), changes.get("columns", lambda given: given)
+    ids = rows(last.row_ids)
+    results[-1] = BatchedDataDict(columns({"rewards": torch.ones(len(ids))}), row_ids=ids)
+    return restored(batch, shards, results, plan=plan, call=CALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": lambda ids: ids[:-1]}, r"it returned \d rows for a shard of \d, without id \d; return every row"),
+        ({"rows": lambda ids: ids + 100}, r"it returned a row with id 10\d, which its shard does not have; return ev"),
+        (
+            {"columns": lambda found: found | {"more": torch.ones(2)}},
+            "it returned the columns more, rewards, and rank 0 rewards; return the same ones on every rank",
+        ),
+        (
+            {"columns": lambda found: {"rewards": torch.ones(2), "uid": ["a", "b"]}},
+            "it returned the columns rewards, uid, and rank 0 rewards",
+        ),
+    ],
+)
+def test_a_rank_that_returns_other_rows_or_columns_is_named(change: dict[str, Any], message: str):
+    with pytest.raises(RoleError, match=rf"role judge, rank 1, in score: {message}"):
+        restore(**change)
+    assert restore()["rewards"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            torch.ones(3),
+            torch.ones(2).double(),
+            r"'x' is per-row torch.float64 \[B\], and on rank 0 per-row torch.floa",
+        ),
+        (torch.ones(3, 2), torch.ones(2, 4), r"'x' is per-row torch.float32 \[B, 4\], and on rank 0 .* \[B, 2\]"),
+        (["a"] * 3, torch.ones(2), r"'x' is per-row torch.float32 \[B\], and on rank 0 list"),
+        (
+            Ragged.from_rows([[1]] * 3, torch.int64),
+            Ragged.from_rows([[1.0]] * 2, torch.float32),
+            r"'x' is per-token torch.float32 \[B\], and on rank 0 per-token torch.int64",
+        ),
+    ],
+)
+def test_columns_of_another_kind_on_one_rank_are_named(first: Any, second: Any, message: str):
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching(mode="fixed", micro_batch_size=2)).plan(batch)
+    shards = batch.shard(plan)
+    assert [shard.num_rows for shard in shards] == [3, 2]
+    results = [shard.keep([]).union({"x": x}) for shard, x in zip(shards, (first, second), strict=True)]
+    with pytest.raises(RoleError, match=message) as wrong:
+        restored(batch, shards, results, plan=plan, call=CALL)
+    assert wrong.value.rank == 1
+
+
+def test_a_rank_without_a_row_may_lack_columns():
+    batch = tiny_rollouts(SIZES[:1]).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
+    shards = batch.shard(plan)
+    results = [s.keep([]).union({"rewards": torch.ones(s.num_rows)} if s.num_rows else {}) for s in shards]
+    assert restored(batch, shards, results, plan=plan, call=CALL)["rewards"].tolist() == [1.0]
+
+
+def test_a_merge_that_fails_is_an_error_of_its_role():
+    group = WorkerGroup("counter", LocalRanks([Counter] * 2), Batching())
+    with pytest.raises(RoleError, match="role counter, some rank, in count: the merge of its ranks' results raised Ke"):
+        group.run(Counter.count, tiny_rollouts(SIZES))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"rewards": torch.ones(5)}, r"some rank, in score: it returned the columns rewards, without 'quarantined'"),
+        (
+            {"quarantined": torch.ones(5, dtype=torch.bool)},
+            "without 'rewards'; a role that scores returns rewards, flo",
+        ),
+        (
+            {"rewards": torch.tensor([0, 1, 2, float("nan"), float("inf")])},
+            r"rank [01], in score: row 3 has the reward nan and is not quarantined; .* true where a row has no finite",
+        ),
+        ({"rewards": torch.ones(5), "uid": ["a"] * 5}, "it adds the column 'uid'; a column of the step, an earlier"),
+    ],
+)
+def test_what_is_no_score_is_refused_and_says_what_is(columns: dict[str, Any], message: str):
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
+    if "rewards" in columns and len(columns) == 1 and not columns["rewards"].isfinite().all():
+        columns = columns | {"quarantined": torch.zeros(5, dtype=torch.bool)}
+    if "uid" in columns:
+        columns = columns | {"quarantined": torch.zeros(5, dtype=torch.bool)}
+    with pytest.raises(RoleError, match=message):
+        check_scores("judge", "score", batch.keep([]).union(columns), plan, {"uid"})
+
+
+def test_a_row_that_is_quarantined_may_hold_anything():
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
+    found = {"rewards": torch.full((5,), float("nan")), "quarantined": torch.ones(5, dtype=torch.bool)}
+    check_scores("judge", "score", batch.keep([]).union(found | {"verbosity": torch.ones(5)}), plan, {"uid"})

@@ -1,0 +1,168 @@
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib
+import pytest
+from rich.console import Console as Screen
+
+from rlpack.observe.console import Console, Sample
+from rlpack.observe.errors import ReportError
+from rlpack.observe.report.plan_record import PlanRecord
+from rlpack.observe.report.plots import Series, seconds_by_phase
+from rlpack.observe.report.report import write_report
+from rlpack.observe.report.summary import summarise
+from rlpack.observe.run import Run
+from rlpack.observe.sinks import JsonlSink
+from rlpack.packing.batching import Batching
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m</pre>&\"'\u202e<img src=http://evil/x>"
+
+
+class Seen(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [value or "" for name, value in attrs if name in {"src", "href"}]
+        if tag not in {"meta", "img"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def a_run(folder: Path) -> None:
+    sink = JsonlSink(folder / "metrics.jsonl")
+    sink.log(1, "sft_warmup", {"sft_warmup/loss": 2.0, "time/update_s": 1.0})
+    for step in range(4):
+        if step:
+            sink.log(
+                step,
+                "train",
+                {"reward/mean": step / 4, "actor/grad_norm": 1.0, "actor/kl": float("nan"), "time/update_s": 2.0},
+            )
+        sink.log(step, "evaluation", {"evaluation/accuracy_sampled": step / 5})
+    sink.close()
+    PlanRecord(3, (5, 60, 7, 8), Batching(max_tokens=64, micro_batch_size=2), 2).write(folder / "packing.json")
+    (folder / "config.yaml").write_text(f"seed: 1\ndata:\n  source: {HOSTILE!a}\n")
+
+
+def test_the_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    seen = Seen(page)
+    assert seen.open == []
+    assert "script" not in seen.tags
+    assert all(source.startswith("data:image/") for source in seen.sources)
+    assert len(seen.sources) == 5  # reward, packing, time, warm-up, health
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://", page)
+
+
+def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    run = Run(tmp_path, [], Console(Screen(file=io.StringIO())), {})
+    run.samples([Sample(HOSTILE, HOSTILE, HOSTILE, None)])
+    run.log(3, {})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "<img src=http" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[31m&lt;/pre&gt;" in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "quarantined" in page
+
+
+def test_figures_on_top_are_first_and_last_of_the_run(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    cards = re.findall(r'<div class="card"><b>(.*?)</b>', page)
+    assert cards[:2] == ["0.250 → 0.750", "0.0% → 60.0%"]
+    assert cards[3] == "3"
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    assert write_report(tmp_path).read_bytes() == write_report(tmp_path).read_bytes()
+
+
+def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "No reward and no evaluation" in write_report(tmp_path).read_text()
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "phase": "train", "time_s": 1.0, "reward/mean": 1.0}\n{"step": 2, "ph'
+    )
+    (tmp_path / "config.yaml").write_text("a: [unclosed")
+    (tmp_path / "samples.jsonl").write_text("not json\n[1]\n")
+    (tmp_path / "packing.json").write_text("{")
+    page = write_report(tmp_path).read_text()
+    assert "1.000" in page
+    assert "→" not in page
+
+
+def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent() -> None:
+    record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/accuracy_sampled": 0.5}
+    later = record | {"step": 9, "evaluation/accuracy_sampled": 7.25}
+    assert summarise([record, later | {"evaluation/accuracy_sampled": 0.75}], None)[0].figure == "50.0% → 75.0%"
+    assert summarise([record, later], None)[0].figure == "0.500 → 7.250"
+
+
+def test_a_single_figure_is_not_shown_as_a_change() -> None:
+    record = {"step": 1, "phase": "train", "time_s": 1.0, "reward/mean": 0.25}
+    (one, *_), (two, *_) = (
+        summarise([record], None),
+        summarise([record, record | {"step": 2, "reward/mean": 0.5}], None),
+    )
+    assert (one.label, one.before, one.after) == ("mean reward", None, "0.250")
+    assert (two.label, two.before, two.after) == ("mean reward, first and last step", "0.250", "0.500")
+
+
+def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="holds no run"):
+        write_report(tmp_path)
+
+
+def test_the_picture_in_the_page_is_the_file_beside_it(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert base64.b64encode((tmp_path / "packing.png").read_bytes()).decode() in page
+
+
+def test_curves_leave_out_what_is_not_finite() -> None:
+    records = [
+        {"step": step, "phase": "train", "reward/mean": value}
+        for step, value in ((1, 0.5), (2, float("nan")), (3, float("inf")), (4, 1.0))
+    ]
+    assert Series.of(records, "reward/mean", "train").steps.tolist() == [1, 4]
+    assert Series.of(records, "reward/mean", "sft_warmup").values.tolist() == []
+
+
+def test_time_of_the_warm_up_is_told_apart_and_the_steps_total_is_left_out() -> None:
+    records = [
+        {"phase": "sft_warmup", "time/update_s": 5.0},
+        {"phase": "train", "time/update_s": 1.0, "time/step_s": 9.0, "time/generate_s": 2.0},
+        {"phase": "train", "time/update_s": 1.5},
+    ]
+    assert seconds_by_phase(records) == {"warm-up": 5.0, "update": 2.5, "generate": 2.0}
+
+
+def test_the_summary_names_padded_and_used_waste() -> None:
+    record = PlanRecord(1, (4, 2, 4, 2), Batching(max_tokens=64, micro_batch_size=2), 1)
+    (waste,) = [row for row in summarise([], record) if row.label.startswith("wasted")]
+    # Padded: two microbatches of 2 × 4 slots for 12 tokens; packed has no padding at all.
+    assert (waste.before, waste.after) == ("25.0%", "0.0%")
+
+
+def test_drawing_a_report_leaves_matplotlibs_own_settings_alone(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    a_run(tmp_path)
+    write_report(tmp_path)
+    assert dict(matplotlib.rcParams) == before

@@ -1,0 +1,78 @@
+import ast
+import re
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rlpack.observe.metric_table import METRICS, UnknownMetricWarning, check_names, reference
+from rlpack.packing.analysis.metrics import PackingMetrics
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_reference_page_is_what_the_table_generates() -> None:
+    written = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert written == reference(), "run python -m rlpack.observe.metric_table"
+
+
+def test_an_unknown_name_warns_with_the_place_to_add_it() -> None:
+    with pytest.warns(UnknownMetricWarning, match=r"'rewards/mean' is not in rlpack\.observe\.names"):
+        check_names(["reward/mean", "rewards/mean"])
+
+
+def test_known_names_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_names(METRICS)
+
+
+def test_the_table_holds_exactly_the_figures_of_a_plan() -> None:
+    named = {name.removeprefix("packing/") for name in METRICS if name.startswith("packing/")}
+    assert named == {field.name for field in fields(PackingMetrics)}
+
+
+def test_every_metric_says_its_unit_and_ends_as_its_unit_says() -> None:
+    for name, metric in METRICS.items():
+        assert metric.unit
+        assert metric.description.endswith(".")
+        assert name.endswith("_s") == (metric.unit in {"s", "tokens/s"}), name
+        assert not name.endswith("fraction") or metric.unit == "fraction"
+
+
+FAMILIES = {name.split("/", 1)[0] for name in METRICS if "/" in name}
+SHOWING = {"names.py", "console.py", "figures.py", "report.py", "summary.py"}
+
+
+def texts_and_timers() -> tuple[set[str], set[str]]:
+    texts: set[str] = set()
+    timers: set[str] = set()
+    for folder in ("rlpack", "workers", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.parent.name == "observe" and path.name in SHOWING:
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.add(node.value)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "timer":
+                    timers |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    return texts, timers
+
+
+def test_every_metric_that_the_code_names_is_in_the_table() -> None:
+    texts, timers = texts_and_timers()
+    named = {text for text in texts if re.fullmatch(rf"({'|'.join(FAMILIES)})/[a-z0-9_]+", text)}
+    named |= {f"time/{timer}_s" for timer in timers}
+    assert named
+    assert named <= METRICS.keys()
+
+
+def test_every_metric_in_the_table_is_reported_somewhere() -> None:
+    texts, timers = texts_and_timers()
+    reported = texts | {f"time/{timer}_s" for timer in timers}
+    # What a learner says of its steps goes by the name of its role (workers/optimizer_step.py).
+    reported |= {f"{role}/{text}" for role in ("actor", "critic") for text in texts}
+    reported |= {text.replace("actor/", "sft_warmup/") for text in reported}
+    kept = {name.removesuffix("<name>") for name in METRICS if not name.startswith("packing/")}
+    assert kept - reported == set()

@@ -1,0 +1,99 @@
+import re
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rlpack.batch.errors import DataError
+from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.data.prompts import Prompts
+from rlpack.recipes.driver.resume import Resumed, check_same_prompts, check_same_run, newest_checkpoint
+from rlpack.recipes.driver.splits import load_splits
+from tests.builders import tiny_config
+
+
+def test_a_kl_term_needs_the_policy_that_the_recipe_began_with():
+    saved = Config().model_dump(mode="json")
+    config = Config(algorithm=Algorithm(kl_coef=0.1), run_dir="runs/a")
+    check_same_run(saved, config, has_reference=True)
+    check_same_run(saved, Config(), has_reference=False)
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl_coef is 0\.1, and run_dir=runs/a goes on without a reference"
+    ):
+        check_same_run(saved, config, has_reference=False)
+
+
+def test_another_seed_makes_another_run():
+    with pytest.raises(ConfigError, match=r"seed is 2 and the checkpoint in run_dir=None was written with 1"):
+        check_same_run(Config().model_dump(mode="json"), Config(seed=2))
+
+
+@pytest.mark.parametrize(
+    ("actor", "key"),
+    [
+        (Actor(lora=Lora(rank=4)), "actor.lora.rank is 4 and the checkpoint in run_dir=None was written with 0"),
+        (Actor(optimizer=Optimizer(freeze=("*.bias",))), "actor.optimizer.freeze is"),
+        (Actor(optimizer=Optimizer(no_decay=("*.bias",))), "actor.optimizer.no_decay is"),
+        (Actor(optimizer=Optimizer(name="adamw_8bit")), "actor.optimizer.name is 'adamw_8bit'"),
+    ],
+)
+def test_what_is_trained_and_by_what_may_not_change_and_rates_may(actor: Actor, key: str):
+    saved = Config().model_dump(mode="json")
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        check_same_run(saved, Config(actor=actor))
+    check_same_run(saved, Config(actor=Actor(optimizer=Optimizer(learning_rate=0.1, schedule="cosine", beta1=0.5))))
+
+
+def test_moments_in_8_bits_stay_on_as_many_ranks():
+    def config(optimizer: Literal["adamw", "adamw_8bit"], ranks: int) -> Config:
+        placement = Placement(pools={"main": Pool(), "second": Pool(ranks=ranks)}, roles={"actor": "second"})
+        return Config(actor=Actor(optimizer=Optimizer(name=optimizer)), placement=placement)
+
+    check_same_run(config("adamw", 2).model_dump(mode="json"), config("adamw", 4))
+    saved = config("adamw_8bit", 2).model_dump(mode="json")
+    check_same_run(saved, config("adamw_8bit", 2))
+    with pytest.raises(ConfigError, match=r"the actor has 4 rank.s. and the checkpoint .* was written by 2; moments"):
+        check_same_run(saved, config("adamw_8bit", 4))
+
+
+def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
+    def read(answer: str) -> Prompts:
+        file = tmp_path / "rows.jsonl"
+        file.write_text(f'{{"prompt": "1+1=", "answer": "{answer}"}}\n')
+        return load_splits(tiny_config(data=Data(source=str(file), validation_source=str(file))))[1]
+
+    before, after = read("2"), read("3")
+    resumed = Resumed(tmp_path / "step-4", {"prompts": before.fingerprint, "held_out": before.fingerprint})
+    check_same_prompts(resumed, Config(), read("2"), before)
+    with pytest.raises(DataError, match=r"has other rows than when the checkpoint .*step-4 was written; put them back"):
+        check_same_prompts(resumed, Config(), after, before)
+    with pytest.raises(DataError, match="has other rows"):
+        check_same_prompts(resumed, Config(), before, after)
+
+
+def commit(run_dir: Path, phase: str, step: int) -> Path:
+    with new_checkpoint(run_dir / "checkpoints" / phase, step) as staging:
+        staging.commit({})
+    return run_dir / "checkpoints" / phase / f"step-{step}"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path):
+    sft_warmup, first, second = (commit(tmp_path, *at) for at in (("sft_warmup", 9), ("train", 1), ("train", 2)))
+    for folder in (first, second):
+        (folder / "state.json").unlink()
+    resumed = newest_checkpoint(tmp_path)
+    assert resumed is not None
+    assert resumed.path == sft_warmup
+    (sft_warmup / "COMMITTED").write_text("half")
+    with pytest.raises(CheckpointError, match=r"newest, .*/train/step-2, is damaged: state\.json is missing; restore"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path):
+    (commit(tmp_path, "train", 1) / "COMMITTED").unlink()
+    (tmp_path / "checkpoints" / "train" / ".tmp-2-ab").mkdir()
+    assert newest_checkpoint(tmp_path) is None

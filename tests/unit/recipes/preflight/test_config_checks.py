@@ -1,0 +1,259 @@
+"""What is said before any process starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.batch.errors import DataError
+from rlpack.config.roles import builtin_roles
+from rlpack.config.schema import (
+    Actor,
+    Algorithm,
+    Config,
+    Critic,
+    Data,
+    Judge,
+    Model,
+    Placement,
+    Pool,
+    Reward,
+    RewardFunction,
+    Role,
+    Rollout,
+    SFTWarmup,
+)
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.data.tokenisation import character_tokenizer
+from rlpack.distributed.errors import PlacementError
+from rlpack.models.errors import ModelError
+from rlpack.models.loading import build_causal_lm
+from rlpack.packing import Batching
+from rlpack.recipes.driver.splits import load_splits
+from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.rewards.errors import RewardError
+from rlpack.worker import Worker, sharded
+from tests.builders import MODEL, tiny_config
+
+DATA = Data(generator={"train_size": 16, "validation_size": 4}, completion_column="demonstration", max_prompt_tokens=64)
+
+
+class Mute(Worker): ...
+
+
+class Own(Worker):
+    @sharded()
+    def score(self, shard: Any) -> Any: ...
+
+
+def check(**sections: Any) -> None:
+    config: Config = tiny_config(**({"data": DATA} | sections))
+    check_before_start(config, *load_splits(config))
+
+
+def own_role(name: str) -> dict[str, Role]:
+    return {**builtin_roles(), "judge": Role(target=f"tests.unit.recipes.preflight.test_config_checks:{name}")}
+
+
+def test_a_whole_run_passes():
+    check()
+    check(recipe="sft")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            MODEL | {"hidden_sizee": 3},
+            r"model\.config\.hidden_sizee is not a setting of qwen2; did you mean hidden_size",
+        ),
+        ({"model_type": "t5"}, "the model is a t5, which is no causal language model"),
+    ],
+)
+def test_a_model_that_can_not_be_built_is_refused(config: dict[str, Any], message: str):
+    with pytest.raises(ModelError, match=message):
+        check(model=Model(config=config))
+
+
+def test_a_role_that_no_session_could_call_is_refused_where_it_is_started():
+    with pytest.raises(PlacementError, match=r"roles\.judge\.target is 'tests.*:Mute', which has no method score"):
+        check(roles=own_role("Mute"))
+    check(recipe="sft", roles=own_role("Mute"))  # which starts no role but the actor
+
+
+def check_with(tokenizer: PreTrainedTokenizerBase, **sections: Any) -> None:
+    config: Config = tiny_config(**({"data": DATA} | sections))
+    _, prompts, held_out = load_splits(config)
+    check_before_start(config, tokenizer, prompts, held_out)
+
+
+def test_a_tokenizer_without_an_end_of_sequence_is_refused_unless_other_ids_end_a_response():
+    tokenizer = load_splits(tiny_config(data=DATA))[0]
+    tokenizer.eos_token = None
+    with pytest.raises(
+        DataError, match=r"no end-of-sequence token \(eos_token\), so the role rollout could end no resp"
+    ):
+        check_with(tokenizer)
+    check_with(tokenizer, rollout=Rollout(stop_token_ids=(5,)))
+    with pytest.raises(
+        DataError, match=r"no end-of-sequence token .*which demonstrations end with; set model.tokenizer"
+    ):
+        check_with(tokenizer, rollout=Rollout(stop_token_ids=(5,)), sft_warmup=SFTWarmup(steps=1))
+
+
+def test_a_tokenizer_without_a_padding_token_will_do():
+    tokenizer = load_splits(tiny_config(data=DATA))[0]
+    tokenizer.pad_token = None
+    check_with(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        (
+            Actor(optimizer=Optimizer(freeze=("model.layer.0.*",))),
+            r"actor\.optimizer\.freeze holds 'model\.layer\.0.*near it are model\.layers\.0\.",
+        ),
+        (Actor(optimizer=Optimizer(freeze=("*",))), "freezes all 27 weights, so nothing would be trained"),
+        (Actor(optimizer=Optimizer(no_decay=("embed",))), r"no_decay holds 'embed', .*model\.embed_tokens\.weight"),
+        (Actor(lora=Lora(rank=2, targets=("lm_head",))), r"actor\.lora\.targets holds 'lm_head', which matches none"),
+    ],
+)
+def test_patterns_of_no_weight_or_of_all_are_refused(actor: Actor, message: str):
+    with pytest.raises(ModelError, match=message):
+        check(actor=actor)
+
+
+def test_patterns_over_a_critic_are_those_of_its_own_model():
+    ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
+    check(**ppo, critic=Critic(optimizer=Optimizer(freeze=("model.*",))))
+    check(critic=Critic(optimizer=Optimizer(freeze=("nothing",))))  # which no critic is started for
+    with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze holds 'lm_head\.weight', which matches none"):
+        check(**ppo, critic=Critic(optimizer=Optimizer(freeze=("lm_head.weight",))))
+
+
+def test_a_critic_of_other_tokens_than_the_policys_is_refused(tmp_path: Path):
+    ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
+    policy, other = tmp_path / "policy", tmp_path / "other"
+    tokenizer = load_splits(tiny_config(data=DATA))[0]
+    for folder, own in ((policy, tokenizer), (other, character_tokenizer("abc"))):
+        build_causal_lm(Model(config=MODEL), vocab_size=len(tokenizer)).save_pretrained(folder)
+        own.save_pretrained(folder)
+    check(**ppo, critic=Critic(path=str(policy)))
+    with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and is not"):
+        check(**ppo, critic=Critic(path=str(other)))
+    check(critic=Critic(path=str(other)))  # which no critic is started from
+
+
+def test_patterns_over_adapters_are_those_of_the_adapted_model():
+    check(actor=Actor(lora=Lora(rank=2), optimizer=Optimizer(no_decay=("*.lora_A.*",))))
+    with pytest.raises(ModelError, match="no_decay holds"):
+        check(actor=Actor(optimizer=Optimizer(no_decay=("*.lora_A.*",))))
+
+
+def test_a_reward_function_that_its_module_lacks_is_refused():
+    with pytest.raises(RewardError, match="has no best_guess; its functions are: "):
+        check(reward=Reward(function="rlpack.rewards.functions:best_guess"))
+
+
+def score_by_level(prompts: list[str], completions: list[str], level: list[int]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Reward(function="math:sqrt"), "math:sqrt doesn't say which texts it takes"),
+        (
+            Reward(function="tests.unit.recipes.preflight.test_config_checks:score_by_level"),
+            r"needs 'level'; the dataset has .*'answer'",
+        ),
+        (Reward(arguments={"colour": "red"}), r"reward\.arguments\.colour is not an argument"),
+    ],
+)
+def test_a_reward_function_that_can_not_be_called_is_refused(reward: Reward, message: str):
+    with pytest.raises(RewardError, match=message):
+        check(reward=reward)
+    own = {**builtin_roles(), "reward": Role(target="tests.unit.recipes.preflight.test_config_checks:Own")}
+    check(reward=reward, roles=own)  # which may call it otherwise
+
+
+def test_each_of_several_reward_functions_is_looked_at():
+    fine, lacking = RewardFunction(function="rlpack.rewards.functions:final_answer"), RewardFunction(function="math:no")
+    with pytest.raises(RewardError, match=r"reward\.functions\.b\.function is 'math:no', and math has no no"):
+        check(reward=Reward(functions={"a": fine, "b": lacking}))
+    strange = fine.model_copy(update={"arguments": {"colour": "red"}})
+    with pytest.raises(RewardError, match=r"reward\.functions\.b\.arguments\.colour is not an argument"):
+        check(reward=Reward(functions={"a": fine, "b": strange}))
+
+
+def test_a_sandbox_that_this_machine_can_not_give_is_refused(monkeypatch: pytest.MonkeyPatch):
+    strict = Reward(sandbox="strict")
+    check(reward=strict)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RewardError, match=r"reward\.sandbox=strict can't be had on this machine: .*; set reward"):
+        check(reward=strict)
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (Judge(prompt_template="{prompt}"), r"doesn't name \{completion\}"),
+        (Judge(prompt_template="{completion} {level}"), r"names \{level\}; the dataset has"),
+        (Judge(api_key_env="NO_SUCH_KEY"), "judge.api_key_env is 'NO_SUCH_KEY', and there is no such environment"),
+    ],
+)
+def test_a_judge_that_could_not_be_asked_is_refused(judge: Judge, message: str):
+    roles = {**builtin_roles(), "judge": Role(target="rlpack.workers.judge:JudgeWorker")}
+    place = {"url": "http://localhost/v1", "model": "any"}
+    check(roles=roles, judge=Judge(**place))
+    with pytest.raises(RewardError, match=message):
+        check(roles=roles, judge=judge.model_copy(update=place))
+
+
+def test_a_reward_function_may_take_everything_that_the_reward_role_gives():
+    check(reward=Reward(function="tests.unit.recipes.preflight.test_config_checks:score_by_all"))
+
+
+def score_by_all(prompts: Any, completions: Any, answer: Any, uid: Any, finish_reason: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (Pool(ranks=60, gpus_per_rank=1.0), r"ask for 60 GPUs, and this machine has \d+ that PyTorch can use; lower"),
+        (Pool(ranks=100_000), r"ask for 100,?000 CPUs, and this machine has \d+; up to 32 ranks may share one"),
+        (Pool(ranks=100_000, cpus_per_rank=0.01), "ask for 100,?000 CPUs"),
+    ],
+)
+def test_pools_that_this_machine_could_never_hold_are_refused_and_those_of_a_cluster_are_not(pool: Pool, message: str):
+    with pytest.raises(PlacementError, match=message):
+        check(placement=Placement(pools={"main": pool}))
+    check(placement=Placement(pools={"main": pool}, address="auto"))
+    check(placement=Placement(pools={"main": Pool(), "idle": pool}, roles={}))
+
+
+def test_an_object_store_over_this_machines_memory_is_refused_before_ray_is_started():
+    with pytest.raises(
+        PlacementError, match=r"object_store_gb is 1e\+06, and this machine has .*GB of memory free; lower"
+    ):
+        check(placement=Placement(object_store_gb=1e6))
+    check(placement=Placement(object_store_gb=0.1))
+
+
+@pytest.mark.parametrize("sections", [{"recipe": "sft"}, {"sft_warmup": SFTWarmup(steps=1)}])
+def test_a_demonstration_over_the_token_budget_is_refused_by_row(sections: dict[str, Any]):
+    with pytest.raises(DataError, match=r"and its demonstration have \d+ tokens, over batching\.max_tokens=12; raise"):
+        check(batching=Batching(max_tokens=12), **sections)
+    check(batching=Batching(max_tokens=12, overlong="truncate"), **sections)
+    check(batching=Batching(max_tokens=12))
+
+
+@pytest.mark.parametrize("sections", [{"recipe": "sft"}, {"sft_warmup": SFTWarmup(steps=1)}])
+def test_rows_without_a_demonstration_are_refused_where_they_are_trained_on(sections: dict[str, Any]):
+    data = DATA.model_copy(update={"completion_column": None})
+    with pytest.raises(DataError, match="demonstration"):
+        check(data=data, **sections)
+    check(data=data)

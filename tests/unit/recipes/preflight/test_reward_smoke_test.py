@@ -1,0 +1,124 @@
+"""Roles that score are tried on demonstrations; through the command: tests/end_to_end/test_rewards.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.reward_rules import JUDGE
+from rlpack.config.schema import Judge, Reward, Role, Rollout, SFTWarmup
+from rlpack.distributed.errors import RoleError
+from rlpack.recipes import sft
+from rlpack.recipes.driver.session import Progress
+from rlpack.recipes.driver.splits import load_splits
+from rlpack.rewards.functions import final_answer
+from tests.unit.recipes.driver.test_session import SavingSession, run_of, session_of, set_group
+
+
+def session_with(folder: Path, score) -> SavingSession:
+    session = session_of(folder, sft_warmup=SFTWarmup(steps=1, batch_size=4))
+    set_group(session, "actor", imitate=[{}], forget_moments=None)
+    set_group(session, "reward", score=score)
+    return session
+
+
+def by_answer(batch: BatchedDataDict) -> BatchedDataDict:
+    texts = [list(batch[name]) for name in ("prompt", "completion", "answer")]
+    rewards = torch.tensor(final_answer(*texts))
+    return batch.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(batch.num_rows, dtype=torch.bool)})
+
+
+def test_demonstrations_get_what_the_policy_would_get_for_them_and_leave_no_figures(tmp_path: Path):
+    asked: list[BatchedDataDict] = []
+
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        asked.append(batch)
+        return by_answer(batch)
+
+    session = session_with(tmp_path, score)
+    sft.sft_warmup(session)
+    (batch,) = asked  # once, and not again before the recipe's own steps
+    _, prompts, _ = load_splits(session.config)
+    assert list(batch["completion"]) == [example.demonstration for example in prompts.examples[:16]]
+    assert set(batch["finish_reason"]) == {"stop"}
+    mean = by_answer(batch)["rewards"].mean().item()
+    assert run_of(session).notes == [f"role reward gives 16 demonstrations {mean:.3g} on average"]
+    assert not any(name.startswith("reward/") for record in run_of(session).records for name in record)
+
+
+def test_a_role_that_returns_no_rewards_is_told_of_before_the_first_supervised_step(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: batch.keep([]).union({"scores": torch.zeros(batch.num_rows)}))
+    with pytest.raises(RoleError, match=r"role reward, .*: on 16 demonstrations, .* without 'rewards'"):
+        sft.sft_warmup(session)
+    assert session.progress == Progress()
+    assert run_of(session).logged == []
+
+
+def test_a_run_that_is_past_its_beginning_tries_nothing(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: pytest.fail("asked"))
+    session.progress.demonstrations_seen = 4
+    sft.sft_warmup(session)
+
+
+def failing(batch: BatchedDataDict) -> BatchedDataDict:
+    nowhere = torch.ones(batch.num_rows, dtype=torch.bool)
+    rewards = {"rewards": torch.zeros(batch.num_rows), "quarantined": nowhere}
+    return batch.keep([]).union(rewards | {"reward_failure": nowhere.long() * 2})
+
+
+def with_section(session: SavingSession, **sections: Any) -> SavingSession:
+    session.config = session.config.model_copy(update=sections)
+    return session
+
+
+def test_functions_that_fail_on_every_demonstration_end_the_run_unless_they_may(tmp_path: Path):
+    told = r"role reward, .* it failed on all of them \(reward/errors: 16\); .*reward\.max_failures=1"
+    with pytest.raises(RoleError, match=told):
+        sft.sft_warmup(session_with(tmp_path, failing))
+    session = with_section(session_with(tmp_path, failing), reward=Reward(max_failures=1.0))
+    sft.sft_warmup(session)
+    assert run_of(session).notes == ["role reward gives 16 demonstrations nothing, 16 of them no reward"]
+
+
+def test_a_judge_that_fails_on_every_demonstration_is_blamed_by_its_own_name_and_key(tmp_path: Path):
+    session = session_with(tmp_path, by_answer)
+    with_section(session, roles=session.config.roles | {"critic_llm": Role(target=JUDGE)})
+    set_group(session, "critic_llm", score=failing)
+    with pytest.raises(RoleError, match=r"role critic_llm, .* set judge\.max_failures=1"):
+        sft.sft_warmup(session)
+    sft.sft_warmup(with_section(session, judge=Judge(max_failures=1.0)))
+    assert len(run_of(session).notes) == 2
+
+
+def test_a_function_that_fails_on_some_demonstrations_may_go_on(tmp_path: Path):
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        failures = torch.arange(batch.num_rows) % 4  # every way there is, and none
+        rewards = {"rewards": torch.ones(batch.num_rows), "quarantined": torch.ones(batch.num_rows, dtype=torch.bool)}
+        return batch.keep([]).union(rewards | {"reward_failure": failures})
+
+    session = session_with(tmp_path, score)
+    sft.sft_warmup(session)
+    assert session.progress.demonstrations_seen == 4
+
+
+def test_a_function_that_has_nothing_to_say_of_demonstrations_may_have_of_responses(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: failing(batch).drop(["reward_failure"]))
+    sft.sft_warmup(session)
+    assert session.progress.demonstrations_seen == 4
+
+
+def test_demonstrations_that_are_longer_than_a_response_may_be_are_not_shown(tmp_path: Path):
+    session = session_with(tmp_path, by_answer)
+    _, prompts, _ = load_splits(session.config)
+    lengths = [len(example.demonstration or "") + 1 for example in prompts.examples[:16]]  # and the end of sequence
+    longest = sorted(lengths)[7]
+    sft.sft_warmup(with_section(session, rollout=Rollout(max_new_tokens=longest)))
+    left_out, note = run_of(session).notes
+    assert left_out.startswith(f"{sum(length > longest for length in lengths)} of the first 16 demonstrations are over")
+    assert f" gives {sum(length <= longest for length in lengths)} demonstrations " in note
+    shortest = with_section(session_with(tmp_path, by_answer), rollout=Rollout(max_new_tokens=1))
+    sft.sft_warmup(shortest)
+    (note,) = run_of(shortest).notes
+    assert note.startswith("16 of the first 16 demonstrations are over rollout.max_new_tokens=1")

@@ -1,0 +1,155 @@
+"""A role's class that no rank could build or call is refused by its key before anything starts."""
+
+from typing import Any, Self
+
+import pytest
+
+from rlpack.config.schema import Role, builtin_roles
+from rlpack.distributed.errors import PlacementError
+from rlpack.recipes.preflight.role_checks import check_role
+from rlpack.worker import Worker, broadcast, sharded
+from rlpack.workers.rollout import RolloutWorker
+
+
+class Plain(Worker):
+    @sharded()
+    def score(self, shard: Any) -> Any: ...
+
+
+class Weighted(Plain):
+    def __init__(self, context: Any, weight: float, *, name: str = "") -> None:
+        super().__init__(context)
+
+
+class Configured(Plain):
+    @classmethod
+    def from_settings(cls, context: Any, config: Any, tokenizer: Any, *, n: int = 2) -> Self: ...
+
+
+class Mute(Worker): ...
+
+
+class Undecorated(Worker):
+    def score(self, shard: Any) -> Any: ...
+
+
+class Shouting(Worker):
+    @broadcast
+    def score(self, shard: Any) -> Any: ...
+
+
+class Merging(Worker):
+    @sharded(merge=sum)
+    def score(self, shard: Any) -> Any: ...
+
+
+class Waiting(Worker):
+    @sharded()
+    async def score(self, shard: Any) -> Any: ...
+
+
+class Yielding(Worker):
+    @sharded()
+    def score(self, shard: Any) -> Any:
+        yield shard
+
+
+class Blind(Worker):
+    @sharded()
+    def score(self) -> Any: ...
+
+
+class Demanding(Worker):
+    @sharded()
+    def score(self, shard: Any, level: int) -> Any: ...
+
+
+class Unbound(Plain):
+    def from_settings(self, context: Any, config: Any, tokenizer: Any) -> Any: ...
+
+
+class Narrow(Plain):
+    @classmethod
+    def from_settings(cls, context: Any) -> Self: ...
+
+
+class Contextless(Plain):
+    def __init__(self) -> None: ...
+
+
+class Foreign: ...
+
+
+class Stand(RolloutWorker):
+    @classmethod
+    def from_settings(cls, context: Any, config: Any, tokenizer: Any) -> Self: ...
+
+
+def check(kind: str, /, key: str = "judge", **arguments: Any) -> None:
+    check_role(key, Role(target=f"{__name__}:{kind}", arguments=arguments))
+
+
+def test_classes_that_ranks_can_build_and_call_pass():
+    check("Plain")
+    check("Weighted", weight=0.5)
+    check("Weighted", weight=0.5, name="a")
+    check("Configured", n=3)
+    check("Plain", key="reward")
+    check("Stand", key="rollout")
+    for name, role in builtin_roles().items():
+        check_role(name, role)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Absent", r"roles\.judge\.target: role target .* has no class Absent; it has .*Blind"),
+        ("Foreign", "which has no method from_settings; a role of one's own derives from rlpack.worker.Worker"),
+        ("Mute", r"roles\.judge\.target is '.*:Mute', which has no method score; a role of one's own derives"),
+        ("Undecorated", r"Undecorated\.score does not say how it is called; decorate it with @sharded\(\)"),
+        ("Shouting", "whose score is broadcast"),
+        ("Merging", "whose score has a merge, and rewards are put in order by rows"),
+        ("Waiting", "whose score is a coroutine; write it without async"),
+        ("Yielding", "whose score is a generator; write it without async and yield"),
+        ("Blind", "whose score can't be called with a shard: too many positional arguments; a role of one's own"),
+        ("Demanding", "whose score can't be called with a shard: missing a required argument: 'level'"),
+        ("Unbound", "whose from_settings is no class method; write it as `@classmethod def from_settings"),
+        ("Narrow", "whose from_settings can't be called with context, config, tokenizer: too many positional"),
+        ("Contextless", "whose __init__ can't be called with context: too many positional arguments; take the context"),
+    ],
+)  # fmt: skip
+def test_a_role_that_no_session_could_build_or_call_is_refused_by_its_key(name: str, message: str):
+    with pytest.raises(PlacementError, match=message):
+        check(name)
+
+
+def test_arguments_that_the_class_does_not_take_or_lacks_are_named_with_those_it_takes():
+    with pytest.raises(
+        PlacementError, match=r"arguments gives \(nothing\): missing .* 'weight'; roles.judge.arguments can"
+    ):
+        check("Weighted")
+    with pytest.raises(
+        PlacementError, match=r"__init__ can't .*\(weight, wieght\): got an unexpected .* 'wieght'.*weight: "
+    ):
+        check("Weighted", weight=1.0, wieght=2.0)
+    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments can give n: int = 2"):
+        check("Configured", m=3)
+    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments can give nothing"):
+        check("Plain", weight=1.0)
+    with pytest.raises(
+        PlacementError, match=r"roles\.actor\.target .*from_settings can't be called with what roles\.actor"
+    ):
+        check_role("actor", builtin_roles()["actor"].model_copy(update={"arguments": {"weight": 1.0}}))
+
+
+def test_a_class_in_the_place_of_a_built_in_role_needs_to_be_built_too():
+    with pytest.raises(
+        PlacementError, match=r"roles\.rollout\.target .* has no method from_settings; write it as `@cl"
+    ):
+        check("Foreign", key="rollout")
+    with pytest.raises(PlacementError, match=r"roles\.reward\.target is '.*:Mute', which has no method score"):
+        check("Mute", key="reward")
+    with pytest.raises(
+        PlacementError, match=r"no decorated method generate; in the place of RolloutWorker .*: derive from it"
+    ):
+        check("Mute", key="rollout")

@@ -1,0 +1,241 @@
+"""The pool against functions that do what nobody hopes for."""
+
+import os
+import socket
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.limits import Limits
+from rlpack.rewards.pool.pool import Pool
+
+TIMEOUT_S = 0.5
+SLACK_S = 1.0
+REFILL_S = 2.0
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the kernel's means are Linux's")
+
+
+@contextmanager
+def opened(*names, timeout_s=TIMEOUT_S, arguments=None, **settings):
+    targets = {
+        name: Target(name if ":" in name else f"tests.unit.rewards.hostile:{name}", arguments or {}, timeout_s)
+        for name in names
+    }
+    pool = Pool(targets, PoolSettings(**{"limits": Limits(memory_gb=2.0)} | settings))
+    try:
+        pool.wait()
+        yield pool
+    finally:
+        pool.close()
+
+
+def columns(completions, **more):
+    return {"prompt": ["p"] * len(completions), "completion": list(completions), **more}
+
+
+def problems(verdicts):
+    return dict(Counter(verdict.problem for verdict in verdicts))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def others():
+    """Note what other modules' tests have running, their fork server for one."""
+    OTHERS.update(process.pid for process in psutil.Process().children(recursive=True))
+
+
+OTHERS: set[int] = set()
+
+
+def descendants():
+    return [process.pid for process in psutil.Process().children(recursive=True) if process.pid not in OTHERS]
+
+
+def assert_small(pool):
+    """Only the keeper and two children are there, in a moment: who cleans up after a child has its own process."""
+    deadline = time.monotonic() + REFILL_S
+    while len(descendants()) > 3 and time.monotonic() < deadline:
+        pool.wait()
+    assert len(descendants()) == 3
+
+
+# function -> problem of its row, or its reward
+OUTCOMES = {
+    "sleeps": "timeout",
+    "holds_the_lock": "timeout",
+    "loops": "timeout",
+    "ignores_signals": "timeout",
+    "forks_for_ever": "error",
+    "allocates": "error",
+    "exits": "error",
+    "exits_at_once": "killed",
+    "kills_itself": "killed",
+    "kills_its_parent": "error",
+    "raises": "error",
+    "raises_worse": "error",
+    "gives_none": "none",
+    "gives_text": "invalid",
+    "gives_too_few": "invalid",
+    "gives_numpys": 0.5,
+    "gives_nan": "nan",
+    "gives_infinity": "infinite",
+    "gives_too_much": "infinite",
+    "gives_a_boolean": 1.0,
+    "gives_a_dict": "invalid",
+    "takes_an_expression_that_backtracks": "timeout",
+    "leaves_a_thread": 1.0,
+    "leaves_a_process": "error",
+    "imports_what_is_not_there": "error",
+    "gives_a_coroutine_in_a_list": "invalid",
+    "forgets_a_coroutine": "none",
+    "writes_nonsense_to_the_pool": "killed",
+    "closes_everything": "killed",
+    "forges_a_verdict": "killed",
+    "shuts_every_socket": "killed",
+    "ends_by_a_real_time_signal": "killed",
+    "writes_inside": 1.0,
+}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_hostile_function_ends_by_its_deadline_is_counted_and_leaves_nothing(name, strict):
+    expected = OUTCOMES[name]
+    timeout_s = TIMEOUT_S if expected == "timeout" else 10.0
+    with opened(name, strict=strict, timeout_s=timeout_s) as pool:
+        began = time.monotonic()
+        (verdict,) = pool.run(columns(["text"]), 1)[name]
+        took = time.monotonic() - began
+        assert took < timeout_s + SLACK_S
+        assert (verdict.problem or verdict.value) == expected, verdict.text
+        began = time.monotonic()
+        pool.wait(timeout_s=REFILL_S)
+        assert time.monotonic() - began < REFILL_S
+        assert_small(pool)
+    assert descendants() == []
+
+
+def test_a_tensor_is_no_number():
+    with opened("gives_a_tensor_on_the_graph", timeout_s=60.0) as pool:
+        (verdict,) = pool.run(columns(["text"]), 1)["gives_a_tensor_on_the_graph"]
+    assert (verdict.problem, verdict.text) == ("invalid", "gave a Tensor; a reward is a number, or None")
+
+
+def test_a_gigabyte_of_output_is_cut_and_counted():
+    with opened("prints", timeout_s=30.0) as pool:
+        (verdict,) = pool.run(columns(["text"]), 1)["prints"]
+        assert verdict.value == 1.0
+        assert pool.output_bytes >= 1 << 30
+        assert len(pool.output) <= 4000
+
+
+def test_what_a_function_does_to_its_inputs_stays_with_it():
+    given = columns(["a", "bb"], answer=["1", "2"])
+    kept = {name: list(column) for name, column in given.items()}
+    with opened("changes_its_inputs", "fine") as pool:
+        found = pool.run(given, 2)
+    assert given == kept
+    assert [verdict.value for verdict in found["fine"]] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
+def test_no_secret_of_the_environment_is_seen(strict, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    with opened("reads_secrets", strict=strict) as pool:
+        (verdict,) = pool.run(columns(["text"]), 1)["reads_secrets"]
+    assert verdict.value == 0.0
+
+
+def test_a_variable_that_is_asked_for_is_seen(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    with opened("reads_secrets", environment=("WANDB_API_KEY",)) as pool:
+        (verdict,) = pool.run(columns(["text"]), 1)["reads_secrets"]
+    assert verdict.value == 1.0
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
+def test_the_network_is_closed_in_the_strict_sandbox_alone(strict):
+    with socket.create_server(("127.0.0.1", 0)) as server, opened("connects", strict=strict) as pool:
+        (verdict,) = pool.run(columns([str(server.getsockname()[1])]), 1)["connects"]
+    assert (verdict.problem or verdict.value) == ("error" if strict else 1.0)
+    assert ("PermissionError" in verdict.text) == strict
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
+def test_files_outside_of_scratch_are_refused_in_the_strict_sandbox_alone(strict, tmp_path):
+    with opened("writes_outside", strict=strict) as pool:
+        (verdict,) = pool.run(columns([str(tmp_path / "file")]), 1)["writes_outside"]
+    assert (verdict.problem or verdict.value) == ("error" if strict else 1.0)
+    assert (tmp_path / "file").exists() != strict
+
+
+@pytest.mark.parametrize("name", ["forks_for_ever", "forks_away", "leaves_a_process"])
+@pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
+def test_processes_are_bounded_and_go_with_their_row_where_they_are_allowed(name, strict):
+    limits = Limits(memory_gb=2.0, processes=12)
+    with opened(name, strict=strict, limits=limits) as pool:
+        began = time.monotonic()
+        (verdict,) = pool.run(columns(["text"]), 1)[name]
+        assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+        if name == "forks_for_ever":
+            assert verdict.problem in {"killed", "timeout"}
+        pool.wait(timeout_s=REFILL_S)
+        assert_small(pool)
+    assert descendants() == []
+
+
+def test_one_bad_row_takes_no_other_with_it():
+    texts = ["fine"] * 20
+    texts[7] = "hang"
+    with opened("never_comes_back", rows_per_call=5) as pool:
+        found = pool.run(columns(texts), 20)["never_comes_back"]
+    assert [verdict.problem for verdict in found] == [None] * 7 + ["timeout"] + [None] * 12
+
+
+def test_a_batch_that_fails_too_often_is_given_up_and_every_row_has_its_verdict():
+    with opened("sleeps", timeout_s=0.2, rows_per_call=4) as pool:
+        began = time.monotonic()
+        found = pool.run(columns(["x"] * 100), 100, allowed=3)["sleeps"]
+        assert time.monotonic() - began < 3.0
+    assert len(found) == 100
+    assert problems(found[-1:]) == {"error": 1}
+    assert 4 <= problems(found)["timeout"] <= 6
+
+
+def test_a_batch_has_a_deadline_of_its_own():
+    with opened("sleeps", timeout_s=60.0, batch_timeout_s=0.5) as pool:
+        began = time.monotonic()
+        found = pool.run(columns(["x"] * 9), 9)["sleeps"]
+        assert time.monotonic() - began < 0.5 + SLACK_S
+    assert problems(found) == {"timeout": 9}
+    assert "reward.batch_timeout_s=0.5" in found[0].text
+
+
+def test_nothing_outlives_the_process_that_owns_the_pool(tmp_path):
+    """A SIGKILL of the owner takes the keeper, the children, what they started, and their files along."""
+    script = tmp_path / "owner.py"
+    script.write_text(
+        "import time\n"
+        "from tests.unit.rewards.test_pool import Limits, Pool, PoolSettings, Target\n"
+        "pool = Pool({'f': Target('tests.unit.rewards.hostile:leaves_a_process', {}, 60.0),"
+        " 'g': Target('tests.unit.rewards.hostile:sleeps', {}, 60.0)}, PoolSettings(limits=Limits(processes=8)))\n"
+        "pool.run({'prompt': ['p'] * 2, 'completion': ['c'] * 2}, 2)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "TMPDIR": str(tmp_path)}
+    owner = psutil.Popen([os.sys.executable, str(script)], env=environment)
+    deadline = time.monotonic() + 30.0
+    below = []
+    while len(below) < 3 and time.monotonic() < deadline:
+        below = owner.children(recursive=True)
+    owner.kill()
+    owner.wait()
+    assert len(below) >= 3
+    assert psutil.wait_procs(below, timeout=5.0)[1] == []
+    deadline = time.monotonic() + 5.0
+    while list(tmp_path.glob("rlpack-rewards-*")) and time.monotonic() < deadline:
+        pass
+    assert list(tmp_path.glob("rlpack-rewards-*")) == []

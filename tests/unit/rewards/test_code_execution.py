@@ -1,0 +1,99 @@
+"""Programs of a policy, which are not to be trusted, in their own processes."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rlpack.rewards.code_execution import unit_tests
+from rlpack.rewards.errors import RewardError
+from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.limits import Limits
+from rlpack.rewards.pool.pool import Pool
+
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="programs are confined by Linux's means")
+DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+ADD = "```\na, b = map(int, input().split())\nprint(a + b)\n```"
+HOLDS, FAILS = "assert double(2) == 4", "assert double(2) == 5"
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "reward", "share"),
+    [
+        (DOUBLE, HOLDS, 1.0, 1.0),
+        (DOUBLE, FAILS, 0.0, 0.0),
+        (DOUBLE, [HOLDS, FAILS, HOLDS, HOLDS], 0.0, 0.75),
+        (DOUBLE, f'["{HOLDS}", "{FAILS}"]', 0.0, 0.5),
+        ("def double(x): return x + x", HOLDS, 1.0, 1.0),
+        ("def double(x): return", HOLDS, 0.0, 0.0),
+        ("double(", HOLDS, 0.0, 0.0),
+        ("", HOLDS, 0.0, 0.0),
+        ("\ud800", HOLDS, 0.0, 0.0),
+        (f"```python\nraise SystemExit\n```{DOUBLE}", HOLDS, 1.0, 1.0),
+        (ADD, [{"input": "1 2", "output": "3\n"}, {"input": "5 5", "output": "10"}], 1.0, 1.0),
+        (ADD, {"inputs": ["1 2", "5 5"], "outputs": ["3", "11"]}, 0.0, 0.5),
+        (ADD, '{"inputs": ["1 2"], "outputs": ["3 "]}', 1.0, 1.0),
+        (ADD, [{"input": "1", "output": "1"}], 0.0, 0.0),
+        (DOUBLE, None, None, None),
+        (DOUBLE, [], None, None),
+        (DOUBLE, " ", None, None),
+    ],
+)
+def test_a_program_is_worth_the_tests_that_it_passes(completion, tests, reward, share):
+    assert unit_tests(completion, tests) == reward
+    assert unit_tests(completion, tests, partial=True) == share
+
+
+@pytest.mark.parametrize("tests", [7, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], ["a", 1], "[1]"])
+def test_tests_of_another_form_are_refused(tests):
+    with pytest.raises(RewardError, match="give statements"):
+        unit_tests(DOUBLE, tests)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise KeyboardInterrupt",
+        "def double(x):\n    import os\n    os._exit(0)",
+        "import sys; sys.stdin.read()",
+        "print('0' * (2 << 20))\ndef double(x): return 4",
+        "x = bytearray(2 << 30)\ndef double(x): return 4",
+        "import os\nwhile True: os.fork()",
+        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef double(x): return 4",
+        "import socket\nsocket.socket()\ndef double(x): return 4",
+        "open('/tmp/rlpack-program', 'w')\ndef double(x): return 4",
+        "import os\nos.environ['PYTEST_CURRENT_TEST']\ndef double(x): return 4",
+        "import os\nopen(f'/proc/{os.getppid()}/environ').read()\ndef double(x): return 4",
+        "import os\nassert len(os.listdir('/proc/self/fd')) > 4\ndef double(x): return 4",
+    ],
+)
+def test_what_a_program_tries_beyond_its_task_fails_and_passes_nothing(program):
+    assert unit_tests(program, HOLDS) == 0.0
+    assert not Path("/tmp/rlpack-program").exists()
+
+
+def test_a_program_that_does_not_end_is_ended():
+    began = time.monotonic()
+    assert unit_tests("while True: pass", HOLDS, timeout_s=0.5) == 0.0
+    assert unit_tests("import time\ndef double(x): time.sleep(60)", [HOLDS], timeout_s=0.5) == 0.0
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
+def test_programs_run_in_the_pool_where_processes_are_allowed(strict):
+    for processes, problem in ((1, None), (0, "error")):
+        settings = PoolSettings(limits=Limits(processes=processes), strict=strict)
+        pool = Pool({"tests": Target("rlpack.rewards.code_execution:unit_tests")}, settings)
+        try:
+            columns = {"prompt": ["p"] * 2, "completion": [DOUBLE, "while True: fork()"], "tests": [HOLDS, HOLDS]}
+            found = pool.run(columns, 2)["tests"]
+        finally:
+            pool.close()
+        assert [verdict.problem for verdict in found] == [problem] * 2
+        if problem:
+            assert "set reward.subprocesses=1" in found[0].text
+        else:
+            assert [verdict.value for verdict in found] == [1.0, 0.0]

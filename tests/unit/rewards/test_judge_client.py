@@ -1,0 +1,208 @@
+"""The judge against a server on this machine that answers well, badly or never."""
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlpack.rewards.errors import RewardError
+from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, check_prompt_template, placeholders, score_in
+
+TIMEOUT_S = 0.4
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each request as its text asks for."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    released: threading.Event
+    requests: list[dict[str, Any]]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = request["messages"][0]["content"]
+        self.server.requests.append({"path": self.path, "key": self.headers["Authorization"], **request})
+        seen = sum(other["messages"] == request["messages"] for other in self.server.requests)
+        if "never" in text:
+            self.server.released.wait(30)
+            return
+        if "drips" in text:
+            self.drip()
+            return
+        status = next((code for code in (500, 503, 401) if str(code) in text), 200)
+        if "once" in text and seen > 1:
+            status = 200
+        bodies = {"nonsense": "<html>", "list": "[1]", "null": '{"choices": [{"message": {"content": null}}]}'}
+        body = next((body for word, body in bodies.items() if word in text), None)
+        if "huge" in text:
+            body = " " * (5 << 20)
+        score = "I can't say" if "mute" in text else f"Well. Score: {text[-1]}"
+        self.reply(status, body or json.dumps({"choices": [{"message": {"content": score}}]}))
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def drip(self):
+        """Send a byte now and then, so that no single read is late."""
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        try:
+            while not self.server.released.wait(0.05):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+        except OSError:
+            pass
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as found:
+        found.released, found.requests = threading.Event(), []
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield found
+        found.released.set()
+        found.shutdown()
+        thread.join()
+
+
+def settings(server: Server, **values: Any) -> JudgeSettings:
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1/"
+    first = JudgeSettings(url, "model", prompt_template="{completion}", timeout_s=TIMEOUT_S, retries=1, backoff_s=0.01)
+    return replace(first, **values)
+
+
+def ask(settings: JudgeSettings, *texts: str, allowed: float = float("inf")):
+    async def asked():
+        judge = JudgeClient(settings, allowed)
+        return await judge.scores({"completion": texts}, len(texts)), judge.retries
+
+    return asyncio.run(asked())
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def test_scores_come_back_in_order_as_shares_of_the_largest(server):
+    verdicts, retries = ask(settings(server, api_key="hush", max_tokens=7), *"0589")
+    assert [verdict.value for verdict in verdicts] == [0.0, 0.5, 0.8, 0.9]
+    assert retries == 0
+    (request,) = {(r["path"], r["key"], r["model"], r["max_tokens"], r["temperature"]) for r in server.requests}
+    assert request == ("/v1/chat/completions", "Bearer hush", "model", 7, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "retries", "said"),
+    [
+        ("500", "error", 1, "answered 500"),
+        ("503", "error", 1, "answered 503"),
+        ("nonsense", "error", 1, "no chat completion: '<html>'"),
+        ("list", "error", 1, "no chat completion"),
+        ("null", "error", 1, "no chat completion"),
+        ("huge", "error", 1, "more than 4194304 bytes"),
+        ("mute", "invalid", 0, "no score from 0 to 10 in \"I can't say"),
+        ("drips", "timeout", 1, "did not answer within 0.4 s"),
+        ("never", "timeout", 1, "did not answer within 0.4 s"),
+    ],
+)
+def test_an_answer_without_a_score_is_a_counted_failure_of_its_row_alone(server, text, problem, retries, said):
+    with at_most(2 * TIMEOUT_S + 1.0):
+        (bad, good), counted = ask(settings(server), text, "7")
+    assert (bad.problem, bad.failed, good.value, counted) == (problem, True, 0.7, retries)
+    assert said in bad.text
+
+
+def test_a_server_that_recovers_is_asked_again(server):
+    (verdict,), retries = ask(settings(server, retries=3), "500 once 6")
+    assert (verdict.value, retries) == (0.6, 1)
+
+
+def test_a_wrong_key_is_one_error_and_not_asked_again(server):
+    with pytest.raises(RewardError, match=r"answered 401 .*look at judge\.url, judge\.model and judge\.api_key_env"):
+        ask(settings(server, api_key="hush", concurrency=1), "401", "7", "7")
+    assert len(server.requests) == 1
+
+
+def test_nobody_listening_is_a_counted_failure(server):
+    nowhere = settings(server, url="http://127.0.0.1:9/v1")
+    with at_most(2.0):
+        (verdict,), retries = ask(nowhere, "7")
+    assert (verdict.problem, retries) == ("error", 1)
+    assert "ConnectError" in verdict.text
+
+
+def test_a_hopeless_batch_is_not_asked_to_its_end(server):
+    with at_most(3 * TIMEOUT_S + 1.0):
+        verdicts, _ = ask(settings(server, retries=0, concurrency=2), *["never"] * 40, allowed=2)
+    assert len(server.requests) <= 4
+    assert Counter(verdict.problem for verdict in verdicts)["error"] >= 36
+
+
+def test_the_key_is_not_shown(server):
+    assert "hush" not in repr(settings(server, api_key="hush"))
+
+
+def test_requests_wait_side_by_side(server):
+    with at_most(TIMEOUT_S + 1.0):
+        verdicts, _ = ask(settings(server, retries=0, concurrency=8), *["never"] * 8)
+    assert [verdict.problem for verdict in verdicts] == ["timeout"] * 8
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Score: 7", 7.0),
+        ("**Score:** 7.5", 7.5),
+        ("score = 0", 0.0),
+        ("Score: 3 … no, Score: 4/10", 4.0),
+        ("Score: 11", None),
+        ("Score: -1", None),
+        ("Score: nan", None),
+        ("Score: 1e9999", None),
+        ("Score: " + "9" * 5000, None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_the_last_score_counts_if_it_is_in_bounds(answer, score):
+    assert score_in(answer, 10.0) == score
+
+
+@pytest.mark.parametrize(
+    "prompt_template", ["{", "{completion.__class__}", "{0}", "{completion!r}", "{}", "{completion:9}"]
+)
+def test_instructions_that_hold_more_than_names_are_refused(prompt_template):
+    with pytest.raises(RewardError, match=r"judge\.prompt_template"):
+        placeholders(prompt_template)
+
+
+def test_instructions_name_columns_that_are_there():
+    check_prompt_template("{prompt} {completion} {answer} {{}}", ["answer"])
+    with pytest.raises(RewardError, match=r"names \{anser\}; the dataset has the columns \['answer', 'completion'"):
+        check_prompt_template("{completion} {anser}", ["answer"])
+    with pytest.raises(RewardError, match=r"doesn't name \{completion\}"):
+        check_prompt_template("{prompt}", [])

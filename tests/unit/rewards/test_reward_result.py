@@ -1,0 +1,68 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlpack.rewards.reward_result import verdict_of, verdicts_of
+
+
+@pytest.mark.parametrize("reward", [0.5, np.float64(0.5), np.float32(0.5), np.float16(0.5)])
+def test_numbers_of_any_kind_are_rewards(reward):
+    assert verdict_of(reward).value == 0.5
+
+
+@pytest.mark.parametrize("reward", [True, np.True_, 1, np.int64(1)])
+def test_a_comparison_is_a_reward_of_one_or_zero(reward):
+    assert verdict_of(reward).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        (None, "none"),
+        (math.nan, "nan"),
+        (np.float32("nan"), "nan"),
+        (math.inf, "infinite"),
+        (-math.inf, "infinite"),
+        (1e308, "infinite"),
+        (10**400, "infinite"),
+    ],
+)
+def test_what_is_no_finite_number_is_named(reward, problem):
+    assert (verdict_of(reward).problem, verdict_of(reward).failed) == (problem, False)
+
+
+@pytest.mark.parametrize("reward", ["1", [1.0], {"score": 1.0}, 1j, torch.tensor(1.0), np.ones(1), object()])
+def test_what_is_no_number_is_a_failure(reward):
+    assert (verdict_of(reward).problem, verdict_of(reward).failed) == ("invalid", True)
+    assert type(reward).__name__ in verdict_of(reward).text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "text"),
+    [
+        (None, "returned a NoneType"),
+        ("11", "returned a str"),
+        ({0: 1.0, 1: 1.0}, "returned a dict"),
+        (torch.ones(2), "returned a Tensor"),
+        (1.0, "returned a float"),
+        ([1.0], "returned 1 rewards for 2 rows"),
+        ([1.0] * 3, "returned 3 rewards for 2 rows"),
+    ],
+)
+def test_what_is_no_list_of_one_reward_a_row_fails_on_every_row(rewards, text):
+    found = verdicts_of(rewards, 2)
+    assert [verdict.problem for verdict in found] == ["invalid"] * 2
+    assert text in found[0].text
+
+
+@pytest.mark.parametrize("rewards", [[1.0, "1"], (1.0, [1.0]), [1.0, 1j]])
+def test_one_bad_entry_fails_on_its_own_row_alone(rewards):
+    assert [verdict.problem for verdict in verdicts_of(rewards, 2)] == [None, "invalid"]
+
+
+def test_an_array_is_a_list():
+    assert [verdict.value for verdict in verdicts_of(np.array([1.0, 2.0]), 2)] == [1.0, 2.0]
+    assert [verdict.problem for verdict in verdicts_of(np.ones((2, 2)), 2)] == ["invalid"] * 2
+    assert verdicts_of([], 0) == []

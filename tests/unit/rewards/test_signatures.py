@@ -1,0 +1,97 @@
+import math
+import sys
+
+import pytest
+
+from rlpack.rewards.errors import RewardError
+from rlpack.rewards.functions import final_answer
+from rlpack.rewards.signatures import check_signature, form_of, resolve
+from tests.unit.rewards import samples
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "is_async"),
+    [
+        (samples.batched, "batched", False),
+        (samples.single, "single", False),
+        (samples.single_completion, "single", False),
+        (samples.waiting, "single", True),
+        (samples.waiting_batch, "batched", True),
+        (samples.instance, "single", True),
+        (samples.compute_score, "verl", False),
+        (lambda prompts: [], "batched", False),
+    ],
+)
+def test_a_signature_says_how_its_function_is_called(function, kind, is_async):
+    form = form_of(function)
+    assert (form.kind, form.is_async) == (kind, is_async)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (samples.mixed, r"names completions \(batched\) and prompt \(single\), which are of several forms"),
+        (samples.silent, "doesn't say which texts it takes; write it as def f"),
+        (math.sqrt, "math:sqrt doesn't say which texts it takes"),
+        (print, "doesn't say which texts it takes"),
+        (dict, "doesn't say what it takes"),
+        (samples.positional, "can't take 'prompts' by its name; remove the /"),
+        (lambda solution_str, ground_truth: 1.0, "doesn't say which texts it takes"),
+    ],
+)
+def test_a_signature_of_no_form_or_of_two_is_refused(function, text):
+    with pytest.raises(RewardError, match=text):
+        form_of(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        (
+            samples.batched,
+            {},
+            r"samples:batched needs 'level'; the dataset has .*\['answer', 'data_source'\]",
+        ),
+        (lambda completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument .*; remove it$"),
+        (final_answer, {"maker": "="}, r"reward\.arguments\.maker is not .*:final_answer; did you mean 'marker'\?$"),
+        (lambda completion, answr: 0.0, {}, r"^reward\.function=.* needs 'answr'; .*; did you mean 'answer'\?$"),
+        (samples.single, {"prompt": "x"}, r"reward\.arguments\.prompt is what a response says"),
+    ],
+)
+def test_what_a_function_can_not_take_is_known_before_it_is_called(function, arguments, text):
+    with pytest.raises(RewardError, match=text):
+        check_signature(function, ["answer", "data_source"], arguments)
+
+
+def test_arguments_and_columns_that_a_function_names_are_taken():
+    check_signature(final_answer, ["answer", "uid"], {"marker": "="})
+    check_signature(samples.everything, [], {"anything": 1})
+    check_signature(samples.compute_score, ["answer", "data_source"], {})
+    check_signature(samples.compute_score, ["answer"], {"data_source": "sums"})
+    with pytest.raises(RewardError, match="needs 'data_source'"):
+        check_signature(samples.compute_score, ["answer"], {})
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("rlpack.rewards.functions.final_answer", "package.module:function"),
+        (":final_answer", "package.module:function"),
+        ("rlpack.rewards.functions:", "package.module:function"),
+        ("rlpack.rewards.functions:a b", "package.module:function"),
+        ("no_such_package.rewards:f", "can't be imported: ModuleNotFoundError"),
+        ("rlpack.rewards.functions:final_answr", "its functions are: .*final_answer"),
+        ("rlpack.rewards.reward_result:LARGEST", "is a float and not a function"),
+    ],
+)
+def test_a_target_that_names_no_function_is_refused_with_the_way_out(target, text):
+    with pytest.raises(RewardError, match=text):
+        resolve(target)
+
+
+def test_a_module_that_fails_while_it_is_imported_is_reported_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "broken_rewards.py").write_text("import math\nmath.no_such_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardError, match="broken_rewards can't be imported: AttributeError"):
+        resolve("broken_rewards:f")
+    assert "broken_rewards" not in sys.modules
