@@ -133,7 +133,7 @@ def growth(rows: int = 2048) -> tuple[float, float]:
         for tokens in (TOKENS, TOKENS * GROWTH):
             step(group, cluster.store, rows, tokens)
             sent, memory = min(step(group, cluster.store, rows, tokens) for _ in range(3))
-            peak = cluster.store.take_peak()
+            peak = cluster.store.pop_peak_bytes()
             print(f"{rows} rows of {tokens} tokens: the store holds {peak / 1e6:.1f} MB, the driver moves ", end="")
             print(f"{sent / 1e6:.3f} MB and has {memory / 1e6:.0f} MB to itself")
             found.append((sent, memory))

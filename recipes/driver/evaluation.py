@@ -56,7 +56,7 @@ def _show(session: Session, rollouts: BatchedDataDict, rewards: Tensor, valid: T
     """Show a few samples, spread over the split."""
     count = min(session.config.logger.samples, rollouts.num_rows)
     rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
-    texts = session.store.take(rollouts.keep(["prompt", "completion", "answer"]).select(rows))
+    texts = session.store.fetch(rollouts.keep(["prompt", "completion", "answer"]).select(rows))
     shown = zip(rows, texts["prompt"], texts["completion"], texts["answer"], strict=True)
     session.run.samples(
         [

@@ -168,7 +168,7 @@ class Session:
                 if "packing/real_tokens" in self.metrics:  # the recipe reported a plan
                     tokens = self.metrics["packing/real_tokens"]
                     self.metrics["throughput/tokens_per_s"] = tokens / (time.perf_counter() - began)
-                self.metrics["store/peak_bytes"] = self.store.take_peak()
+                self.metrics["store/peak_bytes"] = self.store.pop_peak_bytes()
                 progress.step = step
                 self._log(phase)
                 bar.advance()
@@ -244,7 +244,7 @@ class Session:
     def _evaluate(self, evaluate: Callable[["Session"], None]) -> None:
         with self.run.timer("evaluate"), self.store.step():
             evaluate(self)
-        self.metrics["store/peak_bytes"] = self.store.take_peak()
+        self.metrics["store/peak_bytes"] = self.store.pop_peak_bytes()
         self._log("evaluation")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.dataset_cache import Allowance, Shelf
+from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.fields import FIELDS
 from rlpack.batch.store import Store
 from rlpack.config.schema import Config
@@ -30,14 +30,14 @@ class Split:
     """The prompts of a split, whose tokens and texts lie in a store; batches of them are references."""
 
     def __init__(
-        self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store, allowance: Allowance
+        self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store, byte_budget: ByteBudget
     ) -> None:
         self.fingerprint = prompts.fingerprint
         self._num_rows = len(prompts)
-        self._prompts = Shelf(store, allowance, len(prompts), prompts.batch)
-        self._demonstrations = Shelf(
+        self._prompts = DatasetCache(store, byte_budget, len(prompts), prompts.batch)
+        self._demonstrations = DatasetCache(
             store,
-            allowance,
+            byte_budget,
             len(prompts),
             lambda rows: prompts.demonstrations(rows, tokenizer),
             block_bytes=_TOKEN_BLOCK,
@@ -61,8 +61,8 @@ class Split:
 
 def in_store(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
     """Return the splits with their tokens and texts in the store, of which all together may take a quarter."""
-    allowance = Allowance(_SHARE * store.budget)
-    return [Split(split, tokenizer, store, allowance) for split in splits]
+    byte_budget = ByteBudget(_SHARE * store.budget)
+    return [Split(split, tokenizer, store, byte_budget) for split in splits]
 
 
 def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Prompts]:

@@ -16,7 +16,7 @@ from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_coefficient
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.remote import Remote
+from rlpack.batch.remote import RemoteColumn
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenisation import eos_id
 from rlpack.recipes.driver.loss_weights import step_weights
@@ -187,8 +187,10 @@ def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> Batc
     """Return the columns of rows, of those that lie in the store (several numbers a row) only what is asked for."""
     offered = rollouts.keep(rollouts.names_of("per-row"))
     asked = advantage_parameters(session.config.algorithm.advantage)
-    return session.store.take(
-        offered.drop([name for name, column in offered.items() if isinstance(column, Remote) and name not in asked])
+    return session.store.fetch(
+        offered.drop(
+            [name for name, column in offered.items() if isinstance(column, RemoteColumn) and name not in asked]
+        )
     )
 
 

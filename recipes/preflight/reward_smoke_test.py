@@ -47,7 +47,7 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
     """Return the first demonstrations with the columns that responses have when they are scored."""
     rows = np.arange(min(_ROWS, len(session.prompts)))
     shown = session.prompts.demonstrations(rows)
-    tokens = session.store.take(shown.keep(["input_ids", "prompt_lengths"]))
+    tokens = session.store.fetch(shown.keep(["input_ids", "prompt_lengths"]))
     targets = [
         row[start:].tolist()
         for row, start in zip(tokens["input_ids"].rows(), tokens["prompt_lengths"].tolist(), strict=True)

@@ -6,7 +6,7 @@ What holds, and is tested in `tests/unit/data`:
 2. `restore` of what ranks computed on `shard`'s containers gives the rows in the first order, whatever the plan,
    and whatever reorders, subsets or pickling lie between, as long as ids were carried along;
 3. a shard's plan goes by row id: a subset leaves microbatches smaller, never fewer;
-4. columns that lie elsewhere (`Remote`) can be all of it: only what reads tokens needs `fetch`.
+4. columns that lie elsewhere (`RemoteColumn`) can be all of it: only what reads tokens needs `fetch`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,7 +21,7 @@ from rlpack.batch.errors import DataError, MissingColumnError
 from rlpack.batch.fields import FIELDS, Column, Kind, describe
 from rlpack.batch.microbatch_view import MicrobatchView
 from rlpack.batch.ragged import Ragged, Rows, repeated, row_index
-from rlpack.batch.remote import Fetch, Remote
+from rlpack.batch.remote import PayloadReader, RemoteColumn
 from rlpack.batch.sharding import Spec, check_restored, layout_of, plan_by_batch_size, shortened
 from rlpack.packing import MicrobatchPlan, RankPlan
 
@@ -30,7 +30,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
     """A mapping from name to column, all of the same number of rows; one row is one sequence.
 
     A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects; all but tensors
-    [B] may be stored remotely (`Remote`). Columns of `rlpack.batch.fields` must have the kind and dtype declared there.
+    [B] may be stored remotely (`RemoteColumn`). Columns of `rlpack.batch.fields` must have their declared kind
+    and dtype.
 
     >>> batch = BatchedDataDict({"rewards": torch.tensor([0.5, 1.0]), "uid": ["a", "b"]})
     >>> batch.select([1])["uid"], batch.num_rows
@@ -47,11 +48,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     plan: RankPlan | None
     has_given_ids: bool  # whether rows have ids of their own, or were numbered for want of any
-    fetch: Fetch | None  # gets remote columns as they are asked for; None leaves them. It is not pickled
+    reader: PayloadReader | None  # gets remote columns as they are asked for; None leaves them. It is not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
-        self.plan = self.fetch = None
+        self.plan = self.reader = None
         self.has_given_ids = row_ids is not None
         self._planned_ids = np.zeros(0, dtype=np.int64)
         if row_ids is None:
@@ -66,8 +67,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         self._check_has([name])
         column = self._columns[name]
-        if isinstance(column, Remote) and self.fetch is not None:
-            column = self._columns[name] = column.resolve(self.fetch)
+        if isinstance(column, RemoteColumn) and self.reader is not None:
+            column = self._columns[name] = column.resolve(self.reader)
         return column
 
     def __setitem__(self, name: str, column: Column) -> None:
@@ -287,7 +288,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         rows = np.ascontiguousarray(plan.rows)
         picked = whole.gather(self._columns, rows, cut) if cut else whole.select(self._columns, rows)
         shard = BatchedDataDict(picked, row_ids=self.row_ids[rows])
-        shard.plan, shard._planned_ids, shard.fetch = plan, shard.row_ids, self.fetch
+        shard.plan, shard._planned_ids, shard.reader = plan, shard.row_ids, self.reader
         return shard
 
     @property
@@ -352,13 +353,13 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def _like(self, columns: Mapping[str, Column], row_ids: np.ndarray | None = None) -> "BatchedDataDict":
         """Return a batch of other columns with these rows' ids and plan."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
-        batch.plan, batch._planned_ids, batch.fetch = self.plan, self._planned_ids, self.fetch
+        batch.plan, batch._planned_ids, batch.reader = self.plan, self._planned_ids, self.reader
         return batch
 
     def _renewed(self, columns: Mapping[str, Column], num_rows: int) -> "BatchedDataDict":
         """Return a batch of these rows' copies, with ids of its own and no plan."""
         batch = BatchedDataDict(columns, row_ids=np.arange(num_rows))
-        batch.fetch = self.fetch
+        batch.reader = self.reader
         return batch
 
     def _map_tensors(self, change: Callable[[Tensor | Ragged], Tensor | Ragged]) -> "BatchedDataDict":
@@ -368,8 +369,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def _here(self, name: str) -> Any:
         """Return a column that may not lie elsewhere."""
-        if isinstance(column := self[name], Remote):
-            raise DataError(f"column {name!r} lies elsewhere: {column}; fetch it first")
+        if isinstance(column := self[name], RemoteColumn):
+            raise DataError(f"column {name!r} is remote: {column}; fetch it first")
         return column
 
     def _check_has(self, names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from rlpack.batch.dtypes import put, take
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column
 from rlpack.batch.ragged import Ragged, Rows, as_array, spans
-from rlpack.batch.remote import Remote
+from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.serialization import from_array, to_array
 
 
@@ -45,7 +45,7 @@ def distinct_ids(row_ids: Rows) -> np.ndarray:
 
 def lengths_of(column: Column) -> Tensor | None:
     """Return the tokens of each row, int64 [B], of a ragged column, here or elsewhere; None for another."""
-    return column.lengths if isinstance(column, Ragged | Remote) else None
+    return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
 def same_lengths(left: Tensor, right: Tensor) -> bool:
@@ -64,7 +64,7 @@ def select(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]
     return gather(columns, rows, {})
 
 
-def _pick(column: Ragged | Remote, rows: np.ndarray) -> Ragged | Remote:
+def _pick(column: Ragged | RemoteColumn, rows: np.ndarray) -> Ragged | RemoteColumn:
     return column.select(rows) if isinstance(column, Ragged) else column.gather(rows)
 
 
@@ -80,7 +80,7 @@ def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Te
         if isinstance(column, list):
             picked[name] = [column[row] for row in rows.tolist()]
             continue
-        if isinstance(column, Remote):
+        if isinstance(column, RemoteColumn):
             picked[name] = column.gather(rows, cut.get(name))
             continue
         device = column.values.device if isinstance(column, Ragged) else column.device
@@ -114,7 +114,7 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
     ragged = [part for part in parts if isinstance(part, Ragged)]
     dense = [part for part in parts if isinstance(part, Tensor)]
     lists = [part for part in parts if isinstance(part, list)]
-    remote = [part for part in parts if isinstance(part, Remote)]
+    remote = [part for part in parts if isinstance(part, RemoteColumn)]
     if len(parts) not in {len(ragged), len(dense), len(lists), len(remote)}:
         kinds = sorted({type(part).__name__ for part in parts})
         raise DataError(f"column {name!r} is {' in one batch and '.join(kinds)} in another")
@@ -122,7 +122,7 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
         return [item for part in lists for item in part]
     if ragged or remote:
         try:
-            return Ragged.concat(ragged) if ragged else Remote.concat(remote)
+            return Ragged.concat(ragged) if ragged else RemoteColumn.concat(remote)
         except DataError as error:
             raise DataError(f"column {name!r}: {error}") from error
     kinds = {f"{part.dtype} [B, {', '.join(map(str, part.shape[1:]))}] on {part.device}" for part in dense}
@@ -144,7 +144,7 @@ def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray]
     check_same_names(parts)
     for name in parts[0]:
         columns = [part[name] for part in parts]
-        remote = [column for column in columns if isinstance(column, Remote)]
+        remote = [column for column in columns if isinstance(column, RemoteColumn)]
         ragged = [column for column in columns if isinstance(column, Ragged) and can_copy(column.values)]
         if (
             len(ragged) == len(columns)
@@ -152,7 +152,7 @@ def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray]
         ):
             placed[name] = _place_ragged(ragged, positions, num_rows)
         elif len(remote) == len(columns):
-            placed[name] = Remote.place(remote, positions, num_rows)
+            placed[name] = RemoteColumn.place(remote, positions, num_rows)
         else:
             rest.append(name)
     joined = {name: concat(name, [part[name] for part in parts]) for name in rest}
@@ -223,7 +223,7 @@ def fill(column: Column, positions: np.ndarray, planned: np.ndarray, counts: Ten
     lengths = lengths_of(column)
     if lengths is None or not np.array_equal(lengths.cpu().numpy()[positions], planned):
         return column
-    assert isinstance(column, Ragged | Remote)
+    assert isinstance(column, Ragged | RemoteColumn)
     return column.with_lengths(counts.to(lengths.device))
 
 

@@ -1,4 +1,4 @@
-"""Rows that are read again and again, a dataset's, put away once: so no step moves a prompt's tokens a second time."""
+"""Cache dataset rows in the object store, so that each prompt is uploaded once, not once per step."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -6,50 +6,54 @@ from functools import cached_property
 import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import size_of
+from rlpack.batch.offload import offload_size
 from rlpack.batch.store import Store
 
-# A rank that reads one row of a block unpickles all of its texts.
+# Reading one row of a block unpickles all texts of the block.
 _BLOCK_ROWS = 256
-# So many of them make one of tokens at most: all of its rows are loaded when the first is asked for.
-_MOST_BLOCKS = 4
+# A block of tokens is at most this many times as large, because the first access loads all of it.
+_MAX_BLOCK_FACTOR = 4
 
 
-class Allowance:
-    """Bytes that several shelves may take of a store together; more would crowd out the batches of a step."""
+class ByteBudget:
+    """Bytes of a store that several dataset caches share; using more would crowd out the batches of a step.
+
+    Attributes:
+        remaining: bytes that are not used yet.
+    """
 
     def __init__(self, size: float) -> None:
-        self.left = size
+        self.remaining = size
 
 
-class Shelf:
-    """A dataset of which the rows that are asked for come as references.
+class DatasetCache:
+    """A dataset whose rows are read as remote columns.
 
-    Rows are put away in blocks, when one of them is first asked for. From the first block on for which the allowance
-    is too small, rows of other blocks are put away for the step that asks for them.
+    Rows are stored permanently in blocks, at the first access to a row of the block. From the first block that exceeds
+    the byte budget on, rows of further blocks are stored for the current step only.
     """
 
     def __init__(
         self,
         store: Store,
-        allowance: Allowance,
+        byte_budget: ByteBudget,
         num_rows: int,
         load: Callable[[np.ndarray], BatchedDataDict],
         *,
         block_bytes: int = 0,
     ) -> None:
-        """Take a dataset.
+        """Wrap a dataset.
 
         Args:
-            store: where its rows are put away.
-            allowance: how much of the store they may take.
-            num_rows: of the dataset.
-            load: returns the rows at given positions (int64 [n]).
-            block_bytes: of a block at most, as the first rows tell, where more than 256 rows fit in; for rows of
-                tokens alone, which are read in place: fewer blocks are faster to get.
+            store: where rows are stored.
+            byte_budget: how much of the store the cached rows may use.
+            num_rows: rows of the dataset.
+            load: returns the rows at the given positions (int64 [n]).
+            block_bytes: size of a block where more than 256 rows fit, estimated from the first rows. For rows of
+                tokens only, which are read in place: fewer blocks are faster to fetch.
         """
         self._store = store
-        self._allowance = allowance
+        self._byte_budget = byte_budget
         self._num_rows = num_rows
         self._load = load
         self._block_bytes = block_bytes
@@ -59,36 +63,36 @@ class Shelf:
     def rows(self, positions: np.ndarray) -> BatchedDataDict:
         """Return the rows at these positions, int64 [n], in this order."""
         if not positions.size:
-            return self._store.put(self._load(positions))
+            return self._store.offload(self._load(positions))
         numbers, block_of_row = np.unique(positions // self._block_rows, return_inverse=True)
-        there = np.array([self._has(number) for number in numbers.tolist()])[block_of_row]
-        blocks = [self._blocks[number] for number in numbers.tolist() if number in self._blocks]
+        is_cached = np.array([self._cache(number) for number in numbers.tolist()])
+        blocks = [self._blocks[number] for number in numbers[is_cached].tolist()]
         starts = np.zeros(numbers.size, dtype=np.int64)
-        starts[[number in self._blocks for number in numbers.tolist()]] = np.cumsum(
-            [0, *(block.num_rows for block in blocks)]
-        )[:-1]
-        where = starts[block_of_row] + positions % self._block_rows
-        if not there.all():
-            where[~there] = sum(block.num_rows for block in blocks) + np.arange(int((~there).sum()))
-            blocks.append(self._store.put(self._load(positions[~there])))
-        return BatchedDataDict(dict(BatchedDataDict.concat(blocks).select(where)))
+        starts[is_cached] = np.cumsum([0, *(block.num_rows for block in blocks)])[:-1]
+        index = starts[block_of_row] + positions % self._block_rows
+        uncached = ~is_cached[block_of_row]
+        if uncached.any():
+            index[uncached] = sum(block.num_rows for block in blocks) + np.arange(int(uncached.sum()))
+            blocks.append(self._store.offload(self._load(positions[uncached])))
+        return BatchedDataDict(dict(BatchedDataDict.concat(blocks).select(index)))
 
     @cached_property
     def _block_rows(self) -> int:
+        """Rows of one block."""
         if not self._block_bytes:
             return _BLOCK_ROWS
-        size = size_of(self._load(np.arange(min(_BLOCK_ROWS, self._num_rows))))
-        return _BLOCK_ROWS * max(1, min(_MOST_BLOCKS, self._block_bytes // max(1, size)))
+        size = offload_size(self._load(np.arange(min(_BLOCK_ROWS, self._num_rows))))
+        return _BLOCK_ROWS * max(1, min(_MAX_BLOCK_FACTOR, self._block_bytes // max(1, size)))
 
-    def _has(self, number: int) -> bool:
-        """Return whether a block is there, put away now if there is room for it."""
+    def _cache(self, number: int) -> bool:
+        """Store a block unless it exceeds the budget; return whether it is cached."""
         if number in self._blocks or self._is_full:
             return number in self._blocks
         start = number * self._block_rows
         block = self._load(np.arange(start, min(start + self._block_rows, self._num_rows)))
-        size = size_of(block)
-        self._is_full = size > self._allowance.left
+        size = offload_size(block)
+        self._is_full = size > self._byte_budget.remaining
         if not self._is_full:
-            self._allowance.left -= size
-            self._blocks[number] = self._store.put(block, for_good=True)
+            self._byte_budget.remaining -= size
+            self._blocks[number] = self._store.offload(block, permanent=True)
         return not self._is_full

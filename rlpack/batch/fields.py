@@ -2,7 +2,7 @@
 
 Entry t of a per-token column describes token t: `logprobs[t] = log p(token_t | tokens before t)`, which is 0 and
 masked at t = 0. Masks come from what was sampled, never from token values. A column that is not in the table may be
-anything. A column that lies elsewhere (`rlpack.batch.remote.Remote`) is of the kind and type that it has there.
+anything. A column that lies elsewhere (`rlpack.batch.remote.RemoteColumn`) is of the kind and type that it has there.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import torch
 
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Remote
+from rlpack.batch.remote import RemoteColumn
 
 Kind = Literal["per-token", "per-row", "list"]
-Column = torch.Tensor | Ragged | list | Remote
+Column = torch.Tensor | Ragged | list | RemoteColumn
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def describe(column: Column) -> tuple[Kind, torch.dtype | None]:
     Raises:
         DataError: it is none of the three kinds.
     """
-    if isinstance(column, Remote):
+    if isinstance(column, RemoteColumn):
         return describe(column.empty)
     if isinstance(column, Ragged):
         return "per-token", column.values.dtype

@@ -1,7 +1,7 @@
-"""Take what grows with tokens out of a batch: what is left says where it is, and is all that the driver gets.
+"""Split a batch into token-sized payloads, which stay in the object store, and a small stub for the driver.
 
-A ragged column grows with tokens, and so may a list, and a tensor [B, k] with k; tensors [B] have one number a row, and
-the lists of names in `rlpack.batch.fields` short ones. These stay.
+Offloaded are the columns whose rows have no bounded size: ragged columns, tensors [B, k, ...] and lists. Tensors [B]
+and the lists of short names in `rlpack.batch.fields` stay in the stub.
 """
 
 import pickle
@@ -18,81 +18,89 @@ from rlpack.batch.columns import as_sent, select
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import FIELDS, Column
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Part, Remote
+from rlpack.batch.remote import Handle, RemoteColumn
 
-Columns = dict[str, Any]
+Payload = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Outline:
-    """A batch whose parts are still with whoever made them.
+class OffloadedBatch:
+    """A batch whose payloads are not in a store yet.
 
     Attributes:
-        rows: the batch, its remote columns in parts 0, 1, …
-        sizes: bytes of each part.
+        stub: the batch; its remote columns use the numbers of the payloads as handles.
+        sizes: bytes of each payload.
     """
 
-    rows: BatchedDataDict
+    stub: BatchedDataDict
     sizes: list[int]
 
-    def at(self, handles: Sequence[Part]) -> BatchedDataDict:
-        """Return the batch once its parts are held under these handles."""
-        known: dict[Part, Part] = dict(enumerate(handles))
+    def with_handles(self, handles: Sequence[Handle]) -> BatchedDataDict:
+        """Return the batch once its payloads are stored under these handles, one per payload."""
+        stored: dict[Handle, Handle] = dict(enumerate(handles))
         columns = {
-            name: column.relocated(known) if isinstance(column, Remote) else column
-            for name, column in self.rows.items()
+            name: column.with_handles(stored) if isinstance(column, RemoteColumn) else column
+            for name, column in self.stub.items()
         }
-        return BatchedDataDict(columns, row_ids=self.rows.row_ids)
+        return BatchedDataDict(columns, row_ids=self.stub.row_ids)
 
 
-def outline(batch: BatchedDataDict) -> tuple[Outline, list[Columns]]:
-    """Return what is left of a batch, and the parts that were taken out.
+def offload(batch: BatchedDataDict) -> tuple[OffloadedBatch, list[Payload]]:
+    """Return the stub of a batch, and its payloads.
 
-    Ragged columns and tensors [B, k, ...] are one, lists another, since unlike tensors they are not read in place.
+    There are at most two payloads: ragged columns and tensors [B, k, ...], which are read in place, and lists, which
+    are unpickled.
 
     >>> import torch
     >>> rows = BatchedDataDict({"input_ids": Ragged.from_rows([[1, 2]], torch.int64), "uid": ["a"], "note": ["so"]})
-    >>> found, parts = outline(rows)
-    >>> found.rows["input_ids"], found.rows["uid"], [list(part) for part in parts]
-    (Remote(int64, 1 rows in 1 parts), ['a'], [['input_ids'], ['note']])
+    >>> offloaded, payloads = offload(rows)
+    >>> offloaded.stub["input_ids"], offloaded.stub["uid"], [list(payload) for payload in payloads]
+    (RemoteColumn(int64, 1 rows in 1 payloads), ['a'], [['input_ids'], ['note']])
 
     Raises:
-        DataError: a list holds something that can't be pickled, a column is on the autograd graph, or lies elsewhere.
+        DataError: a list has an entry that can't be pickled, a column is on the autograd graph, or is remote already.
     """
-    parts = _parts(batch)
+    payloads = _payloads(batch)
     remote: dict[str, Column] = {
-        name: Remote.whole(number, name, batch[name]) for number, part in enumerate(parts) for name in part
+        name: RemoteColumn.whole(number, name, batch[name])
+        for number, payload in enumerate(payloads)
+        for name in payload
     }
-    rows = BatchedDataDict({**dict(batch), **remote}, row_ids=batch.row_ids)
-    return Outline(rows, [_size(part) for part in parts]), parts
+    stub = BatchedDataDict({**dict(batch), **remote}, row_ids=batch.row_ids)
+    return OffloadedBatch(stub, [_size(payload) for payload in payloads]), payloads
 
 
-def size_of(batch: BatchedDataDict) -> int:
-    """Return the bytes of what `outline` takes out of a batch."""
-    return sum(_size(part) for part in _parts(batch))
+def offload_size(batch: BatchedDataDict) -> int:
+    """Return the bytes of a batch's payloads."""
+    return sum(_size(payload) for payload in _payloads(batch))
 
 
-def _parts(batch: BatchedDataDict) -> list[Columns]:
+def select_rows(payload: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> Payload:
+    """Return the columns named in `rows`, each with these rows only (int64 [n])."""
+    return {name: select({name: payload[name]}, index)[name] for name, index in rows.items()}
+
+
+def _payloads(batch: BatchedDataDict) -> list[Payload]:
     for name, column in batch.items():
-        if isinstance(column, Remote):
-            raise DataError(f"column {name!r} lies elsewhere already: {column}; it can't be put away again")
-    tokens = {name: held for name, column in batch.items() if (held := _held(column)) is not None}
-    names = {name for name, field in FIELDS.items() if field.is_name}
-    lists = {name: column for name, column in batch.items() if isinstance(column, list) and name not in names}
-    return [part for part in (tokens, lists) if part]
+        if isinstance(column, RemoteColumn):
+            raise DataError(f"column {name!r} is remote already: {column}; it can't be offloaded again")
+    tensors = {name: stored for name, column in batch.items() if (stored := _as_ragged(column)) is not None}
+    short = {name for name, field in FIELDS.items() if field.is_name}
+    lists = {name: column for name, column in batch.items() if isinstance(column, list) and name not in short}
+    return [payload for payload in (tensors, lists) if payload]
 
 
-def _held(column: Any) -> Ragged | None:
-    """Return as what a ragged column, or a tensor of several numbers a row, is put away; None for another column."""
+def _as_ragged(column: Any) -> Ragged | None:
+    """Return a ragged column, or a tensor [B, k, ...] as one entry per row; None for other columns."""
     if isinstance(column, Tensor) and column.ndim > 1:
         return Ragged(column, torch.ones(len(column), dtype=torch.int64, device=column.device))
     return column if isinstance(column, Ragged) else None
 
 
-def _size(part: Columns) -> int:
-    """Return the bytes of a part in a store."""
+def _size(payload: Payload) -> int:
+    """Return the bytes of a payload in a store."""
     size = 0
-    for name, column in part.items():
+    for name, column in payload.items():
         if isinstance(column, Ragged):
             as_sent({name: column})
             size += column.values.numel() * column.values.element_size() + 8 * column.num_rows
@@ -100,10 +108,5 @@ def _size(part: Columns) -> int:
         try:
             size += len(pickle.dumps(column, protocol=pickle.HIGHEST_PROTOCOL))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise DataError(f"column {name!r} can't be sent: {error}; give texts and numbers") from error
+            raise DataError(f"column {name!r} can't be pickled: {error}; use texts and numbers") from error
     return size
-
-
-def cut(part: Mapping[str, Any], rows: Mapping[str, np.ndarray]) -> Columns:
-    """Return the columns named in `rows`, with just these of their rows (int64 [n])."""
-    return {name: select({name: part[name]}, index)[name] for name, index in rows.items()}

@@ -1,4 +1,4 @@
-"""Where the tokens and texts of a run's batches are held, as recipes see it."""
+"""The store of a run's payloads (tokens and texts of its batches), as recipes see it."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -8,32 +8,32 @@ from rlpack.batch.batch import BatchedDataDict
 
 
 class Store(Protocol):
-    """Where the parts of a run's batches are held."""
+    """A store of the payloads of a run's batches."""
 
     @property
     def budget(self) -> float:
-        """Return the most bytes that may be held at once."""
+        """Return the most bytes that may be stored at once."""
         ...
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context at whose end all goes that was put away in it."""
+        """Return a context whose exit frees everything offloaded inside."""
         ...
 
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        """Return the batch with what grows with tokens put away, for the step under way or for good."""
+    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+        """Return the batch with its payloads stored, until the current step ends or permanently."""
         ...
 
-    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns here."""
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch with all of its columns in this process."""
         ...
 
-    def take_peak(self) -> int:
-        """Return the most bytes that steps held at once since it was last asked."""
+    def pop_peak_bytes(self) -> int:
+        """Return the most bytes that steps held at once since the last call."""
         ...
 
 
 class LocalStore:
-    """A store in which nothing goes anywhere: batches stay whole, in this process."""
+    """A store that offloads nothing: batches stay whole, in this process."""
 
     budget = math.inf
 
@@ -41,14 +41,14 @@ class LocalStore:
         """Return a context that does nothing."""
         return nullcontext()
 
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
+    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
         """Return the batch itself."""
         return batch
 
-    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return the batch itself."""
         return batch
 
-    def take_peak(self) -> int:
+    def pop_peak_bytes(self) -> int:
         """Return 0."""
         return 0

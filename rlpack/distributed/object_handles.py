@@ -8,7 +8,7 @@ import ray
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
-from rlpack.batch.remote import Part, Remote
+from rlpack.batch.remote import Handle, RemoteColumn
 
 _GONE = "tokens and texts of this batch were freed; read them in the step, and on a rank in the call, that has them"
 
@@ -71,9 +71,9 @@ class Reader:
     def __init__(self, timeout_s: float | None = None) -> None:
         """Wait at most `timeout_s`; on a rank the driver's deadline of the call holds, and None leaves it to that."""
         self._timeout_s = timeout_s
-        self._found: dict[Part, Mapping[str, Any]] | None = {}
+        self._found: dict[Handle, Mapping[str, Any]] | None = {}
 
-    def __call__(self, parts: Sequence[Part]) -> list[Mapping[str, Any]]:
+    def __call__(self, parts: Sequence[Handle]) -> list[Mapping[str, Any]]:
         """Return the columns of each part.
 
         Raises:
@@ -94,8 +94,8 @@ class Reader:
 
 def parts_of(batch: BatchedDataDict) -> list[StoredPart]:
     """Return the parts that remote columns of a batch lie in, each once; a batch with a reader has none to tell."""
-    columns = [column for column in batch.values() if isinstance(column, Remote)]
-    every = dict.fromkeys(part for column in columns for part in column.parts)
+    columns = [column for column in batch.values() if isinstance(column, RemoteColumn)]
+    every = dict.fromkeys(part for column in columns for part in column.handles)
     return [part for part in every if isinstance(part, StoredPart)]
 
 
@@ -105,22 +105,22 @@ def localised(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     So a rank's shard costs the network its own bytes; on a node of one's own, whole parts are read in place. Without a
     node all parts are cut. What the driver put has no holder and travels whole.
     """
-    columns = {name: column for name, column in batch.items() if isinstance(column, Remote)}
+    columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
     wanted: dict[StoredPart, dict[str, np.ndarray]] = {}
     for column in columns.values():
-        for part, name, rows in zip(column.parts, column.names, column.rows_of_parts(), strict=True):
+        for part, name, rows in zip(column.handles, column.names, column.rows_by_handle(), strict=True):
             if isinstance(part, StoredPart) and part.holder is not None and part.node != node:
                 of_part = wanted.setdefault(part, {})
                 of_part[name] = np.union1d(of_part.get(name, rows), rows)
     if not wanted:
         return batch
-    cuts: dict[Part, Part] = {
+    cuts: dict[Handle, Handle] = {
         part: StoredPart(part.holder.cut.remote(part.ref, rows), maker=part.maker) for part, rows in wanted.items()
     }
-    kept: dict[tuple[Part, str], np.ndarray] = {
+    kept: dict[tuple[Handle, str], np.ndarray] = {
         (part, name): rows for part, of_part in wanted.items() for name, rows in of_part.items()
     }
     found = batch.copy()
     for name, column in columns.items():
-        found[name] = column.renumbered(kept).relocated({part: cuts.get(part, part) for part in column.parts})
+        found[name] = column.reindexed(kept).with_handles({part: cuts.get(part, part) for part in column.handles})
     return found

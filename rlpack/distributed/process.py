@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers.utils.logging import disable_progress_bar
 
-from rlpack.batch.offload import Outline, outline
+from rlpack.batch.offload import OffloadedBatch, offload
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
@@ -40,7 +40,7 @@ class RankHost:
         self._meeting: TCPStore | None = None
         self._roles: dict[str, Any] = {}
         self._parts: dict[int, list[dict[str, Any]]] = {}
-        self._beside: dict[int, Future[Outline]] = {}
+        self._beside: dict[int, Future[OffloadedBatch]] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def take_secrets(self, job: Submission) -> None:
@@ -78,7 +78,7 @@ class RankHost:
         with _sendable_errors():
             return getattr(self._roles[role], method)(*args, **kwargs)
 
-    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
+    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
         """Run a method that returns rows; keep their tokens and texts here until `parts` is asked for the ticket's.
 
         Raises:
@@ -86,7 +86,7 @@ class RankHost:
         """
         with _sendable_errors():
             result = getattr(self._roles[role], method)(*args, **kwargs)
-        found, parts = outline(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
+        found, parts = offload(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
         if parts:
             self._parts[ticket] = parts
         return found
@@ -97,7 +97,7 @@ class RankHost:
             self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"beside-{role}")
         self._beside[ticket] = self._threads[role].submit(self.outline, ticket, role, method, kwargs, *args)
 
-    def finish(self, ticket: int) -> Outline:
+    def finish(self, ticket: int) -> OffloadedBatch:
         """Return what the method that was begun with this ticket found; the driver has a deadline for this call."""
         return self._beside.pop(ticket).result()
 

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import Outline, cut
+from rlpack.batch.offload import OffloadedBatch, select_rows
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
@@ -60,7 +60,7 @@ class _RayHost(RankHost):
             result = super().call(role, method, kwargs, *args)
             return BatchedDataDict(dict(result), row_ids=result.row_ids) if _is_batch(result) else result
 
-    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Outline:
+    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
         with _lent([*args, *kwargs.values()]):
             return super().outline(ticket, role, method, kwargs, *args)
 
@@ -70,7 +70,7 @@ class _RayHost(RankHost):
 
     def cut(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return just these rows (int64 [n]) of a part that lies here, for a rank on another node."""
-        return cut(part, rows)
+        return select_rows(part, rows)
 
     def has(self, value: Any) -> None:
         """Do nothing; Ray calls this only once `value`, which a method of this rank returns, is there."""
@@ -86,7 +86,7 @@ def _lent(values: list[Any]) -> Iterator[None]:
     parts = [part for batch in batches for part in parts_of(batch)]
     reader = Reader()
     for batch in batches:
-        batch.fetch = reader
+        batch.reader = reader
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ class RayRanks:
     def _gather(self, calls: list[_Call], ticket: int) -> list[BatchedDataDict]:
         """Return the rows that calls find, once there is room for their tokens and texts in the object store."""
         role, method = calls[0].role, calls[0].method
-        found: list[Outline] = self._wait(calls, self._call_s)
+        found: list[OffloadedBatch] = self._wait(calls, self._call_s)
         sizes: Counter[str] = Counter()
         for node, outline in zip(self._nodes, found, strict=False):
             sizes[node] += sum(outline.sizes)
@@ -226,7 +226,7 @@ class RayRanks:
             puts = [_Call(self._hosts[rank].put.remote(ticket), role, rank, method) for rank in having]
             refs = dict(zip(having, self._wait(puts, self._call_s), strict=True))
             return [
-                outline.at(
+                outline.with_handles(
                     [
                         room.keep(ref, size, self._nodes[rank], self._hosts[rank], (role, rank))
                         for ref, size in zip(refs.get(rank, []), outline.sizes, strict=True)

@@ -26,7 +26,7 @@ import ray._private.state
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import outline
+from rlpack.batch.offload import offload
 from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
 from rlpack.distributed.object_handles import Reader, StoredPart, localised
 
@@ -91,7 +91,7 @@ class RayStore:
         """Return the bytes that are held or reserved."""
         return sum(self._of_node.values())
 
-    def take_peak(self) -> int:
+    def pop_peak_bytes(self) -> int:
         """Return the most bytes that steps held at once since it was last asked; what stays for good is not counted."""
         with self._changed:
             peak, self._peak = self._peak, self._of_steps
@@ -149,38 +149,40 @@ class RayStore:
             self._peak = max(self._peak, self._of_steps)
             self._changed.notify_all()
 
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        """Put the driver's own tokens and texts away, until the step ends, or `for_good`: as long as someone has them.
+    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+        """Put the driver's own tokens and texts away, until the step ends, or `permanent`: as long as someone has them.
 
         Raises:
             StoreFullError: there is no room for them.
         """
-        if for_good:
+        if permanent:
             before = _CURRENT.get()
             _CURRENT.set(None)
             try:
-                return self.put(batch)
+                return self.offload(batch)
             finally:
                 _CURRENT.set(before)
-        found, parts = outline(batch)
+        found, parts = offload(batch)
         node = ray.get_runtime_context().get_node_id()
-        with self.reserve({node: sum(found.sizes)}, DRIVER, "put") as room:
+        with self.reserve({node: sum(found.sizes)}, DRIVER, "offload") as room:
             sized = zip(parts, found.sizes, strict=True)
-            return found.at([room.keep(ray.put(part), size, node, None, (DRIVER, None)) for part, size in sized])
+            return found.with_handles(
+                [room.keep(ray.put(part), size, node, None, (DRIVER, None)) for part, size in sized]
+            )
 
-    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return the batch with all of its columns here: for a few rows to be shown, not for a step's.
 
         Raises:
             RoleError: what they lie in is gone, or doesn't come in time.
         """
         here = localised(batch, None).copy()
-        here.fetch = Reader(self._wait_s)
+        here.reader = Reader(self._wait_s)
         try:
             return BatchedDataDict(dict(here), row_ids=here.row_ids)
         except RayError as error:
             role, rank = self.maker_of(error) or (DRIVER, None)
-            raise RoleError(role, rank, "take", f"tokens or texts can't be read: {type(error).__name__}") from error
+            raise RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}") from error
 
     def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:
         """Return role and rank that put away what an error says is lost; None where it speaks of nothing of ours."""

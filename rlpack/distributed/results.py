@@ -13,7 +13,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column, describe
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Remote
+from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed.errors import RoleError
 from rlpack.packing import MicrobatchPlan
 
@@ -111,7 +111,7 @@ def _names(batch: BatchedDataDict) -> str:
 
 def _kind(column: Column) -> str:
     """Return kind, type and shape of a column, rows left out."""
-    column = column.empty if isinstance(column, Remote) else column
+    column = column.empty if isinstance(column, RemoteColumn) else column
     kind, dtype = describe(column)
     if isinstance(column, list):
         return kind
@@ -128,7 +128,7 @@ def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
     columns = whole.place([typed.select([])], nowhere, rows.num_rows)
     for name, column in columns.items():
         lengths = whole.lengths_of(rows[name]) if name in rows else None
-        if lengths is not None and isinstance(column, Remote):
+        if lengths is not None and isinstance(column, RemoteColumn):
             columns[name] = column.with_lengths(lengths)
         elif lengths is not None and isinstance(column, Ragged):
             columns[name] = Ragged(column.values.new_zeros(int(lengths.sum()), *column.values.shape[1:]), lengths)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
-from rlpack.batch.offload import outline
+from rlpack.batch.offload import offload
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import check_is_rows
@@ -103,5 +103,5 @@ class LocalRanks:
 
 
 def _sendable_rows(result: Any, where: str) -> BatchedDataDict:
-    outline(check_is_rows(result, where))
+    offload(check_is_rows(result, where))
     return result

@@ -112,9 +112,9 @@ def _check_calls(role: RoleUnderTest, cluster: Cluster, group: WorkerGroup[Any],
     """Call the role twice, the second time with rows in another order."""
     order = np.random.default_rng(0).permutation(batch.num_rows)
     with cluster.store.step():
-        found = cluster.store.take(role.run(batch, "processes", _ANSWER, group))
+        found = cluster.store.fetch(role.run(batch, "processes", _ANSWER, group))
         role.check_scores(batch, found, group)
-        again = cluster.store.take(role.run(batch.select(order), "processes", _ANSWER, group))
+        again = cluster.store.fetch(role.run(batch.select(order), "processes", _ANSWER, group))
     when = "gives a row something else when rows come in another order"
     remedy = "compute a row from its own columns, in a group of ranks too"
     role.compare(found, again.select(np.argsort(order)), "processes", when, remedy)

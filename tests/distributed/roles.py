@@ -113,11 +113,11 @@ class Echo(Worker):
     def rows_read(self, shard: BatchedDataDict) -> tuple[int, int]:
         """Return how many rows the rank was given, and how many lie in the parts that it reads."""
         asked: list[Any] = []
-        fetch = shard.fetch
-        assert fetch is not None
-        shard.fetch = lambda parts: asked.append(parts) or fetch(parts)
+        reader = shard.reader
+        assert reader is not None
+        shard.reader = lambda parts: asked.append(parts) or reader(parts)
         assert shard["times"].num_rows == shard.num_rows
-        return shard.num_rows, sum(part["times"].num_rows for parts in asked for part in fetch(parts))
+        return shard.num_rows, sum(part["times"].num_rows for parts in asked for part in reader(parts))
 
     @sharded(merge=_sum)
     def count_rows(self, shard: BatchedDataDict) -> int:

@@ -9,10 +9,10 @@ import ray
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.dataset_cache import Allowance, Shelf
+from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Remote
+from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
@@ -42,23 +42,23 @@ def test_results_stay_in_the_store_and_go_from_role_to_role(groups: Groups, stor
     batch = rollouts()
     with store.step():
         twice = groups["packed"].run(Echo.times, batch, 2)
-        assert isinstance(twice["times"], Remote)
+        assert isinstance(twice["times"], RemoteColumn)
         assert twice["uid"] == batch["uid"]
         again = twice.rename({"times": "input_ids"})
         for mode, factor in (("dynamic", 3), ("fixed", 5)):
-            found = store.take(groups[mode].run(Echo.times, again.keep(["input_ids", "uid"]), factor))
+            found = store.fetch(groups[mode].run(Echo.times, again.keep(["input_ids", "uid"]), factor))
             assert torch.equal(found["times"].values, batch["input_ids"].values * 2 * factor)
 
 
 def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups: Groups, store: RayStore):
     before = store.in_flight
-    store.take_peak()
+    store.pop_peak_bytes()
     with store.step():
         twice = groups["packed"].run(Echo.times, rollouts(), 2)
         tokens = sum(prompt + response for prompt, response in SIZES)
         assert store.in_flight == before + 8 * tokens + 8 * len(SIZES)
     assert store.in_flight == before
-    assert store.take_peak() == 8 * tokens + 8 * len(SIZES)
+    assert store.pop_peak_bytes() == 8 * tokens + 8 * len(SIZES)
     for read in (store.take, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
         with pytest.raises(DataError, match="were freed; read them in the step"):
             read(twice.rename({"times": "input_ids"}))
@@ -78,7 +78,7 @@ def test_rows_that_are_dropped_come_back_as_zeros(groups: Groups, store: RayStor
     batching = groups["packed"].batching.__class__(max_tokens=16, overlong="drop")
     group = WorkerGroup("packed", groups["packed"].ranks, batching)
     with store.step():
-        found = store.take(group.run(Echo.times, rollouts().keep(["input_ids", "uid"]), 2))
+        found = store.fetch(group.run(Echo.times, rollouts().keep(["input_ids", "uid"]), 2))
     kept = rollouts()["input_ids"].lengths <= 16
     assert [bool(row.any()) for row in found["times"].rows()] == kept.tolist()
     assert found["times"].lengths.tolist() == rollouts()["input_ids"].lengths.tolist()
@@ -90,9 +90,9 @@ def test_several_numbers_a_row_stay_in_the_store_and_are_counted(groups: Groups,
         before = store.in_flight
         found = groups["packed"].run(Echo.scores, batch, width)
         assert store.in_flight - before == 8 * len(SIZES) * (width + 1)
-        assert isinstance(found["scores"], Remote)
+        assert isinstance(found["scores"], RemoteColumn)
         firsts = torch.stack([row[0] for row in batch["input_ids"].rows()])
-        assert torch.equal(store.take(found)["scores"], firsts[:, None] + torch.arange(width))
+        assert torch.equal(store.fetch(found)["scores"], firsts[:, None] + torch.arange(width))
 
 
 def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore):
@@ -104,13 +104,13 @@ def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore
         loads.append(len(rows))
         return BatchedDataDict(dict(whole.select(rows)))
 
-    shelf = Shelf(store, Allowance(1e6), 700, load)
+    cache = DatasetCache(store, ByteBudget(1e6), 700, load)
     with store.step():
-        first = shelf.rows(torch.tensor([699, 3, 3, 300]).numpy())
+        first = cache.rows(torch.tensor([699, 3, 3, 300]).numpy())
     held = store.in_flight
     with store.step():
-        assert shelf.rows(torch.tensor([5]).numpy())["uid"] == ["5"]
-        found = store.take(groups["packed"].run(Echo.times, first, 2))
+        assert cache.rows(torch.tensor([5]).numpy())["uid"] == ["5"]
+        found = store.fetch(groups["packed"].run(Echo.times, first, 2))
     assert found["times"].values.tolist() == [
         2 * token for row in (699, 3, 3, 300) for token in range(3 * row, 3 * row + 3)
     ]
@@ -131,10 +131,10 @@ def test_columns_that_a_role_hands_back_or_shards_again_are_whole(groups: Groups
     with store.step():
         twice = groups["packed"].run(Echo.times, batch, 2)
         given = batch.keep(["input_ids"]).union({"times": twice["times"]})
-        found = store.take(groups["dynamic"].run(Echo.again, given))
+        found = store.fetch(groups["dynamic"].run(Echo.again, given))
         assert torch.equal(found["times"].values, 2 * batch["input_ids"].values)
         given = twice.rename({"times": "input_ids"})
-        found = store.take(groups["dynamic"].run(Echo.resharded, given))
+        found = store.fetch(groups["dynamic"].run(Echo.resharded, given))
         assert torch.equal(found["input_ids"].values, 2 * batch["input_ids"].values)
 
 
@@ -142,7 +142,7 @@ def test_a_few_rows_are_had_without_the_others(groups: Groups, store: RayStore):
     batch = rollouts()
     with store.step():
         twice = groups["packed"].run(Echo.times, batch, 2)
-        found = store.take(twice.select([3, 0]))
+        found = store.fetch(twice.select([3, 0]))
     assert torch.equal(found["times"].values, 2 * batch["input_ids"].select([3, 0]).values)
 
 
@@ -156,4 +156,4 @@ def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
     for host in groups["lost"].ranks._hosts:
         ray.kill(host)
     with pytest.raises(RoleError, match=r"role lost, rank [01], in take: tokens or texts can't be read"):
-        store.take(twice)
+        store.fetch(twice)

@@ -68,5 +68,5 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
             assert 0 < far < (part_of_row != rank).sum()
             # A part on the rank's own node is read in place; of the other's it is sent what it needs.
             assert num_read == (part_of_row == rank).sum() + far
-        again = cluster.store.take(groups["fixed"].run(Echo.times, given, 3))
+        again = cluster.store.fetch(groups["fixed"].run(Echo.times, given, 3))
         assert torch.equal(again["times"].values, batch["input_ids"].values * 6)

@@ -63,7 +63,7 @@ def test_a_rank_zero_call_runs_on_rank_zero_alone(groups: Groups):
 @pytest.mark.parametrize("rows", [7, 1, 0])
 def test_rows_come_back_in_the_order_they_were_given(groups: Groups, store: RayStore, mode: str, rows: int):
     batch = tiny_rollouts(UNEVEN[:rows])
-    found = store.take(groups[mode].run(Echo.times, batch.keep(["input_ids", "uid"]), 3))
+    found = store.fetch(groups[mode].run(Echo.times, batch.keep(["input_ids", "uid"]), 3))
     assert torch.equal(found["times"].values, batch["input_ids"].values * 3)
     assert torch.equal(found["times"].lengths, batch["input_ids"].lengths)
     assert found["uid"] == batch["uid"]
@@ -75,7 +75,7 @@ def test_results_of_roles_that_batch_differently_belong_to_the_same_rows(groups:
     given = batch.keep(["input_ids", "uid"])
     collected = given
     for factor, mode in enumerate(MODES, start=2):
-        found = store.take(groups[mode].run(Echo.times, given, factor))
+        found = store.fetch(groups[mode].run(Echo.times, given, factor))
         collected = collected.union({mode: found["times"]})
     for factor, mode in enumerate(MODES, start=2):
         assert torch.equal(collected[mode].values, given["input_ids"].values * factor)
@@ -117,7 +117,7 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
     def gap() -> float:
         made = groups["rollout"].run(RolloutWorker.generate, prompts, params)
         own = groups["actor"].run(ActorWorker.logprobs, made.keep(["input_ids", "response_mask", "rollout_logprobs"]))
-        sampled, trained = (store.take(batch) for batch in (made.keep(["rollout_logprobs"]), own))
+        sampled, trained = (store.fetch(batch) for batch in (made.keep(["rollout_logprobs"]), own))
         gap = (trained["logprobs"].values - sampled["rollout_logprobs"].values).abs()
         assert own["logprob_gap"].sum().item() == pytest.approx(gap.sum().item())
         return gap.max().item()
@@ -178,7 +178,7 @@ def test_a_call_may_run_beside_others_of_its_processes(groups: Groups, store: Ra
     batch, echo = tiny_rollouts(UNEVEN), groups["dynamic"]
     waits = echo.begin(Echo.answer_once_released, batch)
     assert echo.run(Echo.release)  # answered while the first call is under way
-    assert torch.equal(store.take(waits())["times"].values, 3 * batch["input_ids"].values)
+    assert torch.equal(store.fetch(waits())["times"].values, 3 * batch["input_ids"].values)
 
 
 def test_what_is_not_marked_runs_before_later_calls_whether_or_not_it_is_waited_for(groups: Groups):

@@ -123,7 +123,7 @@ def test_padding_is_the_fields_own():
         (lambda b: b.update({"x": (1, 2)}), "column 'x': .* not a tuple"),
         (lambda b: b.update({"rewards": torch.zeros(2, dtype=torch.float64)}), "'rewards' is per-row torch.float64"),
         (lambda b: b.update({"input_ids": torch.zeros(2, dtype=torch.int64)}), "'input_ids' is per-row torch.int64"),
-        (lambda b: b.update({"uid": torch.zeros(2)}), "'uid' is per-row torch.float32; it has to be list"),
+        (lambda b: b.update({"uid": torch.zeros(2)}), "'uid' is per-row .*float32; rlpack.batch.fields requires list"),
         (lambda b: b.union({"uid": ["a", "b"]}), r"columns \['uid'\] are in both"),
         (lambda b: b.union(b.select([1, 0]).rename({n: n + "2" for n in b})), "rows of the two batches differ"),
         (lambda b: b.union(b.select([1]).rename({n: n + "2" for n in b})), "has 1 rows and .* has 2"),

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.dataset_cache import Allowance, Shelf
+from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.errors import DataError
-from rlpack.batch.offload import cut, outline, size_of
+from rlpack.batch.offload import offload, offload_size, select_rows
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Remote
+from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
 
 
@@ -26,57 +26,57 @@ def rows(count: int = 3, *, scale: int = 1) -> BatchedDataDict:
 
 
 def test_what_is_left_of_a_batch_grows_with_its_rows_and_not_with_its_tokens():
-    sizes = [len(pickle.dumps(outline(rows(64, scale=scale))[0])) for scale in (1, 16)]
+    sizes = [len(pickle.dumps(offload(rows(64, scale=scale))[0])) for scale in (1, 16)]
     assert sizes[1] <= 1.01 * sizes[0]
-    assert size_of(rows(64, scale=16)) > 10 * size_of(rows(64))
+    assert offload_size(rows(64, scale=16)) > 10 * offload_size(rows(64))
 
 
 def test_names_and_numbers_of_rows_stay_tokens_and_texts_go():
     batch = rows()
-    found, parts = outline(batch)
-    assert [name for name in found.rows if isinstance(found.rows[name], Remote)] == [
+    found, parts = offload(batch)
+    assert [name for name in found.stub if isinstance(found.stub[name], RemoteColumn)] == [
         "input_ids",
         "logprobs",
         "completion",
     ]
     assert [list(part) for part in parts] == [["input_ids", "logprobs"], ["completion"]]
     assert found.sizes[0] == 12 * 8 + 12 * 4 + 2 * 3 * 8
-    assert found.rows.row_ids.tolist() == [2, 1, 0]
-    back = found.at(["tokens", "texts"])
-    back.fetch = lambda handles: [{"tokens": parts[0], "texts": parts[1]}[str(handle)] for handle in handles]
+    assert found.stub.row_ids.tolist() == [2, 1, 0]
+    back = found.with_handles(["tokens", "texts"])
+    back.reader = lambda handles: [{"tokens": parts[0], "texts": parts[1]}[str(handle)] for handle in handles]
     assert torch.equal(back["logprobs"].values, batch["logprobs"].values)
     assert back["completion"] == batch["completion"]
 
 
 def test_a_batch_of_numbers_has_no_parts():
-    found, parts = outline(rows().keep(["rewards", "uid"]))
-    assert (parts, found.sizes, size_of(found.rows)) == ([], [], 0)
+    found, parts = offload(rows().keep(["rewards", "uid"]))
+    assert (parts, found.sizes, offload_size(found.stub)) == ([], [], 0)
 
 
 def test_what_is_left_of_a_batch_does_not_grow_with_the_width_of_a_column():
     def wide(width: int) -> BatchedDataDict:
         return BatchedDataDict({"scores": torch.ones(64, width), "rewards": torch.ones(64)})
 
-    sizes = [len(pickle.dumps(outline(wide(width))[0])) for width in (2, 2048)]
+    sizes = [len(pickle.dumps(offload(wide(width))[0])) for width in (2, 2048)]
     assert sizes[1] <= 1.01 * sizes[0]
-    assert size_of(wide(2048)) - size_of(wide(2)) == 64 * 4 * 2046
-    found, parts = outline(wide(3))
-    assert (str(found.rows["scores"]), [list(part) for part in parts]) == (
-        "Remote(float32, 64 rows in 1 parts)",
+    assert offload_size(wide(2048)) - offload_size(wide(2)) == 64 * 4 * 2046
+    found, parts = offload(wide(3))
+    assert (str(found.stub["scores"]), [list(part) for part in parts]) == (
+        "RemoteColumn(float32, 64 rows in 1 payloads)",
         [["scores"]],
     )
-    with pytest.raises(DataError, match=r"column 'scores' lies elsewhere: .*; fetch it first"):
-        found.rows.dense("scores")
+    with pytest.raises(DataError, match=r"column 'scores' is remote: .*; fetch it first"):
+        found.stub.dense("scores")
 
 
 def test_what_cannot_be_sent_is_named():
-    with pytest.raises(DataError, match=r"column .judge. can't be sent: .*; give texts and numbers"):
-        outline(BatchedDataDict({"judge": [lambda: None]}))
+    with pytest.raises(DataError, match=r"column .judge. can't be pickled: .*; use texts and numbers"):
+        offload(BatchedDataDict({"judge": [lambda: None]}))
 
 
 def test_rows_are_cut_out_of_a_part():
-    _, parts = outline(rows())
-    found = cut(parts[0], {"input_ids": np.array([2, 0])})
+    _, parts = offload(rows())
+    found = select_rows(parts[0], {"input_ids": np.array([2, 0])})
     assert list(found) == ["input_ids"]
     assert found["input_ids"].values.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
@@ -87,12 +87,12 @@ class CountingStore(LocalStore):
     def __init__(self) -> None:
         self.noted: list[tuple[int, bool]] = []
 
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        self.noted.append((batch.num_rows, for_good))
+    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+        self.noted.append((batch.num_rows, permanent))
         return batch
 
 
-BLOCK = size_of(rows(256))
+BLOCK = offload_size(rows(256))
 
 
 @pytest.mark.parametrize(
@@ -105,18 +105,18 @@ BLOCK = size_of(rows(256))
 )
 def test_a_dataset_is_put_away_once_as_far_as_it_fits(room: int, noted: list[tuple[int, bool]]):
     whole, store = rows(300), CountingStore()
-    shelf = Shelf(store, Allowance(room), 300, lambda index: BatchedDataDict(dict(whole.select(index))))
-    found = [shelf.rows(np.array(index)) for index in ([299, 0, 299], [7])]
+    cache = DatasetCache(store, ByteBudget(room), 300, lambda index: BatchedDataDict(dict(whole.select(index))))
+    found = [cache.rows(np.array(index)) for index in ([299, 0, 299], [7])]
     assert [batch["uid"] for batch in found] == [["row 299", "row 0", "row 299"], ["row 7"]]
     assert [batch.row_ids.tolist() for batch in found] == [[0, 1, 2], [0]]
     assert found[0]["input_ids"].values[:4].tolist() == whole["input_ids"][299].tolist()
     assert store.noted == noted
-    assert shelf.rows(np.zeros(0, dtype=np.int64)).num_rows == 0
+    assert cache.rows(np.zeros(0, dtype=np.int64)).num_rows == 0
 
 
 def test_datasets_share_what_they_may_take():
-    whole, store, allowance = rows(300), CountingStore(), Allowance(BLOCK)
-    first, second = (Shelf(store, allowance, 300, lambda index: whole.select(index)) for _ in range(2))
+    whole, store, byte_budget = rows(300), CountingStore(), ByteBudget(BLOCK)
+    first, second = (DatasetCache(store, byte_budget, 300, lambda index: whole.select(index)) for _ in range(2))
     first.rows(np.array([0]))
     second.rows(np.array([0]))
     assert store.noted == [(256, True), (1, False)]
@@ -124,8 +124,8 @@ def test_datasets_share_what_they_may_take():
 
 def test_blocks_of_tokens_are_as_large_as_is_asked_for():
     whole, store = rows(700), CountingStore()
-    shelf = Shelf(store, Allowance(1e9), 700, lambda index: whole.select(index), block_bytes=2 * BLOCK + 7)
-    found = shelf.rows(np.array([699, 3]))
+    cache = DatasetCache(store, ByteBudget(1e9), 700, lambda index: whole.select(index), block_bytes=2 * BLOCK + 7)
+    found = cache.rows(np.array([699, 3]))
     assert found["uid"] == ["row 699", "row 3"]
     assert store.noted == [(512, True), (188, True)]
 
@@ -135,7 +135,7 @@ def test_columns_that_cannot_be_put_away_are_named():
     tokens = batch["logprobs"]
     batch["logprobs"] = tokens.with_values(tokens.values.clone().requires_grad_())
     with pytest.raises(DataError, match=r"column 'logprobs': .*autograd graph"):
-        outline(batch)
-    remote = outline(rows())[0].rows
-    with pytest.raises(DataError, match="column 'input_ids' lies elsewhere already"):
-        outline(remote)
+        offload(batch)
+    remote = offload(rows())[0].stub
+    with pytest.raises(DataError, match="column 'input_ids' is remote already"):
+        offload(remote)

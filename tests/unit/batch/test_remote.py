@@ -12,33 +12,33 @@ from hypothesis import strategies as st
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
-from rlpack.batch.offload import outline
+from rlpack.batch.offload import offload
 from rlpack.batch.ragged import Ragged
-from rlpack.batch.remote import Part
+from rlpack.batch.remote import Handle
 from rlpack.packing import Batching, make_plan
 
 
-class Shelf:
+class InMemoryStore:
     """Parts by number; it notes which were asked for."""
 
     def __init__(self) -> None:
         self.parts: list[dict[str, Any]] = []
-        self.asked: list[Part] = []
+        self.asked: list[Handle] = []
 
-    def fetch(self, parts: Sequence[Part]) -> Sequence[Mapping[str, Any]]:
+    def fetch(self, parts: Sequence[Handle]) -> Sequence[Mapping[str, Any]]:
         self.asked += parts
         return [self.parts[int(str(part))] for part in parts]
 
     def hold(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return the batch with all that can be put away put away, as it would be in a store."""
-        found, parts = outline(batch)
+        found, parts = offload(batch)
         self.parts += [pickle.loads(pickle.dumps(part)) for part in parts]
-        return found.at(range(len(self.parts) - len(parts), len(self.parts)))
+        return found.with_handles(range(len(self.parts) - len(parts), len(self.parts)))
 
     def back(self, batch: BatchedDataDict) -> BatchedDataDict:
         """Return a batch with what was put away."""
         found = pickle.loads(pickle.dumps(batch))
-        found.fetch = self.fetch
+        found.reader = self.fetch
         return BatchedDataDict(dict(found), row_ids=found.row_ids)
 
 
@@ -77,9 +77,9 @@ lengths_of_rows = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 )
 @settings(max_examples=80, deadline=None)
 def test_selected_repeated_and_joined_columns_are_the_same_elsewhere(sizes: list[list[int]], n: int, seed: int):
-    shelf, random = Shelf(), np.random.default_rng(seed)
+    store, random = InMemoryStore(), np.random.default_rng(seed)
     here = [batch_of(lengths, first=1000 * number) for number, lengths in enumerate(sizes)]
-    there = [shelf.hold(part) for part in here]
+    there = [store.hold(part) for part in here]
     batch, remote = BatchedDataDict.concat(here), BatchedDataDict.concat(there)
     rows = random.integers(0, batch.num_rows, random.integers(0, 12))
     for change in (
@@ -89,7 +89,7 @@ def test_selected_repeated_and_joined_columns_are_the_same_elsewhere(sizes: list
         lambda b: b.select(rows).repeat_interleave(n).rename({"texts": "answers"}).drop(["vectors"]),
         lambda b: BatchedDataDict.concat([b.select(rows), b.select(rows[::-1])]),
     ):
-        same(shelf.back(change(remote)), change(batch))
+        same(store.back(change(remote)), change(batch))
 
 
 @given(
@@ -102,49 +102,51 @@ def test_selected_repeated_and_joined_columns_are_the_same_elsewhere(sizes: list
 def test_shards_and_what_ranks_give_back_are_the_same_elsewhere(
     lengths: list[int], ranks: int, overlong: Any, mode: Any
 ):
-    shelf, batch = Shelf(), batch_of(lengths)
-    remote = shelf.hold(batch)
+    store, batch = InMemoryStore(), batch_of(lengths)
+    remote = store.hold(batch)
     plan = make_plan(batch.token_counts(), Batching(mode=mode, max_tokens=6, overlong=overlong), dp_size=ranks)
     results, away = [], []
     for shard, elsewhere in zip(batch.shard(plan), remote.shard(plan), strict=True):
-        same(shelf.back(elsewhere), shard)
-        elsewhere.fetch = shelf.fetch
+        same(store.back(elsewhere), shard)
+        elsewhere.reader = store.fetch
         for step in range(shard.num_steps):
             for view, other in zip(shard.microbatches(step), elsewhere.microbatches(step), strict=True):
                 same(other.rows, view.rows)
         results.append(shard.select(np.arange(shard.num_rows)[::-1]))
-        away.append(shelf.hold(results[-1]))
-    same(shelf.back(remote.restore(away, plan=plan)), batch.restore(results, plan=plan))
+        away.append(store.hold(results[-1]))
+    same(store.back(remote.restore(away, plan=plan)), batch.restore(results, plan=plan))
 
 
 def test_only_parts_that_rows_lie_in_are_asked_for_and_only_once_read():
-    shelf = Shelf()
-    parts = [shelf.hold(batch_of([2, 3], first=10 * number)) for number in range(3)]
+    store = InMemoryStore()
+    parts = [store.hold(batch_of([2, 3], first=10 * number)) for number in range(3)]
     chosen = BatchedDataDict.concat(parts).select([5, 2])
     assert chosen.token_counts().tolist() == [3, 2]
     assert chosen.keep(["texts"]).num_rows == 2
-    assert shelf.asked == []
-    chosen.fetch = shelf.fetch
+    assert store.asked == []
+    chosen.reader = store.fetch
     assert chosen["texts"] == ["text 21", "text 10"]
     assert chosen["texts"] == ["text 21", "text 10"]
     # The texts of batch n are part 2n + 1, its tokens 2n.
-    assert shelf.asked == [3, 5]
+    assert store.asked == [3, 5]
     assert chosen.select([1, 1])["input_ids"].lengths.tolist() == [2, 2]
-    assert shelf.asked == [3, 5, 2]
+    assert store.asked == [3, 5, 2]
 
 
 def test_what_lies_elsewhere_is_no_tensor_until_it_is_fetched():
-    remote = Shelf().hold(batch_of([2, 3]))
+    remote = InMemoryStore().hold(batch_of([2, 3]))
     for read in (lambda: remote.ragged("input_ids"), lambda: remote.padded("input_ids"), lambda: remote.to("cpu")):
-        with pytest.raises(DataError, match=r"'input_ids' lies elsewhere: Remote\(int64, 2 rows in 1 parts\); fetch"):
+        with pytest.raises(
+            DataError, match=r"'input_ids' is remote: RemoteColumn\(int64, 2 rows in 1 payloads\); fetch"
+        ):
             read()
-    with pytest.raises(DataError, match="'input_ids' is Ragged in one batch and Remote in another"):
+    with pytest.raises(DataError, match="'input_ids' is Ragged in one batch and RemoteColumn in another"):
         BatchedDataDict.concat([remote, batch_of([1], first=50)])
 
 
 def test_the_pickle_of_a_remote_batch_does_not_grow_with_its_tokens():
     sizes = []
     for scale in (1, 16):
-        remote = Shelf().hold(batch_of([8 * scale] * 64))
+        remote = InMemoryStore().hold(batch_of([8 * scale] * 64))
         sizes.append(len(pickle.dumps(remote)))
     assert sizes[1] <= 1.01 * sizes[0]

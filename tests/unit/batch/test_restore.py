@@ -285,7 +285,7 @@ def test_two_kinds_of_batching_exclude_each_other():
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"max_token": 8}, "has the key 'max_token'; the keys are mode, max_tokens, rows, .*, overlong"),
+        ({"max_token": 8}, "has the key 'max_token'; the keys are mode, max_tokens, micro_batch_size, .*, overlong"),
         ({"max_tokens": 8, 3: 4}, "has the key 3; the keys are mode"),
         (True, "is a bool; give a Batching, or a mapping"),
         ("packed", "is a str; give a Batching, or a mapping"),

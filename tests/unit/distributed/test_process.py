@@ -177,7 +177,7 @@ def test_keyword_arguments_of_any_name_reach_the_role(host: RankHost):
 def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(host: RankHost):
     host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
     found = {ticket: host.outline(ticket, "teller", "tell", {}, text) for ticket, text in ((7, "one"), (8, "two"))}
-    assert found[7].rows.row_ids.tolist() == [5, 3]
+    assert found[7].stub.row_ids.tolist() == [5, 3]
     assert found[7].sizes == found[8].sizes
     assert [host.parts(ticket) for ticket in (7, 8)] == [[{"text": ["one", "one"]}], [{"text": ["two", "two"]}]]
     host.outline(9, "teller", "tell", {}, "three")

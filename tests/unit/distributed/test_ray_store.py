@@ -68,7 +68,7 @@ def test_a_step_gives_back_what_it_took_and_its_parts_are_gone():
     assert store.in_flight == 0
     with pytest.raises(DataError, match="were freed; read them in the step"):
         pickle.dumps(first)
-    assert (store.take_peak(), store.take_peak()) == (100, 0)
+    assert (store.pop_peak_bytes(), store.pop_peak_bytes()) == (100, 0)
 
 
 def test_what_nobody_has_any_more_is_given_back_before_the_step_ends():

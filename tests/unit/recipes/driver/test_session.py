@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.offload import outline
-from rlpack.batch.remote import Remote
+from rlpack.batch.offload import offload
+from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Algorithm, Checkpoint, Config, Data, SFTWarmup, Trainer
 from rlpack.distributed.worker_group import WorkerGroup
@@ -210,14 +210,14 @@ class AwayStore(LocalStore):
         self.parts: list[Any] = []
         self.taken: list[str] = []
 
-    def put(self, batch: BatchedDataDict, *, for_good: bool = False) -> BatchedDataDict:
-        found, self.parts = outline(batch)
-        return found.at(range(len(self.parts)))
+    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+        found, self.parts = offload(batch)
+        return found.with_handles(range(len(self.parts)))
 
-    def take(self, batch: BatchedDataDict) -> BatchedDataDict:
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
         here = batch.copy()
-        here.fetch = lambda parts: [self.parts[int(str(part))] for part in parts]
-        self.taken += [name for name in batch if isinstance(batch[name], Remote)]
+        here.reader = lambda parts: [self.parts[int(str(part))] for part in parts]
+        self.taken += [name for name in batch if isinstance(batch[name], RemoteColumn)]
         return BatchedDataDict(dict(here), row_ids=here.row_ids)
 
 
@@ -232,7 +232,9 @@ def test_an_advantage_function_gets_several_numbers_a_row_where_it_names_them(tm
     set_group(session, "actor")
     store = session.store = AwayStore()
     rows = {"rewards": torch.tensor([0.0, 1.0]), "valid": torch.ones(2, dtype=torch.bool)}
-    away = store.put(BatchedDataDict({"scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "unasked": torch.ones(2, 9)}))
+    away = store.offload(
+        BatchedDataDict({"scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "unasked": torch.ones(2, 9)})
+    )
     found = stages.advantages(session, rollouts.union({**rows, **away, "response_tokens": torch.full((2,), 4)}))
     assert found["advantages"].tolist() == [-3.0, -6.0]
     assert store.taken == ["scores"]
