@@ -2,7 +2,7 @@
 
 for each step:
     batch = demonstrations(prompts)
-    actor.imitate(batch)              # one optimizer step
+    actor.train_step(batch, SFTLoss())     # one optimizer step
 
 The held-out demonstrations are scored now and then.
 """
@@ -21,7 +21,7 @@ def main(config: Config) -> None:
     with open_session(config) as session:
         for _ in session.steps("train", config.trainer.steps, evaluate_loss):
             batch = stages.demonstrations(session, config.trainer.prompts_per_step)
-            stages.imitate(session, batch, session.learning_rate)
+            stages.sft_step(session, batch, session.learning_rate)
 
 
 def sft_warmup(session: Session) -> None:
@@ -34,9 +34,9 @@ def sft_warmup(session: Session) -> None:
         score_demonstrations(session)
     for step in session.steps("sft_warmup", settings.steps):
         batch = stages.demonstrations(session, settings.batch_size)
-        stages.imitate(session, batch, sft_warmup_rate(settings, step))
+        stages.sft_step(session, batch, sft_warmup_rate(settings, step))
         if step == settings.steps:
-            stages.forget_moments(session)
+            stages.reset_optimizer(session)
 
 
 def sft_warmup_rate(settings: SFTWarmup, step: int) -> float:

@@ -1,7 +1,7 @@
 """The actor: the policy that is trained."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.metric_reduction import merge_steps
-from rlpack.algorithms.policy_loss import PolicyTokens
-from rlpack.algorithms.statistics import join
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.microbatch_view import MicrobatchView
 from rlpack.config.roles import role_batching
@@ -23,22 +21,19 @@ from rlpack.models.policy import TokenScores
 from rlpack.worker import RankContext, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
-from rlpack.workers.loss import Imitation, Loss, Objective, PolicyGradient, counted
-from rlpack.workers.optimizer_step import Learner
+from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, trained_tokens
+from rlpack.workers.optimizer_step import OptimizerStepper
 
 
 class ActorWorker(Worker):
     """One data-parallel rank of the trained policy (FSDP2) with its optimizer."""
 
-    def __init__(
-        self, context: RankContext, scorer: Scorer, settings: Actor, objective: PolicyGradient, *, seed: int = 0
-    ) -> None:
+    def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, *, seed: int = 0) -> None:
         super().__init__(context)
         self._seed = seed
         self._scorer = scorer
         self._settings = settings
-        self._objective = objective
-        self._learner = Learner("actor", scorer.policy, settings.optimizer, context)
+        self._stepper = OptimizerStepper("actor", scorer.policy, settings.optimizer, context)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -48,12 +43,11 @@ class ActorWorker(Worker):
             config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed, trained=True
         )
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
-        objective = PolicyGradient(config.algorithm, config.rollout.temperature)
-        return cls(context, scorer, config.actor, objective, seed=config.seed)
+        return cls(context, scorer, config.actor, seed=config.seed)
 
     @sharded(mini_batches=True)
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
-        """Return the column `logprobs`; its microbatches are those of `update`, so that the first ratio is 1.
+        """Return the column `logprobs`; its microbatches are those of `train_step`, so that the first ratio is 1.
 
         With it come sums over the response tokens of each row that the plan keeps: `response_tokens` counts them,
         `logprob_sum` adds their log-probs up, `logprob_gap` their distances from `rollout_logprobs` (0 without them).
@@ -74,35 +68,23 @@ class ActorWorker(Worker):
         )
 
     @sharded(mini_batches=True, merge=merge_steps)
-    def update(
-        self, shard: BatchedDataDict, learning_rate: float | None = None, kl_coef: float | None = None
+    def train_step(
+        self, shard: BatchedDataDict, loss: LogprobLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:
-        """Take one optimizer step for each mini-batch; return the metrics of each.
+        """Take the optimizer steps of the shard's plan; return the metrics of each.
 
         Args:
-            shard: `input_ids`, `response_mask`, `logprobs`, `advantages`, with a KL term `reference_logprobs`, and
-                `loss_weight` and `token_weight` of the rows in their optimizer step.
-            learning_rate: of these steps; None for the configuration's.
-            kl_coef: weight of the KL term; None for the configuration's.
+            shard: the columns that `loss` reads; weights of the rows are those within their optimizer step.
+            loss: what the steps minimize.
+            learning_rate: of these steps; None takes `actor.optimizer.learning_rate`.
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
-        objective = self._objective if kl_coef is None else self._objective.weighing_kl(kl_coef)
-        return [self._step(shard, step, objective, rate) for step in range(shard.num_steps)]
-
-    @sharded(merge=merge_steps)
-    def imitate(self, shard: BatchedDataDict, learning_rate: float) -> list[dict[str, float]]:
-        """Take one supervised step on the whole batch, at temperature 1: nothing was sampled.
-
-        Args:
-            shard: `input_ids`, `response_mask`, `loss_weight`, `token_weight`.
-            learning_rate: of this step.
-        """
-        return [self._step(shard, step, Imitation(), learning_rate) for step in range(shard.num_steps)]
+        return [self._step(shard, step, loss, rate) for step in range(shard.num_steps)]
 
     @broadcast
-    def forget_moments(self) -> None:
-        """Start the optimizer anew, as a recipe does after its supervised warm-up."""
-        self._learner.forget_moments()
+    def reset_optimizer(self) -> None:
+        """Start with a new optimizer, as a recipe does after its supervised warm-up."""
+        self._stepper.reset_optimizer()
 
     @broadcast
     def export_weights(self) -> dict[str, np.ndarray]:
@@ -113,12 +95,12 @@ class ActorWorker(Worker):
     @broadcast
     def save(self, folder: str) -> None:
         """Write this rank's part of weights and optimizer state into `folder`; a collective."""
-        self._learner.save(folder)
+        self._stepper.save(folder)
 
     @broadcast
     def load(self, folder: str) -> None:
         """Read weights and moments back, saved on any number of ranks; a collective."""
-        self._learner.load(folder)
+        self._stepper.load(folder)
 
     @broadcast
     def export_model(self, folder: str) -> None:
@@ -127,35 +109,35 @@ class ActorWorker(Worker):
         if self.context.rank == 0:
             self._scorer.policy.model.save_pretrained(folder, state_dict=state)
 
-    def _step(self, shard: BatchedDataDict, step: int, objective: Objective, learning_rate: float) -> dict[str, float]:
+    def _step(self, shard: BatchedDataDict, step: int, loss: LogprobLoss, learning_rate: float) -> dict[str, float]:
         """Take one optimizer step over the step's microbatches."""
         views = list(shard.microbatches(step))
-        statistics = self._statistics(views) if objective.needs_statistics else None
-        place = (self._seed, self._learner.steps_taken, self.context.rank)
+        statistics = self._statistics(views, loss) if loss.needs_statistics else None
+        seed = (self._seed, self._stepper.steps_taken, self.context.rank)
 
-        def loss_of(view: MicrobatchView, number: int) -> Loss:
-            return objective(self._scores(view, objective, (*place, number)), view.rows, statistics)
+        def microbatch_loss(view: MicrobatchView, number: int) -> MicrobatchLoss:
+            return loss(self._scores(view, loss, (*seed, number)), view.rows, statistics)
 
-        return self._learner.step(views, loss_of, learning_rate)
+        return self._stepper.step(views, microbatch_loss, learning_rate)
 
-    def _scores(self, view: MicrobatchView, objective: Objective, place: tuple[int, ...]) -> TokenScores:
-        """Return what the policy says about the tokens that count, with gradient; `place` fixes adapters' dropout."""
+    def _scores(self, view: MicrobatchView, loss: LogprobLoss, seed: tuple[int, ...]) -> TokenScores:
+        """Return the policy's scores of the tokens that train, with gradient; `seed` is that of adapters' dropout."""
         device = self._scorer.device
         inputs = to_model_inputs(view, device=device, pad_token_id=self._scorer.pad_token_id)
-        with dropout_seed(self._settings.lora, device, *place):
+        with dropout_seed(self._settings.lora, device, *seed):
             return self._scorer.policy(
                 inputs,
-                select=counted(view.rows).to(device),
-                temperature=objective.temperature,
-                entropy=objective.needs_entropy,
+                select=trained_tokens(view.rows).to(device),
+                temperature=loss.temperature,
+                entropy=loss.needs_entropy,
             )
 
     @torch.no_grad()
-    def _statistics(self, views: Sequence[MicrobatchView]) -> dict[str, float]:
-        """Return the figures of the whole optimizer step that the policy loss asks for; a collective."""
-        scores = [self._scorer.score(view, temperature=self._objective.temperature) for view in views]
+    def _statistics(self, views: Sequence[MicrobatchView], loss: LogprobLoss) -> dict[str, float]:
+        """Return the statistics of the whole optimizer step that the loss needs; a collective."""
+        scores = [self._scorer.score(view, temperature=loss.temperature) for view in views]
         reshard(self._scorer.policy)
-        own = join([self._objective.tokens(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)])
-        every: list[PolicyTokens | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        return self._objective.statistics(join([tokens for tokens in every if tokens is not None]))
+        inputs = [loss.statistics_inputs(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)]
+        gathered: list[list[Any] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, inputs)
+        return loss.statistics([part for parts in gathered if parts is not None for part in parts])

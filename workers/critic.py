@@ -11,7 +11,6 @@ from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.gae import estimate, token_rewards
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
-from rlpack.algorithms.value_loss import squared_error
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.microbatch_view import MicrobatchView
 from rlpack.batch.ragged import Ragged
@@ -24,8 +23,8 @@ from rlpack.models.parallel import load_base_weights
 from rlpack.worker import RankContext, Worker, broadcast, sharded
 from rlpack.workers.build import build_critic, to_tensors
 from rlpack.workers.inference import per_token
-from rlpack.workers.loss import Loss, counted, of_tokens
-from rlpack.workers.optimizer_step import Learner
+from rlpack.workers.loss import MicrobatchLoss, ValueLoss
+from rlpack.workers.optimizer_step import OptimizerStepper
 
 
 class CriticWorker(Worker):
@@ -39,7 +38,7 @@ class CriticWorker(Worker):
         self._settings = settings
         self._algorithm = algorithm
         self._pad_token_id = pad_token_id
-        self._learner = Learner("critic", critic, settings.optimizer, context)
+        self._stepper = OptimizerStepper("critic", critic, settings.optimizer, context)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -51,8 +50,8 @@ class CriticWorker(Worker):
     def values(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `values`, f32 [T], 0 outside responses, and `value_tokens`, the response tokens that the plan keeps.
 
-        Entry t is the value of what lies before token t. The microbatches are those of `update`, so that the first
-        value of an update is the one that advantages were computed with.
+        Entry t is the value of what lies before token t. The microbatches are those of `train_step`, so that the first
+        value of a step is the one that advantages were computed with.
 
         Args:
             shard: `input_ids`, `response_mask`.
@@ -112,16 +111,23 @@ class CriticWorker(Worker):
         return shard.keep([]).union({"advantages": mask.with_values(whitened)})
 
     @sharded(mini_batches=True, merge=merge_steps)
-    def update(self, shard: BatchedDataDict, learning_rate: float | None = None) -> list[dict[str, float]]:
-        """Take one optimizer step for each mini-batch; return the metrics of each.
+    def train_step(
+        self, shard: BatchedDataDict, loss: ValueLoss, learning_rate: float | None = None
+    ) -> list[dict[str, float]]:
+        """Take the optimizer steps of the shard's plan; return the metrics of each.
 
         Args:
-            shard: `input_ids`, `response_mask`, `values`, `returns`, and `loss_weight` of the rows in their optimizer
-                step.
-            learning_rate: of these steps; None for the configuration's.
+            shard: the columns that `loss` reads; weights of the rows are those within their optimizer step.
+            loss: what the steps minimize.
+            learning_rate: of these steps; None takes `critic.optimizer.learning_rate`.
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
-        return [self._learner.step(list(shard.microbatches(at)), self._loss, rate) for at in range(shard.num_steps)]
+
+        def microbatch_loss(view: MicrobatchView, number: int) -> MicrobatchLoss:
+            return loss(self._values(view), view.rows)
+
+        steps = range(shard.num_steps)
+        return [self._stepper.step(list(shard.microbatches(step)), microbatch_loss, rate) for step in steps]
 
     @broadcast
     def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
@@ -131,31 +137,14 @@ class CriticWorker(Worker):
     @broadcast
     def save(self, folder: str) -> None:
         """Write this rank's part of weights and optimizer state into `folder`; a collective."""
-        self._learner.save(folder)
+        self._stepper.save(folder)
 
     @broadcast
     def load(self, folder: str) -> None:
         """Read weights and moments back, saved on any number of ranks; a collective."""
-        self._learner.load(folder)
+        self._stepper.load(folder)
 
     def _values(self, view: MicrobatchView) -> Tensor:
         """Return the values of a microbatch's tokens, f32 [T], on the CPU."""
         inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
         return self._critic(inputs, before=True).cpu()
-
-    def _loss(self, view: MicrobatchView, number: int) -> Loss:
-        """Return Σ weight · squared error over the response tokens, and its metrics."""
-        rows = view.rows
-        values = self._values(view)
-        weight, old, returns = (of_tokens(rows, name, values) for name in ("loss_weight", "values", "returns"))
-        found = squared_error(values, old, returns, clip=self._settings.value_clip)
-        inside = counted(rows)
-        loss = (weight * torch.where(inside, found.token_losses, 0.0)).sum()
-        return Loss(
-            loss,
-            {
-                "critic/loss": loss.detach(),
-                "critic/value_mean": (weight * torch.where(inside, values.detach(), 0.0)).sum(),
-                "critic/clip_fraction": (weight * (found.clipped & inside)).sum(),
-            },
-        )

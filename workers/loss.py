@@ -1,15 +1,19 @@
-"""What an actor minimises: losses as sums over tokens, and the figures that are logged beside them.
+"""Losses of trained roles: sums over the response tokens of a microbatch, and their metrics.
 
-The column `loss_weight`, fixed by the driver from global denominators, makes the loss of an optimizer step the plain
-sum over all microbatches and ranks; `token_weight` = 1 / (tokens of the step) does the same for metrics. Both are
-numbers of rows, for each of their response tokens; 0 leaves a row out. So nothing here depends on how rows were
-batched.
+A loss is a small picklable object that the driver makes and passes to `train_step`. It declares the columns that it
+reads, so a new loss needs no change in a role.
+
+The column `loss_weight`, computed on the driver from global denominators, makes the loss of an optimizer step the plain
+sum over all microbatches and ranks; `token_weight` = 1 / (tokens of the step) does the same for metrics. Both hold one
+number per row, which applies to each of its response tokens; 0 leaves the row out. So no loss depends on how rows are
+batched. Metrics are named without the role, which `OptimizerStepper` prepends.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,74 +21,87 @@ from torch import Tensor
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import call_with, find_loss
-from rlpack.algorithms.statistics import statistics_of
+from rlpack.algorithms.statistics import join, statistics_of
+from rlpack.algorithms.value_loss import squared_error
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm
 from rlpack.models.policy import TokenScores
 
+# What every loss reads: tokens, the mask of those that train, and the weights of the rows.
+_COMMON = ("input_ids", "response_mask", "loss_weight", "token_weight")
 
-class Loss(NamedTuple):
+
+class MicrobatchLoss(NamedTuple):
     """A microbatch's part of the loss, and of each metric, as 0-dimensional tensors."""
 
     value: Tensor
     metrics: dict[str, Tensor]
 
 
-class Objective(Protocol):
-    """Turns the scores of a microbatch's tokens into its part of the loss."""
+@dataclass(frozen=True, kw_only=True)
+class LogprobLoss(ABC):
+    """A loss over log-probabilities of tokens, for `ActorWorker.train_step`.
+
+    Attributes:
+        temperature: of the distribution whose log-probs the loss reads.
+        needs_entropy: whether it reads entropies too.
+    """
+
+    temperature: float = 1.0
+    needs_entropy: bool = False
 
     @property
-    def temperature(self) -> float:
-        """Return the temperature of the distribution whose scores it wants."""
-        ...
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns that the loss reads."""
+        return _COMMON
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the scores have to hold entropies."""
-        ...
+    def whole_groups(self) -> bool:
+        """Whether all rows of a group have to be in the same microbatch."""
+        return False
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether it has to be given figures of the whole optimizer step, `statistics(tokens of the step)`."""
-        ...
+        """Whether the loss needs statistics of the whole optimizer step, which cost another forward pass."""
+        return False
 
-    def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
-        """Return the loss of these rows; `scores` are aligned with the tokens of `rows`."""
-        ...
+    @abstractmethod
+    def __call__(
+        self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
+    ) -> MicrobatchLoss:
+        """Return the loss of a microbatch; `scores` are aligned with the tokens of `rows`."""
 
+    def statistics_inputs(self, logprobs: Tensor, rows: BatchedDataDict) -> Any:
+        """Return what `statistics` reads of a microbatch, on the CPU; picklable."""
+        raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
-def counted(rows: BatchedDataDict) -> Tensor:
-    """Return the tokens that train, bool [T]: those of responses in rows that weigh anything."""
-    mask = rows["response_mask"]
-    return mask.values & (rows["loss_weight"] > 0)[mask.segment_ids]
-
-
-def of_tokens(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
-    """Return the column `name`, [T], 0 outside the response, on the device and of the type of `like`.
-
-    A column of rows, [B], holds for all response tokens of a row.
-    """
-    mask, column = rows["response_mask"], rows[name]
-    values = column[mask.segment_ids] if isinstance(column, Tensor) else column.values
-    return torch.where(mask.values, values, 0).to(device=like.device, dtype=like.dtype)
+    def statistics(self, inputs: Sequence[Any]) -> dict[str, float]:
+        """Return the statistics of an optimizer step from the inputs of its microbatches on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradientLoss(LogprobLoss):
     """The policy loss of `algorithm.loss`, its KL term and its entropy bonus.
 
     Attributes:
         algorithm: the loss, its bounds and weights.
-        temperature: what responses were sampled at; old and new log-probs are both of that distribution.
+        temperature: the sampling temperature; old and new log-probs are both of that distribution.
         needs_entropy: entropies are logged.
     """
 
     algorithm: Algorithm
-    temperature: float
-    needs_entropy: bool = True
+    temperature: float = field(kw_only=True)
+    needs_entropy: bool = field(default=True, kw_only=True)
 
-    def weighing_kl(self, coefficient: float) -> "PolicyGradient":
-        """Return this objective with another weight of the KL term."""
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns that the loss reads: with a KL term also the reference's log-probs."""
+        reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
+        return (*_COMMON, "logprobs", "advantages", *reference)
+
+    def with_kl_coef(self, coefficient: float) -> "PolicyGradientLoss":
+        """Return this loss with another weight of the KL term."""
         return replace(self, algorithm=self.algorithm.model_copy(update={"kl_coef": coefficient}))
 
     @cached_property
@@ -94,75 +111,131 @@ class PolicyGradient:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the loss has to be given figures of the whole optimizer step."""
+        """Whether the policy loss declares statistics."""
         return statistics_of(self.function) is not None
 
-    def statistics(self, tokens: PolicyTokens) -> dict[str, float]:
-        """Return those figures, of all tokens of the step."""
+    def statistics_inputs(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
+        """Return the tokens of a microbatch as the policy loss reads them."""
+        return self._tokens(logprobs, rows)
+
+    def statistics(self, inputs: Sequence[PolicyTokens]) -> dict[str, float]:
+        """Return the statistics that the policy loss declares, over all tokens of the optimizer step."""
+        return self._statistics(join(list(inputs)))
+
+    def evaluate(self, tokens: PolicyTokens, statistics: dict[str, float] | None = None) -> PolicyLoss:
+        """Return the policy loss of tokens; without `statistics`, those that it needs are computed from these tokens.
+
+        Raises:
+            AlgorithmError: a setting is out of range.
+        """
+        offered = dict(self.algorithm)
+        if self.needs_statistics:
+            offered["statistics"] = self._statistics(tokens) if statistics is None else statistics
+        return call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
+
+    def __call__(
+        self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
+    ) -> MicrobatchLoss:
+        """Return Σ weight · (policy loss + kl_coef · KL - entropy_coef · entropy) over the response tokens."""
+        settings = self.algorithm
+        weight, share = (response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
+        tokens = self._tokens(scores.logprobs, rows)
+        entropy = torch.where(tokens.mask, scores.entropy, 0.0)
+        policy = self.evaluate(tokens, statistics)
+        loss = policy_loss = (weight * policy.token_losses).sum()
+        metrics = {"policy_loss": policy_loss.detach(), "entropy": (share * entropy.detach()).sum()}
+        metrics |= _policy_metrics(policy, share)
+        if settings.kl_coef > 0:
+            kl = self._kl(scores.logprobs, rows, tokens.mask)
+            loss = loss + settings.kl_coef * (weight * kl).sum()
+            metrics["kl"] = (share * kl.detach()).sum()
+        if settings.entropy_coef > 0:
+            loss = loss - settings.entropy_coef * (weight * entropy).sum()
+        return MicrobatchLoss(loss, metrics | {"loss": loss.detach()})
+
+    def _tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
+        """Return what the policy loss reads of these rows; `logprobs` are the policy's, [T]."""
+        names = ("token_weight", "logprobs", "advantages")
+        share, old, advantages = (response_values(rows, name, logprobs) for name in names)
+        return PolicyTokens(logprobs, old, advantages, share > 0, rows["response_mask"].lengths.to(logprobs.device))
+
+    def _kl(self, logprobs: Tensor, rows: BatchedDataDict, mask: Tensor) -> Tensor:
+        """Return the estimate of the KL divergence from the reference at each token, [T]."""
+        settings, reference = self.algorithm, response_values(rows, "reference_logprobs", logprobs)
+        return kl_estimate(
+            logprobs, reference, settings.kl_estimator, straight_through=settings.kl_straight_through, mask=mask
+        )
+
+    def _statistics(self, tokens: PolicyTokens) -> dict[str, float]:
         compute = statistics_of(self.function)
         assert compute is not None
         return compute(tokens, **self.algorithm.loss_arguments)
 
-    def evaluate(self, tokens: PolicyTokens, statistics: dict[str, float] | None = None) -> PolicyLoss:
-        """Return the policy loss of tokens; figures of the step that it needs are made of these where none are given.
 
-        Raises:
-            AlgorithmError: a setting is outside of its range.
-        """
-        offered = dict(self.algorithm)
-        if self.needs_statistics:
-            offered["statistics"] = self.statistics(tokens) if statistics is None else statistics
-        return call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
+@dataclass(frozen=True)
+class SFTLoss(LogprobLoss):
+    """Supervised fine-tuning: the negative log-likelihood of the response tokens, at temperature 1."""
 
-    def tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
-        """Return what the loss reads of these rows, of which `logprobs` are the policy's, [T]."""
-        names = ("token_weight", "logprobs", "advantages")
-        share, old, advantages = (of_tokens(rows, name, logprobs) for name in names)
-        return PolicyTokens(logprobs, old, advantages, share > 0, rows["response_mask"].lengths.to(logprobs.device))
-
-    def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
-        """Return Σ weight · (policy loss + kl_coef · KL - entropy_coef · entropy) over the response tokens."""
-        settings = self.algorithm
-        weight, share = (of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
-        tokens = self.tokens(scores.logprobs, rows)
-        entropy = torch.where(tokens.mask, scores.entropy, 0.0)
-        policy = self.evaluate(tokens, statistics)
-        policy_loss = (weight * policy.token_losses).sum()
-        metrics = {
-            "actor/policy_loss": policy_loss.detach(),
-            "actor/entropy": (share * entropy.detach()).sum(),
-            "actor/ratio_mean": (share * policy.ratio).sum(),
-            "actor/ratio_max": policy.ratio.max() if policy.ratio.numel() else policy.ratio.new_zeros(()),
-            "actor/clip_low_fraction": (share * policy.clipped_low).sum(),
-            "actor/clip_high_fraction": (share * policy.clipped_high).sum(),
-        }
-        loss = policy_loss
-        if settings.kl_coef > 0:
-            reference = of_tokens(rows, "reference_logprobs", weight)
-            kl = kl_estimate(
-                scores.logprobs,
-                reference,
-                settings.kl_estimator,
-                straight_through=settings.kl_straight_through,
-                mask=tokens.mask,
-            )
-            loss = loss + settings.kl_coef * (weight * kl).sum()
-            metrics["actor/kl"] = (share * kl.detach()).sum()
-        if settings.entropy_coef > 0:
-            loss = loss - settings.entropy_coef * (weight * entropy).sum()
-        return Loss(loss, metrics | {"actor/loss": loss.detach()})
+    def __call__(
+        self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
+    ) -> MicrobatchLoss:
+        """Return -Σ weight · log p; the metric is the mean over tokens, however the loss weighs them."""
+        weight, share = (response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
+        loss = -(weight * scores.logprobs).sum()
+        return MicrobatchLoss(loss, {"loss": -(share * scores.logprobs.detach()).sum()})
 
 
 @dataclass(frozen=True)
-class Imitation:
-    """Supervised fine-tuning: the negative log-likelihood of the response tokens, of the model as it is."""
+class ValueLoss:
+    """The critic's squared error of values against returns, for `CriticWorker.train_step`.
 
-    temperature: float = 1.0
-    needs_entropy: bool = False
-    needs_statistics: bool = False
+    Attributes:
+        clip: how far a value may move from the one before the update; None for no bound.
+    """
 
-    def __call__(self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None) -> Loss:
-        """Return -Σ weight · log p; what is logged is the mean over tokens, however the loss weighs them."""
-        weight, share = (of_tokens(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
-        loss = -(weight * scores.logprobs).sum()
-        return Loss(loss, {"actor/loss": -(share * scores.logprobs.detach()).sum()})
+    clip: float | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns that the loss reads."""
+        return ("input_ids", "response_mask", "loss_weight", "values", "returns")
+
+    def __call__(self, values: Tensor, rows: BatchedDataDict) -> MicrobatchLoss:
+        """Return Σ weight · squared error over the response tokens; `values` f32 [T] are the critic's."""
+        weight, old, returns = (response_values(rows, name, values) for name in ("loss_weight", "values", "returns"))
+        errors = squared_error(values, old, returns, clip=self.clip)
+        inside = trained_tokens(rows)
+        loss = (weight * torch.where(inside, errors.token_losses, 0.0)).sum()
+        return MicrobatchLoss(
+            loss,
+            {
+                "loss": loss.detach(),
+                "value_mean": (weight * torch.where(inside, values.detach(), 0.0)).sum(),
+                "clip_fraction": (weight * (errors.clipped & inside)).sum(),
+            },
+        )
+
+
+def trained_tokens(rows: BatchedDataDict) -> Tensor:
+    """Return the tokens that train, bool [T]: those of responses in rows with a weight above 0."""
+    mask = rows["response_mask"]
+    return mask.values & (rows["loss_weight"] > 0)[mask.segment_ids]
+
+
+def response_values(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
+    """Return the column `name`, [T], 0 outside responses, on the device and of the dtype of `like`.
+
+    A per-row column, [B], is spread over the response tokens of each row.
+    """
+    mask, column = rows["response_mask"], rows[name]
+    values = column[mask.segment_ids] if isinstance(column, Tensor) else column.values
+    return torch.where(mask.values, values, 0).to(device=like.device, dtype=like.dtype)
+
+
+def _policy_metrics(policy: PolicyLoss, share: Tensor) -> dict[str, Tensor]:
+    return {
+        "ratio_mean": (share * policy.ratio).sum(),
+        "ratio_max": policy.ratio.max() if policy.ratio.numel() else policy.ratio.new_zeros(()),
+        "clip_low_fraction": (share * policy.clipped_low).sum(),
+        "clip_high_fraction": (share * policy.clipped_high).sum(),
+    }

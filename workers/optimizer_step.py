@@ -14,11 +14,11 @@ from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_t
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import accumulate, clip_grad_norm
 from rlpack.worker import RankContext
-from rlpack.workers.loss import Loss
+from rlpack.workers.loss import MicrobatchLoss
 
 
-class Learner:
-    """One rank of a model (FSDP2) with its optimizer; what the actor and the critic both train with.
+class OptimizerStepper:
+    """One rank of a trained model (FSDP2) and its optimizer, for the actor and the critic.
 
     Attributes:
         model: the model.
@@ -45,33 +45,37 @@ class Learner:
         """Return the optimizer steps taken so far."""
         return steps_taken(self._optimizer)
 
-    def forget_moments(self) -> None:
-        """Start the optimizer anew."""
+    def reset_optimizer(self) -> None:
+        """Replace the optimizer by a new one without moments."""
         self._optimizer = self._new_optimizer()
 
     def step(
-        self, views: Sequence[MicrobatchView], loss_of: Callable[[MicrobatchView, int], Loss], learning_rate: float
+        self,
+        views: Sequence[MicrobatchView],
+        microbatch_loss: Callable[[MicrobatchView, int], MicrobatchLoss],
+        learning_rate: float,
     ) -> dict[str, float]:
-        """Run forward and backward over the microbatches of an optimizer step, fillers included, then the optimizer.
+        """Run forward and backward over the microbatches of one optimizer step, then the optimizer.
 
         Args:
-            views: this rank's microbatches; all ranks have as many.
-            loss_of: the loss of a microbatch, the how-many-th counted from 1.
+            views: this rank's microbatches, dummy ones included; all ranks have the same number.
+            microbatch_loss: maps (microbatch, 1-based index) to its loss.
             learning_rate: of this step.
 
         Returns:
-            This rank's parts of the metrics.
+            This rank's parts of the metrics, named `role/metric`.
         """
         model = self.model.train()
         self._optimizer.zero_grad(set_to_none=True)
         sums = MetricSums()
         for number, view in enumerate(views, start=1):
             accumulate(model, last=number == len(views))
-            loss = loss_of(view, number)
+            loss = microbatch_loss(view, number)
             loss.value.backward()
             sums.add(loss.metrics)
         grad_norm = clip_grad_norm(model, self._settings.max_grad_norm)
-        return sums.result() | self._apply(grad_norm, learning_rate)
+        metrics = sums.result() | self._apply(grad_norm, learning_rate)
+        return {f"{self._role}/{name}": value for name, value in metrics.items()}
 
     def save(self, folder: str) -> None:
         """Write this rank's part of weights and optimizer state into `folder`; a collective."""
@@ -98,8 +102,7 @@ class Learner:
             self._optimizer.step()
         if self._context.rank > 0:
             return {}  # these are figures of the step, not parts of it: one rank reports them
-        figures = {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
-        return {f"{self._role}/{name}": value for name, value in figures.items()}
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model.named, self._settings)

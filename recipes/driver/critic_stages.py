@@ -11,9 +11,9 @@ from rlpack.recipes.driver.reward_stages import SCORED
 from rlpack.recipes.driver.session import Session
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
+from rlpack.workers.loss import ValueLoss
 
 _ESTIMATED = ("response_mask", "values", "rewards", "valid")
-_UPDATE = (*SCORED, "values", "returns")
 
 
 def begin_critic(session: Session) -> None:
@@ -61,11 +61,13 @@ def update_critic(session: Session, rollouts: BatchedDataDict) -> None:
     """Take the critic's optimizer steps of every mini-batch, `trainer.updates_per_batch` times over the batch."""
     plan = session.critic.plan(rollouts, mini_batches=True)
     weights = step_weights(rollouts["value_tokens"].where(rollouts["valid"], 0), plan, session.config.algorithm)
-    batch = rollouts.keep(_UPDATE).union({"loss_weight": weights["token_weight"]})
+    loss = ValueLoss(session.config.critic.value_clip)
+    columns = [name for name in loss.reads if name != "loss_weight"]  # there, it is the actor's
+    batch = rollouts.keep(columns).union({"loss_weight": weights["token_weight"]})
     with session.run.timer("update_critic"):
         rate = session.critic_learning_rate
         updates = [
-            session.critic.run(CriticWorker.update, batch, rate)
+            session.critic.run(CriticWorker.train_step, batch, loss, rate)
             for _ in range(session.config.trainer.updates_per_batch)
         ]
     session.took_steps([step for update in updates for step in update])

@@ -25,12 +25,12 @@ from rlpack.recipes.driver.reward_stages import SCORED
 from rlpack.recipes.driver.session import Session
 from rlpack.rollout.engine import SamplingParams
 from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import PolicyGradientLoss, SFTLoss
 from rlpack.workers.reference import ReferenceWorker
 from rlpack.workers.rollout import RolloutWorker
 
 # What a role is sent of a batch.
 _GENERATE = ("input_ids", "seeds", "group_ids", "uid")
-_UPDATE = (*SCORED, "logprobs", "advantages", "loss_weight", "token_weight")
 
 
 class Draw(NamedTuple):
@@ -197,11 +197,13 @@ def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> Batc
 def update(session: Session, rollouts: BatchedDataDict) -> None:
     """Take the optimizer steps of every mini-batch, `trainer.updates_per_batch` times over the batch."""
     has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
-    batch = rollouts.keep([*_UPDATE, *(["reference_logprobs"] if has_kl else [])])
+    loss = PolicyGradientLoss(session.config.algorithm, temperature=session.config.rollout.temperature)
+    loss = loss.with_kl_coef(session.kl_coef if has_kl else 0.0)
+    batch = rollouts.keep(loss.reads)
     with session.run.timer("update"):
-        args = session.learning_rate, session.kl_coef if has_kl else 0.0
         updates = [
-            session.actor.run(ActorWorker.update, batch, *args) for _ in range(session.config.trainer.updates_per_batch)
+            session.actor.run(ActorWorker.train_step, batch, loss, session.learning_rate)
+            for _ in range(session.config.trainer.updates_per_batch)
         ]
     session.took_steps([step for update in updates for step in update])
     _adapt_kl(session, rollouts.num_rows)
@@ -234,16 +236,16 @@ def demonstrations(session: Session, count: int) -> BatchedDataDict:
     return batch.union(step_weights(counts, plan, session.config.algorithm))
 
 
-def imitate(session: Session, batch: BatchedDataDict, learning_rate: float) -> None:
-    """Take one supervised step."""
+def sft_step(session: Session, batch: BatchedDataDict, learning_rate: float) -> None:
+    """Take one supervised optimizer step on the whole batch."""
+    loss, actor = SFTLoss(), session.actor.with_plan(session.actor.plan(batch))
     with session.run.timer("update"):
-        sent = batch.keep([*SCORED, "loss_weight", "token_weight"])
-        session.took_steps(session.actor.run(ActorWorker.imitate, sent, learning_rate))
+        session.took_steps(actor.run(ActorWorker.train_step, batch.keep(loss.reads), loss, learning_rate))
 
 
-def forget_moments(session: Session) -> None:
-    """Start the optimizer anew."""
-    session.actor.run(ActorWorker.forget_moments)
+def reset_optimizer(session: Session) -> None:
+    """Start with a new optimizer."""
+    session.actor.run(ActorWorker.reset_optimizer)
 
 
 def freeze_reference(session: Session) -> None:

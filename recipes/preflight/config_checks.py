@@ -28,7 +28,7 @@ from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.rewards.signatures import check_signature, resolve
 from rlpack.workers.build import choose_trained
 from rlpack.workers.judge import api_key
-from rlpack.workers.loss import PolicyGradient
+from rlpack.workers.loss import PolicyGradientLoss
 from rlpack.workers.reward import targets_of
 
 _ROWS_AT_A_TIME = 1024
@@ -107,7 +107,7 @@ def _check_algorithm(config: Config) -> None:
     settings = config.algorithm
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
-    PolicyGradient(settings, config.rollout.temperature).evaluate(tokens)
+    PolicyGradientLoss(settings, temperature=config.rollout.temperature).evaluate(tokens)
     own = [name for name in started_roles(config) if not is_builtin(name)]  # such a role may add what it asks for
     if config.recipe != "ppo" and not own:
         added = [f"reward_{name}" for name in config.reward.functions]

@@ -8,14 +8,14 @@ from torch import Tensor
 from rlpack.algorithms.errors import AlgorithmError
 
 
-class ValueLoss(NamedTuple):
+class ValueLossTerms(NamedTuple):
     """Losses of tokens, with gradient, [T], and which of them the bound holds, bool [T]."""
 
     token_losses: Tensor
     clipped: Tensor
 
 
-def squared_error(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = None) -> ValueLoss:
+def squared_error(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = None) -> ValueLossTerms:
     """Return `½·max((V - R)², (clip(V, V_old ± ε) - R)²)` of each token, as PPO's authors' code has it.
 
     The bound (Schulman et al. 2017, arXiv:1707.06347; section 3.5 of Engstrom et al. 2020, arXiv:2005.12729) keeps
@@ -39,8 +39,8 @@ def squared_error(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: 
         raise AlgorithmError(f"values, old_values and returns are {shapes}; all need one entry a token, [T]")
     losses = (values - returns).square()
     if clip is None:
-        return ValueLoss(losses / 2, torch.zeros_like(losses, dtype=torch.bool))
+        return ValueLossTerms(losses / 2, torch.zeros_like(losses, dtype=torch.bool))
     if not clip > 0:
         raise AlgorithmError(f"the bound on values is {clip}; critic.value_clip has to be above 0, or null for none")
     bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    return ValueLoss(torch.maximum(losses, bounded) / 2, (bounded > losses).detach())
+    return ValueLossTerms(torch.maximum(losses, bounded) / 2, (bounded > losses).detach())

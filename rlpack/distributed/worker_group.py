@@ -8,9 +8,10 @@ Invariants (tests/distributed/test_worker_group.py):
 3. every wait has a deadline, and the first failure of a rank ends the wait for all.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -105,6 +106,7 @@ class WorkerGroup(Generic[W]):
         self._kind = kind
         self._cost = cost
         self._newest: dict[bool, MicrobatchPlan] = {}
+        self._fixed: MicrobatchPlan | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -114,6 +116,9 @@ class WorkerGroup(Generic[W]):
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> MicrobatchPlan:
         """Return the plan that a sharded call on `batch` follows; calls on the same lengths share one."""
         lengths = _token_counts(batch)
+        if self._fixed is not None:
+            assert np.array_equal(self._fixed.request.lengths, lengths), "the plan is that of another batch"
+            return self._fixed
         newest = self._newest.get(mini_batches)
         if newest is None or not np.array_equal(newest.request.lengths, lengths):
             newest = make_plan(
@@ -125,6 +130,12 @@ class WorkerGroup(Generic[W]):
             )
             self._newest[mini_batches] = newest
         return newest
+
+    def with_plan(self, plan: MicrobatchPlan) -> Self:
+        """Return this group with its sharded calls following `plan`, which is that of their batch."""
+        group = copy.copy(self)
+        group._fixed = plan
+        return group
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role as its dispatch decorator says.

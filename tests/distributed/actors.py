@@ -13,6 +13,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
 from rlpack.distributed.context import RankContext
 from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import PolicyGradientLoss
 from tests.builders import tiny_tokenizer
 
 
@@ -41,8 +42,13 @@ def new_actor(config: Config, rank: int, size: int, *, rate: float | None = None
         config = config.model_copy(update={"actor": config.actor.model_copy(update={"optimizer": optimizer})})
     actor = ActorWorker.from_settings(RankContext("main", rank, size), config, tiny_tokenizer())
     if rate is not None:
-        actor._learner._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)
+        actor._stepper._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)
     return actor
+
+
+def policy_loss(config: Config) -> PolicyGradientLoss:
+    """Return the loss that the driver passes to `train_step`."""
+    return PolicyGradientLoss(config.algorithm, temperature=config.rollout.temperature)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ def updates(
     found = []
     for config, shards in cases:
         actor = new_actor(config, rank, mesh.size(), rate=rate)
-        found.append(outcome(actor, [actor.update(shards[rank])]))
+        found.append(outcome(actor, [actor.train_step(shards[rank], policy_loss(config))]))
     return found
 
 
@@ -88,10 +94,10 @@ def logprobs(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict]
 def save_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> list[Outcome]:
     """Take a step, save, and take another; return what was there at the save and after."""
     actor = new_actor(config, rank, mesh.size())
-    actor.update(shards[rank])
+    actor.train_step(shards[rank], policy_loss(config))
     actor.save(str(folder))
     saved = outcome(actor, [])
-    return [saved, outcome(actor, [actor.update(shards[rank])])]
+    return [saved, outcome(actor, [actor.train_step(shards[rank], policy_loss(config))])]
 
 
 def load_and_go_on(
@@ -104,11 +110,11 @@ def load_and_go_on(
     seed = config.seed + 1 if reseed else config.seed
     actor = new_actor(config.model_copy(update={"seed": seed}), rank, mesh.size())
     if not reseed:
-        actor.update(shards[rank])
-        actor.update(shards[rank])
+        actor.train_step(shards[rank], policy_loss(config))
+        actor.train_step(shards[rank], policy_loss(config))
     actor.load(str(folder))
     loaded = outcome(actor, [])
-    return [loaded, outcome(actor, [actor.update(shards[rank])])]
+    return [loaded, outcome(actor, [actor.train_step(shards[rank], policy_loss(config))])]
 
 
 def export(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> dict[str, np.ndarray]:
@@ -117,8 +123,8 @@ def export(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], 
     The first export is returned by the weights' names, and the second with `after/` before them.
     """
     actor = new_actor(config, rank, mesh.size())
-    actor.update(shards[rank])
+    actor.train_step(shards[rank], policy_loss(config))
     actor.export_model(str(folder))
     before = actor.export_weights()
-    actor.update(shards[rank])
+    actor.train_step(shards[rank], policy_loss(config))
     return before | {f"after/{name}": weight for name, weight in actor.export_weights().items()}

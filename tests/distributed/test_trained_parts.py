@@ -106,7 +106,7 @@ def test_others_get_merged_weights_and_a_plain_folder_without_disturbing_trainin
 def two_updates(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict]) -> dict[str, Tensor]:
     actor = actors.new_actor(config, rank, mesh.size())
     for _ in range(2):
-        actor.update(shards[rank])
+        actor.train_step(shards[rank], actors.policy_loss(config))
     return {name: torch.from_numpy(weight) for name, weight in actor.export_weights().items()}
 
 

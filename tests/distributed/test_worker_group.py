@@ -20,6 +20,7 @@ from rlpack.recipes.driver import stages
 from rlpack.recipes.driver.reward_stages import Scoring
 from rlpack.rollout.engine import SamplingParams
 from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import SFTLoss
 from rlpack.workers.reward import RewardWorker
 from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_rollouts, tiny_tokenizer
@@ -111,7 +112,7 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
     lesson = tiny_rollouts(UNEVEN).keep(["input_ids", "response_mask"])
     share = torch.full((lesson.num_rows,), 1 / lesson["response_mask"].values.sum())
     lesson = lesson.union({"loss_weight": share, "token_weight": share})
-    groups["actor"].run(ActorWorker.imitate, lesson, 0.05)
+    groups["actor"].run(ActorWorker.train_step, lesson, SFTLoss(), 0.05)
     params = SamplingParams(max_new_tokens=12, stop_token_ids=(eos_id(tokenizer),))
 
     def gap() -> float:

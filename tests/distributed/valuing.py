@@ -18,7 +18,8 @@ from rlpack.models.heads import TokenHead
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.workers.critic import CriticWorker
-from rlpack.workers.optimizer_step import Learner
+from rlpack.workers.loss import ValueLoss
+from rlpack.workers.optimizer_step import OptimizerStepper
 from rlpack.workers.reference import ReferenceWorker
 from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import tiny_config, tiny_tokenizer
@@ -117,13 +118,13 @@ def updates(
         config = config_of(mode, "none")
         critic = CriticWorker.from_settings(RankContext("main", rank, mesh.size()), config, tiny_tokenizer())
         _set_head(critic._critic)
-        critic._learner = _descent(critic._critic, rate, critic.context)
+        critic._stepper = _descent(critic._critic, rate, critic.context)
         batching = config.batching.override(**MODES[mode].model_dump() | {"min_microbatches": microbatches})
         plan = make_plan(batch["input_ids"].lengths.numpy(), batching, dp_size=mesh.size())
         counts = torch.tensor([int(row.sum()) for row in batch["response_mask"].rows()]).where(batch["valid"], 0)
         weights = step_weights(counts, plan, config.algorithm)["token_weight"]
         shard = batch.union({"loss_weight": weights}).shard(plan)[rank]
-        metrics = critic.update(shard, rate)
+        metrics = critic.train_step(shard, ValueLoss(SETTINGS.value_clip), rate)
         grads = {name: _whole(p.grad).numpy() for name, p in critic._critic.named_parameters() if p.grad is not None}
         every: list[Any] = [None] * mesh.size()
         dist.all_gather_object(every, metrics)
@@ -131,10 +132,10 @@ def updates(
     return found
 
 
-def _descent(critic: TokenHead, rate: float, context: RankContext) -> Learner:
-    learner = Learner("critic", critic, SETTINGS.optimizer.model_copy(update={"max_grad_norm": 1e9}), context)
-    learner._optimizer = torch.optim.SGD(critic.parameters(), lr=rate)
-    return learner
+def _descent(critic: TokenHead, rate: float, context: RankContext) -> OptimizerStepper:
+    stepper = OptimizerStepper("critic", critic, SETTINGS.optimizer.model_copy(update={"max_grad_norm": 1e9}), context)
+    stepper._optimizer = torch.optim.SGD(critic.parameters(), lr=rate)
+    return stepper
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -42,4 +42,4 @@ def test_a_method_without_a_decorator_is_refused_and_says_which_there_are():
 
 
 def test_old_logprobs_share_their_microbatches_with_the_update():
-    assert dispatch_of(ActorWorker.logprobs).mini_batches == dispatch_of(ActorWorker.update).mini_batches is True
+    assert dispatch_of(ActorWorker.logprobs).mini_batches == dispatch_of(ActorWorker.train_step).mini_batches is True

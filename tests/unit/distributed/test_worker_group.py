@@ -117,6 +117,15 @@ def test_mini_batches_are_planned_for_methods_that_ask_for_them():
     assert doublers.plan(batch, mini_batches=True).step_of_row.tolist() == [0, 0, 0, 1, 1, 1, 2]
 
 
+def test_a_call_with_a_plan_takes_its_steps_and_leaves_later_calls_alone():
+    batch, other = tiny_rollouts(SIZES), tiny_rollouts(SIZES[::-1])
+    doublers = group(Batching(max_tokens=24), mini_batch_size=3)
+    assert doublers.with_plan(doublers.plan(batch)).run(Doubler.steps, batch) == [1, 1]
+    assert doublers.run(Doubler.steps, batch) == [3, 3]
+    with pytest.raises(AssertionError, match="another batch"):
+        doublers.with_plan(doublers.plan(batch)).run(Doubler.steps, other)
+
+
 def test_broadcast_calls_all_ranks_and_rank_zero_one():
     doublers = group(Batching(), size=3)
     assert (doublers.run(Doubler.rank), doublers.run(Doubler.alone)) == (0, 3)

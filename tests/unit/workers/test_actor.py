@@ -14,6 +14,7 @@ from rlpack.models import attention
 from rlpack.models.errors import IsolationError
 from rlpack.packing import Batching, make_plan
 from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import PolicyGradientLoss, SFTLoss
 from rlpack.workers.reference import ReferenceWorker
 from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
 
@@ -48,7 +49,7 @@ def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch
     old = batch.restore([actor.logprobs(shard_of(batch))]).keep(["logprobs"])
     advantages = torch.ones(batch.num_rows)
     batch = batch.union(dict(old) | {"advantages": advantages})
-    (metrics,) = actor.update(shard_of(batch))
+    (metrics,) = actor.train_step(shard_of(batch), PolicyGradientLoss(Algorithm(), temperature=1.0))
     weights = actor.export_weights()
     return metrics, {name: torch.from_numpy(weight) for name, weight in weights.items()}
 
@@ -85,9 +86,9 @@ def test_a_model_that_leaks_when_packed_is_refused_where_it_is_packed_alone(role
 
 def test_supervised_losses_are_those_of_the_model_itself_at_any_sampling_temperature():
     losses = [
-        actor_of(tiny_config(rollout=Rollout(temperature=temperature))).imitate(shard_of(lesson()), 0.1)[0][
-            "actor/loss"
-        ]
+        actor_of(tiny_config(rollout=Rollout(temperature=temperature))).train_step(shard_of(lesson()), SFTLoss(), 0.1)[
+            0
+        ]["actor/loss"]
         for temperature in (1.0, 0.25)
     ]
     assert losses[0] == losses[1]
@@ -97,7 +98,9 @@ def test_the_supervised_loss_that_is_logged_is_the_mean_over_tokens_however_it_i
     actors = [actor_of(tiny_config()) for _ in range(2)]
     summed = lesson()
     summed["loss_weight"] = 50 * summed["loss_weight"]
-    (mean,), (sums,) = (actor.imitate(shard_of(b), 0.1) for actor, b in zip(actors, (lesson(), summed), strict=True))
+    (mean,), (sums,) = (
+        actor.train_step(shard_of(b), SFTLoss(), 0.1) for actor, b in zip(actors, (lesson(), summed), strict=True)
+    )
     assert sums["actor/loss"] == mean["actor/loss"]
     assert sums["actor/grad_norm"] == pytest.approx(50 * mean["actor/grad_norm"], rel=1e-4)
 
@@ -105,7 +108,7 @@ def test_the_supervised_loss_that_is_logged_is_the_mean_over_tokens_however_it_i
 def test_a_supervised_learning_rate_is_that_of_its_step_alone():
     config = tiny_config(actor=Actor(optimizer=Optimizer(learning_rate=0.25), isolation_check=False))
     actor = actor_of(config)
-    (metrics,) = actor.imitate(shard_of(lesson()), 0.1)
+    (metrics,) = actor.train_step(shard_of(lesson()), SFTLoss(), 0.1)
     assert metrics["actor/learning_rate"] == 0.1
     assert policy_update(actor)[0]["actor/learning_rate"] == 0.25
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import pytest
@@ -71,6 +71,9 @@ class FakeGroup:
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
         return make_plan(batch["input_ids"].lengths.numpy(), self.batching, dp_size=1)
+
+    def with_plan(self, plan: Any) -> Self:
+        return self
 
     def begin(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return partial(self.run, method, *args, **kwargs)
@@ -269,8 +272,8 @@ def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Pa
 
 def test_a_warm_up_takes_its_steps_and_starts_the_optimizer_anew_at_its_end(tmp_path: Path):
     session = session_of(tmp_path, sft_warmup=SFTWarmup(steps=2, batch_size=3))
-    answers = {"imitate": [{"actor/skipped_steps": 0.0}], "forget_moments": None}
+    answers = {"train_step": [{"actor/skipped_steps": 0.0}], "reset_optimizer": None}
     actor = set_group(session, "actor", **answers)
     sft.sft_warmup(session)
-    assert actor.called == ["imitate", "imitate", "forget_moments"]
+    assert actor.called == ["train_step", "train_step", "reset_optimizer"]
     assert (session.saved, session.progress.demonstrations_seen) == ((2,), 6)

@@ -19,7 +19,7 @@ from tests.unit.recipes.driver.test_session import SavingSession, run_of, sessio
 
 def session_with(folder: Path, score) -> SavingSession:
     session = session_of(folder, sft_warmup=SFTWarmup(steps=1, batch_size=4))
-    set_group(session, "actor", imitate=[{}], forget_moments=None)
+    set_group(session, "actor", train_step=[{}], reset_optimizer=None)
     set_group(session, "reward", score=score)
     return session
 
