@@ -25,7 +25,7 @@ import torch
 from benchmarks.driver import growth
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
-from rlpack.packing import Batching, Cost, MicrobatchPlan, lower_bound, make_plan, pack, warm
+from rlpack.packing import Batching, Cost, MicrobatchPlan, lower_bound, make_plan, pack, warm_up_jit
 from rlpack.packing.algorithms.contiguous import partition_sorted
 from rlpack.packing.analysis.traces import REALISTIC, trace
 
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plots", type=Path)
     arguments = parser.parse_args()
-    warm()
+    warm_up_jit()
     lines = [*bins(arguments.seed), *packing_time(arguments.seed), *plan_time(arguments.seed)]
     lines += [*lockstep(arguments.seed), *dynamic(arguments.seed), *data_path(arguments.seed), *data_plane()]
     for line in lines:

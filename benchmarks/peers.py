@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpack.packing import Batching, make_plan, pack, partition, warm
+from rlpack.packing import Batching, make_plan, pack, partition, warm_up_jit
 from rlpack.packing.analysis.traces import trace
 
 ROWS, CAPACITY, RANKS = 32768, 16384, 64
@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path.append(str(arguments.peers))
     lengths = trace("lognormal", ROWS, longest=8192, seed=arguments.seed)
-    warm()
+    warm_up_jit()
     for name, peer, ours in (
         ("TRL pack_dataset, bfd", trl_packing(lengths), lambda: pack(lengths, CAPACITY)),
         ("verl get_seqlen_balanced_partitions", verl_partition(lengths), lambda: partition(lengths, RANKS)),

@@ -53,7 +53,7 @@ def main() -> None:
 def figures(metrics: PackingMetrics) -> str:
     """Return the columns that say how good a plan is."""
     return (
-        f"{metrics.num_microbatches:9}{metrics.fillers:8}{100 * metrics.waste_ratio:9.2f}"
+        f"{metrics.num_microbatches:9}{metrics.dummy_microbatches:8}{100 * metrics.waste_ratio:9.2f}"
         f"{100 * metrics.rank_imbalance:9.2f}{100 * metrics.lockstep_overhead:13.2f}"
     )
 

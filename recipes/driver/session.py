@@ -25,7 +25,7 @@ from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
-from rlpack.packing import MicrobatchPlan, warm
+from rlpack.packing import MicrobatchPlan, warm_up_jit
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.resume import check_same_prompts, check_same_run, newest_checkpoint, reference_folder
 from rlpack.recipes.driver.splits import Split, in_store, load_splits
@@ -268,7 +268,7 @@ def open_session(config: Config) -> Iterator[Session]:
     if resumed is not None:
         check_same_prompts(resumed, config, prompts, held_out)
     cost = sequence_cost(check_before_start(config, tokenizer, prompts, held_out))
-    threading.Thread(target=warm, daemon=True).start()  # while the roles start, which takes longer
+    threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
     run = Run.start(config, directory, resume_at=progress if resumed else None)
     with run, Cluster(config.placement, config.job) as cluster:
         names = started_roles(config)

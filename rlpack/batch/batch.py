@@ -311,8 +311,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
             lengths = plan.lengths[microbatch.rows[present]]
             rows = self.select(index[present])
             rows.plan = None
-            is_filler = not present.any()
-            yield MicrobatchView(rows, layout_of(plan.batching, lengths, microbatch.length), is_filler, index[present])
+            is_dummy = not present.any()
+            yield MicrobatchView(rows, layout_of(plan.batching, lengths, microbatch.length), is_dummy, index[present])
 
     def restore(
         self,

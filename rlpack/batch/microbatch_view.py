@@ -18,11 +18,11 @@ class MicrobatchView:
     Attributes:
         rows: the microbatch's rows; none in a filler.
         layout: slots, positions and segment bounds of the rows' tokens, in row order.
-        is_filler: takes part in forward and backward with zero weight, to keep ranks in step.
+        is_dummy: takes part in forward and backward with zero weight, to keep ranks in step.
         index: positions of `rows` in the shard, int64 [n].
     """
 
     rows: "BatchedDataDict"
     layout: Layout
-    is_filler: bool
+    is_dummy: bool
     index: np.ndarray

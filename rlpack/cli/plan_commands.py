@@ -13,8 +13,18 @@ from rlpack.batch.errors import DataError
 from rlpack.cli.plan_options import ALGORITHMS, MODES, PICTURES, check_options, rank_counts
 from rlpack.cli.tables import table
 from rlpack.data.length_files import read_lengths
-from rlpack.packing import Algorithm, Batching, Cost, MicrobatchPlan, Mode, PackingError, lower_bound, make_plan, warm
-from rlpack.packing.analysis.calibration import fit
+from rlpack.packing import (
+    Algorithm,
+    Batching,
+    Cost,
+    MicrobatchPlan,
+    Mode,
+    PackingError,
+    lower_bound,
+    make_plan,
+    warm_up_jit,
+)
+from rlpack.packing.analysis.calibration import calibrate
 from rlpack.packing.analysis.simulation import LEAST_GAIN, MEMORY_MARGIN, Device, forecast, suggest
 from rlpack.packing.analysis.traces import TRACES, trace
 from rlpack.packing.lengths import align
@@ -83,7 +93,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         cost, device = _fitted(Path(arguments.lengths), device)
     choices = list(_choices(arguments))
     print(_headline(lengths, arguments))
-    warm()
+    warm_up_jit()
     rows, plans = [], {}
     for ranks in rank_counts(arguments.ranks):
         for name, batching in choices:
@@ -203,7 +213,7 @@ def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
     records = [record for record in read_records(run_dir / METRICS) if record["phase"] == "train"]
     names = ("packing/critical_slots", "packing/critical_squares", "packing/microbatches_per_rank", "time/update_s")
     steps = [[record[name] for name in names] for record in records if all(name in record for name in names)]
-    found = fit(np.array(steps, dtype=np.float64).reshape(-1, len(names)))
+    found = calibrate(np.array(steps, dtype=np.float64).reshape(-1, len(names)))
     print(
         f"fitted on {len(steps)} steps of {run_dir}: {found.slot_s:.3g} s a slot, {found.square_s:.3g} s a squared "
         f"slot, {found.microbatch_s:.3g} s a microbatch; explains {found.explained:.0%} of time/update_s's variance"

@@ -111,7 +111,7 @@ METRICS: dict[str, Metric] = {
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
     "time/checkpoint_s": Metric("s", "Checkpoints."),
     "throughput/tokens_per_s": Metric("tokens/s", "Real tokens, prompt and response, trained per second of the step."),
-    "packing/microbatches_per_rank": Metric("1", "Microbatches of a rank, fillers included."),
+    "packing/microbatches_per_rank": Metric("1", "Microbatches per rank, dummy ones included."),
     "packing/num_microbatches": Metric("microbatches", "Microbatches that hold rows, over ranks and optimizer steps."),
     "packing/bin_utilisation": Metric("fraction", "Real tokens over microbatches × token budget."),
     "packing/waste_ratio": Metric("fraction", "Token slots that hold no real token."),
@@ -119,18 +119,18 @@ METRICS: dict[str, Metric] = {
     "packing/packing_efficiency": Metric("fraction", "Fewest microbatches the rows could be packed into over theirs."),
     "packing/rank_imbalance": Metric("1", "Most slots of a rank over the mean of the ranks, minus 1."),
     "packing/lockstep_overhead": Metric("1", "Time lost because ranks meet at every microbatch, over the ideal time."),
-    "packing/fillers": Metric("microbatches", "Empty microbatches that keep the ranks' counts equal."),
+    "packing/dummy_microbatches": Metric("microbatches", "Empty microbatches that equalize the counts of all ranks."),
     "packing/overlong": Metric("rows", "Sequences over the token budget."),
     "packing/critical_slots": Metric(
-        "tokens", "Slots of the dearest microbatch of each index, which all ranks wait for."
+        "tokens", "Slots of the costliest microbatch at each index, which all ranks wait for."
     ),
     "packing/critical_squares": Metric("tokens²", "Squared slots of the sequences of these microbatches, summed."),
-    "packing/dropped": Metric("rows", "Over-long sequences that were left out."),
-    "packing/truncated_tokens": Metric("tokens", "Tokens cut from over-long sequences."),
+    "packing/dropped": Metric("rows", "Overlong sequences that were left out."),
+    "packing/truncated_tokens": Metric("tokens", "Tokens cut from overlong sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),
-    "packing/searches_stopped": Metric("steps", "Searches of batching.algorithm=optimal that ended at their budget."),
-    "packing/groups_split": Metric("groups", "Groups over the token budget that were split, where that is allowed."),
-    "packing/slots": Metric("tokens", "Token slots, padding and fillers included."),
+    "packing/search_limit_hits": Metric("steps", "Optimizer steps in which algorithm=optimal hit its search limit."),
+    "packing/groups_split": Metric("groups", "Groups over the token budget that were split."),
+    "packing/slots": Metric("tokens", "Token slots, padding and dummy microbatches included."),
     "store/peak_bytes": Metric(
         "bytes", "Most tokens and texts of a step in the object store at once; a dataset's own left out."
     ),

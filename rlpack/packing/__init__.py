@@ -1,6 +1,6 @@
 """Planning on lengths alone: which rows share a microbatch, on which rank, in which optimizer step."""
 
-from rlpack.packing.algorithms.jit_warmup import warm
+from rlpack.packing.algorithms.jit_warmup import warm_up_jit
 from rlpack.packing.algorithms.packers import lower_bound, pack
 from rlpack.packing.algorithms.partition import partition
 from rlpack.packing.analysis.cost import Cost
@@ -25,5 +25,5 @@ __all__ = [
     "make_plan",
     "pack",
     "partition",
-    "warm",
+    "warm_up_jit",
 ]

@@ -81,7 +81,7 @@ def make_plan(
     bounds = np.searchsorted(step_of_item, np.arange(request.num_steps + 1))
     column_of_item, index_of_item = np.full((2, rows.items.size), -1)
     step_bounds = np.zeros(request.num_steps + 1, dtype=np.int64)
-    searches_stopped = 0
+    search_limit_hits = 0
     for step in range(request.num_steps):
         here = np.arange(bounds[step], bounds[step + 1])
         here = here[~dropped[here]]
@@ -89,11 +89,11 @@ def make_plan(
         grid = plan_step(request, rows.items.take(here), rows.alone[here])
         column_of_item[here], index_of_item[here] = grid.column, grid.index + step_bounds[step]
         step_bounds[step + 1] = step_bounds[step] + grid.count
-        searches_stopped += grid.search_stopped
+        search_limit_hits += grid.search_stopped
     if batching.mode != "fixed":
         column_of_item = _deal(request, rows.items, column_of_item, index_of_item)
     plan = _assemble(request, rows, column_of_item[rows.item], index_of_item[rows.item], step_bounds)
-    return replace(plan, metrics=replace(plan.metrics, searches_stopped=searches_stopped, groups_split=num_split))
+    return replace(plan, metrics=replace(plan.metrics, search_limit_hits=search_limit_hits, groups_split=num_split))
 
 
 @dataclass(frozen=True, eq=False)

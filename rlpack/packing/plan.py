@@ -21,12 +21,12 @@ class Microbatch:
     Attributes:
         rows: int64 [n], ascending; which rows they count depends on who gives it: the batch's or the rank's.
         length: padded length: slots of the packed row in packed mode, the width of each row in the other two.
-        is_filler: holds no row; takes part in forward and backward with zero weight, to keep ranks in step.
+        is_dummy: holds no row; takes part in forward and backward with zero weight, to keep ranks in step.
     """
 
     rows: np.ndarray
     length: int
-    is_filler: bool
+    is_dummy: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class RankPlan:
             Microbatch(
                 rows=np.arange(bounds[at], bounds[at] + self.counts[at]),
                 length=int(self.widths[at]),
-                is_filler=bool(self.counts[at] == 0),
+                is_dummy=bool(self.counts[at] == 0),
             )
             for at in range(first, stop)
         ]
@@ -193,7 +193,7 @@ class MicrobatchPlan:
         """
         plan = self.rank_plan(rank)
         return [
-            Microbatch(plan.rows[microbatch.rows], microbatch.length, microbatch.is_filler)
+            Microbatch(plan.rows[microbatch.rows], microbatch.length, microbatch.is_dummy)
             for microbatch in plan.microbatches(step)
         ]
 

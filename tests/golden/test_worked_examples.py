@@ -73,7 +73,7 @@ def test_dynamic_batching_is_at_least_as_good_as_the_manuals(case: Case) -> None
         "padded_tokens_total_at_most": is_at_most(plan.metrics.slots),
     }
     check_every_key(case, {"lengths", "ranks", "max_tokens", "length_multiple", "divisible_by"}, checks)
-    assert plan.metrics.fillers == 0
+    assert plan.metrics.dummy_microbatches == 0
 
 
 @pytest.mark.parametrize("case", cases("packing"))

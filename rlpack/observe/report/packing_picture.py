@@ -113,7 +113,7 @@ def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
         for rank, (microbatch, width) in enumerate(zip(together, widths, strict=True)):
             boxes.slots += width
             boxes.tokens += int(plan.lengths[microbatch.rows].sum())
-            boxes.microbatches += not microbatch.is_filler
+            boxes.microbatches += not microbatch.is_dummy
             if rank >= MOST_RANKS:
                 continue
             _add_microbatch(boxes, microbatch, plan, boxes.end, rank)

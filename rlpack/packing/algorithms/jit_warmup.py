@@ -8,7 +8,7 @@ from rlpack.packing.batching import Batching
 from rlpack.packing.make_plan import make_plan
 
 
-def warm() -> None:
+def warm_up_jit() -> None:
     """Load every compiled loop that a plan may call, compiling those that this machine has not compiled yet."""
     # Rows of which three fill a bin: the packers leave a gap for the search, and levelled bins something to exchange.
     lengths = trace("triplets", 96, longest=64, seed=1)

@@ -13,7 +13,7 @@ _FEWEST_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Fit:
+class Calibration:
     """What a step's time is made of.
 
     Attributes:
@@ -34,11 +34,11 @@ class Fit:
         return Cost(self.slot_s / FORWARD_AND_BACKWARD, self.square_s / FORWARD_AND_BACKWARD)
 
 
-def fit(steps: np.ndarray) -> Fit:
+def calibrate(steps: np.ndarray) -> Calibration:
     """Return the coefficients, none negative, under which the steps took most nearly as long as they did.
 
     >>> steps = [[n, n * m, 1, 0.5 * n + 0.25 * n * m + 2] for n, m in zip(range(1, 10), [3, 1, 2] * 3)]
-    >>> found = fit(np.array(steps, dtype=float))
+    >>> found = calibrate(np.array(steps, dtype=float))
     >>> found.slot_s, found.square_s, found.microbatch_s
     (0.5, 0.25, 2.0)
 
@@ -66,4 +66,4 @@ def fit(steps: np.ndarray) -> Fit:
     if not any(coefficients[:2]):
         raise PackingError("the steps' times don't grow with their slots; fit a run whose steps differ more in length")
     spread = float(np.square(seconds - seconds.mean()).sum())
-    return Fit(*coefficients, explained=1.0 - least / spread if spread else 1.0)
+    return Calibration(*coefficients, explained=1.0 - least / spread if spread else 1.0)

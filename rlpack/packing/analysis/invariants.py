@@ -38,7 +38,7 @@ def _microbatches(plan: MicrobatchPlan) -> Iterator[tuple[int, int, Microbatch]]
         mine = plan.rank_plan(rank)
         for step in range(plan.num_steps):
             for local in mine.microbatches(step):
-                yield rank, step, Microbatch(mine.rows[local.rows], local.length, local.is_filler)
+                yield rank, step, Microbatch(mine.rows[local.rows], local.length, local.is_dummy)
 
 
 def _assert_rows(plan: MicrobatchPlan) -> None:
@@ -75,8 +75,8 @@ def _assert_counts(plan: MicrobatchPlan) -> None:
         # A rank cuts its own rows in fixed mode; in the other modes, rows are free to go to any rank.
         pools = per_rank if batching.mode == "fixed" else [[each for mine in per_rank for each in mine]]
         for pool in pools:
-            assert all(each.is_filler == (each.rows.size == 0) for each in pool), "3: a filler holds rows, or none is"
-            if any(each.is_filler for each in pool):
+            assert all(each.is_dummy == (each.rows.size == 0) for each in pool), "3: a filler holds rows, or none is"
+            if any(each.is_dummy for each in pool):
                 assert all(_num_items(plan, each) <= 1 for each in pool), f"4: step {step} fills where it could cut"
 
 

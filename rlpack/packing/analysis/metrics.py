@@ -16,7 +16,7 @@ class PackingMetrics:
         rank_imbalance: most slots of a rank / the ranks' mean − 1, weighted over optimizer steps.
         lockstep_overhead: Σ_i max_rank cost(rank, i) / (Σ cost / ranks) − 1: how much longer a step takes than
             on ranks that never wait for each other at a microbatch; 0 is the bound.
-        fillers: microbatches without rows.
+        dummy_microbatches: microbatches without rows.
         overlong: rows over the token budget, whatever was done about them.
         dropped: rows left out.
         truncated_tokens: tokens cut off.
@@ -25,7 +25,7 @@ class PackingMetrics:
         microbatches_per_rank: of a rank, over all optimizer steps, fillers included.
         critical_slots: slots of the dearest microbatch of each index, added up: what a step waits for.
         critical_squares: squared slots of the sequences of these microbatches, added up: their attention.
-        searches_stopped: optimizer steps in which the search of `algorithm=optimal` ended at its budget, with more
+        search_limit_hits: optimizer steps in which the search of `algorithm=optimal` ended at its budget, with more
             microbatches than are known to be needed.
         groups_split: groups that no microbatch could hold, and that were split where that was allowed.
     """
@@ -37,7 +37,7 @@ class PackingMetrics:
     packing_efficiency: float
     rank_imbalance: float
     lockstep_overhead: float
-    fillers: int
+    dummy_microbatches: int
     overlong: int
     dropped: int
     truncated_tokens: int
@@ -46,7 +46,7 @@ class PackingMetrics:
     microbatches_per_rank: int
     critical_slots: int
     critical_squares: float
-    searches_stopped: int = 0
+    search_limit_hits: int = 0
     groups_split: int = 0
 
     def as_dict(self) -> dict[str, float]:

@@ -41,7 +41,7 @@ def measure_plan(
         packing_efficiency=_ratio(_fewest(request, rows, capacity), in_use.size),
         rank_imbalance=_overhead(loads),
         lockstep_overhead=_overhead(costs),
-        fillers=int(used.size - used.sum()),
+        dummy_microbatches=int(used.size - used.sum()),
         overlong=int(rows.overlong.sum()),
         dropped=int(rows.dropped.sum()),
         truncated_tokens=int((request.lengths - rows.lengths)[~rows.dropped].sum()),

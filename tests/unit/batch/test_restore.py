@@ -54,7 +54,7 @@ def work(shard: BatchedDataDict) -> BatchedDataDict:
     outputs = []
     for step in range(shard.num_steps):
         for view in shard.microbatches(step):
-            assert view.is_filler == (view.rows.num_rows == 0)
+            assert view.is_dummy == (view.rows.num_rows == 0)
             assert shard.row_ids[view.index].tolist() == view.rows.row_ids.tolist()
             tokens = view.rows.ragged("input_ids")
             model_input = torch.full(view.layout.shape, -1).flatten()
@@ -149,7 +149,7 @@ def test_a_subset_leaves_microbatches_smaller_never_fewer(lengths, batching, ran
             ids = set(subset.row_ids.tolist())
             for old, new in zip(before, after, strict=True):
                 assert new.rows.row_ids.tolist() == [row for row in old.rows.row_ids.tolist() if row in ids]
-                assert new.is_filler == (new.rows.num_rows == 0)
+                assert new.is_dummy == (new.rows.num_rows == 0)
         assert sum(view.rows.num_rows for step in range(subset.num_steps) for view in subset.microbatches(step)) == sum(
             kept
         )
@@ -191,7 +191,7 @@ def test_operations_do_not_grow_with_the_rows(overlong):
 def test_ranks_always_walk_the_same_number_of_microbatches():
     shards = make([16, 1, 1]).shard_by_batch_size(4, sequence_packing={"max_tokens": 16})
     assert len({len(list(shard.microbatches())) for shard in shards}) == 1
-    assert any(view.is_filler for shard in shards for view in shard.microbatches())
+    assert any(view.is_dummy for shard in shards for view in shard.microbatches())
 
 
 @pytest.mark.parametrize("case", GOLDEN["sharding"], ids=str)

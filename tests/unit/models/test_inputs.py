@@ -15,7 +15,7 @@ from tests.unit.models.tiny import pad_rows, tiny_model, tiny_rows
 
 def view_of(rows: list[torch.Tensor], layout: Layout) -> MicrobatchView:
     batch = BatchedDataDict({"input_ids": Ragged.from_rows(rows, torch.int64)})
-    return MicrobatchView(rows=batch, layout=layout, is_filler=not rows, index=np.arange(len(rows)))
+    return MicrobatchView(rows=batch, layout=layout, is_dummy=not rows, index=np.arange(len(rows)))
 
 
 def inputs_of(rows: list[torch.Tensor], layout: Layout) -> ModelInputs:

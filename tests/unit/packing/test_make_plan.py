@@ -112,7 +112,7 @@ def test_a_rank_knows_its_rows_and_lengths_by_itself(request: dict[str, Any]) ->
         for step in range(mine.num_steps):
             for local, whole in zip(mine.microbatches(step), plan.microbatches(rank, step), strict=True):
                 assert (mine.rows[local.rows] == whole.rows).all()
-                assert (local.length, local.is_filler) == (whole.length, whole.is_filler)
+                assert (local.length, local.is_dummy) == (whole.length, whole.is_dummy)
                 walked += local.rows.tolist()
         assert walked == list(range(mine.rows.size))
         seen += mine.rows.tolist()
@@ -134,8 +134,8 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
             for each in index:
                 rows = 1 if packed else max(1, each.rows.size)
                 slots += rows * each.length
-                fillers += each.is_filler
-                used += not each.is_filler
+                fillers += each.is_dummy
+                used += not each.is_dummy
                 aligned = -(-plan.lengths[each.rows] // plan.batching.pad_to_multiple) * plan.batching.pad_to_multiple
                 widths = aligned if packed else np.full(each.rows.size, each.length)
                 here.append(float(cost.of(widths).sum()))
@@ -146,7 +146,7 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
             best += sum(here) / plan.num_ranks
     metrics = plan.metrics
     real = int(plan.lengths.sum())
-    assert (metrics.slots, metrics.fillers, metrics.num_microbatches, metrics.real_tokens) == (
+    assert (metrics.slots, metrics.dummy_microbatches, metrics.num_microbatches, metrics.real_tokens) == (
         slots,
         fillers,
         used,
@@ -194,13 +194,13 @@ def test_the_heaviest_microbatch_is_cut_until_the_divisor_is_met() -> None:
     batching = Batching(max_tokens=100, divisible_by=4)
     plan = make_plan([40, 30, 20, 10, 90], batching, dp_size=1)
     assert sorted(len(rows) for rows in microbatches(plan)[0]) == [1, 1, 1, 2]
-    assert plan.metrics.fillers == 0
+    assert plan.metrics.dummy_microbatches == 0
 
 
 def test_fillers_stand_in_where_there_are_fewer_rows_than_ranks() -> None:
     plan = make_plan([5, 7], Batching(max_tokens=16, pad_to_multiple=4, min_microbatches=2), dp_size=3)
-    assert plan.metrics.fillers == 4
-    fillers = [each for rank in range(3) for each in plan.microbatches(rank, 0) if each.is_filler]
+    assert plan.metrics.dummy_microbatches == 4
+    fillers = [each for rank in range(3) for each in plan.microbatches(rank, 0) if each.is_dummy]
     assert [(each.rows.size, each.length) for each in fillers] == [(0, 4)] * 4
 
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.packing import PackingError
-from rlpack.packing.analysis.calibration import fit
+from rlpack.packing.analysis.calibration import calibrate
 
 coefficients = st.sampled_from([0.0, 1e-6, 3e-5, 2e-4])
 
@@ -17,9 +17,9 @@ def test_it_finds_the_coefficients_that_made_the_times(slot: float, square: floa
     steps = np.column_stack([terms, terms @ [slot, square, microbatch]])
     if slot == square == 0:
         with pytest.raises(PackingError, match="don't grow with their slots"):
-            fit(steps)
+            calibrate(steps)
         return
-    found = fit(steps)
+    found = calibrate(steps)
     assert (found.slot_s, found.square_s, found.microbatch_s) == pytest.approx((slot, square, microbatch), abs=1e-12)
     assert found.explained == pytest.approx(1.0)
 
@@ -27,7 +27,7 @@ def test_it_finds_the_coefficients_that_made_the_times(slot: float, square: floa
 def test_noise_makes_no_coefficient_negative() -> None:
     random = np.random.default_rng(1)
     terms = np.stack([random.uniform(1e3, 1e5, 60), random.uniform(1e6, 1e9, 60), np.full(60, 4.0)], axis=1)
-    found = fit(np.column_stack([terms, terms @ [1e-5, 0.0, 0.0] * random.uniform(0.9, 1.1, 60)]))
+    found = calibrate(np.column_stack([terms, terms @ [1e-5, 0.0, 0.0] * random.uniform(0.9, 1.1, 60)]))
     assert min(found.slot_s, found.square_s, found.microbatch_s) >= 0
     assert found.slot_s == pytest.approx(1e-5, rel=0.1)
     assert 0.5 < found.explained < 1
@@ -35,4 +35,4 @@ def test_noise_makes_no_coefficient_negative() -> None:
 
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(PackingError, match="there are 3 steps with times to fit; a fit needs at least 8"):
-        fit(np.ones((3, 4)))
+        calibrate(np.ones((3, 4)))
