@@ -91,13 +91,13 @@ def _train(arguments: list[str]) -> int:
 
 def _plan(arguments: list[str]) -> int:
     """Run a command that plans; its parser needs NumPy, which `rlpack --help` doesn't wait for."""
-    from rlpack.cli import planning
+    from rlpack.cli import plan_commands
     from rlpack.cli.plan_options import parsers
 
     plan, simulate = parsers()
     if arguments[0] == "plan":
-        return planning.plan_command(plan.parse_args(arguments[1:]))
-    return planning.simulate_command(simulate.parse_args(arguments[1:]))
+        return plan_commands.plan_command(plan.parse_args(arguments[1:]))
+    return plan_commands.simulate_command(simulate.parse_args(arguments[1:]))
 
 
 def _report(run_dir: Path) -> int:

@@ -16,7 +16,7 @@ def test_what_everybody_reads_stays_within_a_budget_of_120_keys_and_a_chosen_sec
 def test_every_key_says_what_it_means():
     inherited = "reference.batching."
     assert [key.path for key in walk() if key.is_leaf and not key.description and ".batching." not in key.path] == []
-    assert find(inherited + "rows") is not None
+    assert find(inherited + "micro_batch_size") is not None
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_an_unknown_role_is_named_with_the_known_ones():
 )
 def test_a_built_in_role_has_one_home_for_its_batching(role, message):
     roles = {"roles": {name: {"target": target.target} for name, target in builtin_roles().items()}}
-    roles["roles"][role]["batching"] = {"rows": 2}
+    roles["roles"][role]["batching"] = {"micro_batch_size": 2}
     with pytest.raises(ConfigError, match=message):
         validate({"model": {"config": {"model_type": "qwen2"}}} | roles)
 

@@ -16,7 +16,7 @@ def problems_of(changes):
 
 
 def test_a_valid_mapping_becomes_the_config_that_it_describes():
-    config = validate(VALID | {"seed": 7, "batching": {"mode": "fixed", "max_tokens": None, "rows": 4}})
+    config = validate(VALID | {"seed": 7, "batching": {"mode": "fixed", "max_tokens": None, "micro_batch_size": 4}})
     assert (config.seed, config.batching.mode, config.batching.max_tokens, config.batching.micro_batch_size) == (
         7,
         "fixed",
@@ -54,13 +54,16 @@ def test_a_valid_mapping_becomes_the_config_that_it_describes():
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep is 0; it has to be at least 1"),
         ({"batching": {"max_tokens": 0}}, "batching.max_tokens is 0; it has to be a whole number of at least 1"),
         ({"batching": {"max_tokens": -5}}, "batching.max_tokens is -5"),
-        ({"batching": {"rows": True}}, "batching.micro_batch_size is True; it has to be a whole number"),
-        ({"batching": {"rows": "8"}}, "batching.micro_batch_size is '8'; it has to be a whole number"),
+        ({"batching": {"micro_batch_size": True}}, "batching.micro_batch_size is True; it has to be a whole number"),
+        ({"batching": {"micro_batch_size": "8"}}, "batching.micro_batch_size is '8'; it has to be a whole number"),
         ({"batching": {"algorithm": "best_fit"}}, "choose one of concatenative, first_fit_decreasing,"),
         ({"batching": {"max_tokens": None}}, "batching.mode=packed needs a token budget"),
         ({"batching": {"max_token": 9}}, "did you mean batching.max_tokens? batching has: mode,"),
         ({"batching": [1]}, "batching is [1]; it is a section, not a value"),
-        ({"reference": {"batching": {"rows": 0}}}, "reference.batching.micro_batch_size is 0; it has to be at least 1"),
+        (
+            {"reference": {"batching": {"micro_batch_size": 0}}},
+            "reference.batching.micro_batch_size is 0; it has to be at least 1",
+        ),
         ({"roles": {"judge": {}}}, "roles.judge.target is missing; set roles.judge.target=…"),
         ({"model": {"config": 5}}, "model.config is 5; it has to be a mapping"),
         ({"packing": True}, "packing is not a key"),

@@ -106,12 +106,12 @@ def test_a_target_is_loaded_by_its_text():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("rlpack.workers.reward", r"'workers\.reward' is not of the form package\.module:Class"),
+        ("rlpack.workers.reward", r"'rlpack\.workers\.reward' is not of the form package\.module:Class"),
         ("rlpack.workers.reward.RewardWorker", "is not of the form"),
         (":RewardWorker", "is not of the form"),
         ("rlpack.workers.reward:", "is not of the form"),
         ("no_such_package:Judge", r"No module named 'no_such_package'; is the package installed on every node\?"),
-        ("rlpack.workers.no_such:Judge", r"No module named 'workers\.no_such'"),
+        ("rlpack.workers.no_such:Judge", r"No module named 'rlpack\.workers\.no_such'"),
         ("rlpack.workers.reward:Judge", r"workers\.reward has no class Judge; it has .*RewardWorker"),
         ("rlpack.workers.reward:targets_of", "rlpack.workers.reward has no class targets_of"),
     ],

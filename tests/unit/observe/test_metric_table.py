@@ -18,7 +18,7 @@ def test_the_reference_page_is_what_the_table_generates() -> None:
 
 
 def test_an_unknown_name_warns_with_the_place_to_add_it() -> None:
-    with pytest.warns(UnknownMetricWarning, match=r"'rewards/mean' is not in rlpack\.observe\.names"):
+    with pytest.warns(UnknownMetricWarning, match=r"'rewards/mean' is not in rlpack\.observe\.metric_table"):
         check_names(["reward/mean", "rewards/mean"])
 
 
