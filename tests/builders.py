@@ -10,8 +10,8 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
 from rlpack.data.tokenisation import character_tokenizer
-from rlpack.rollout.assemble import rollout_batch
-from rlpack.rollout.engine import Generations
+from rlpack.rollout.assemble import assemble
+from rlpack.rollout.types import Generations, TrajectoryBatch
 
 ALPHABET = "0123456789+-=# "
 
@@ -51,11 +51,12 @@ def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int
     made = Generations(
         token_ids=responses,
         logprobs=responses.with_values(-torch.rand(responses.values.shape, generator=generator)),
+        policy_versions=responses.with_values(torch.zeros(responses.values.shape, dtype=torch.int32)),
         finish_reasons=["stop"] * len(sizes),
-        policy_version=0,
     )
     ids = torch.arange(len(sizes)) // group
-    return rollout_batch(prompts, made, group_ids=ids, uids=[f"prompt-{n}" for n in ids.tolist()])
+    uids = [f"prompt-{n}" for n in ids.tolist()]
+    return assemble(TrajectoryBatch.single_turn(prompts, made), group_ids=ids, uids=uids)
 
 
 def tiny_algorithm(**values: Any) -> Algorithm:

@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
 from rlpack.data.tokenisation import pad_id
-from rlpack.rollout.assemble import rollout_batch
-from rlpack.rollout.engine import Engine, SamplingParams
+from rlpack.rollout.assemble import assemble
+from rlpack.rollout.engine import Engine
 from rlpack.rollout.hf import HFEngine
+from rlpack.rollout.types import SamplingParams, TrajectoryBatch
 from rlpack.worker import RankContext, Worker, broadcast, sharded
 from rlpack.workers.build import build_model, to_tensors
 
@@ -46,18 +47,17 @@ class RolloutWorker(Worker):
             params: how tokens are drawn.
 
         Returns:
-            The columns of `rlpack.rollout.assemble.rollout_batch`, and `completion`, the response as text.
+            The columns of `rlpack.rollout.assemble.assemble`, and `completion`, the response as text.
         """
-        made = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
-        columns = rollout_batch(
-            shard["input_ids"],
-            made,
+        generations = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
+        columns = assemble(
+            TrajectoryBatch.single_turn(shard["input_ids"], generations),
             group_ids=shard["group_ids"],
             uids=shard["uid"],
             vocab_size=self._vocab_size,
         )
         # Row by row: batch_decode makes one empty text of no rows, and a rank may have none.
-        texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in made.token_ids.rows()]
+        texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in generations.token_ids.rows()]
         return shard.keep([]).union(dict(columns) | {"completion": texts})
 
     @broadcast

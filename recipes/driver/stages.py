@@ -23,7 +23,7 @@ from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.recipes.driver.resume import reference_folder
 from rlpack.recipes.driver.reward_stages import SCORED
 from rlpack.recipes.driver.session import Session
-from rlpack.rollout.engine import SamplingParams
+from rlpack.rollout.types import SamplingParams
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import PolicyGradientLoss, SFTLoss
 from rlpack.workers.reference import ReferenceWorker
@@ -57,7 +57,7 @@ def draw_prompts(session: Session, step: int, count: int | None = None) -> Draw:
 def generate(session: Session, draw: Draw, then: Callable[[BatchedDataDict], None] | None = None) -> BatchedDataDict:
     """Return the rollout batch: `group_size` responses for every prompt, B = prompts × group_size rows.
 
-    Its columns are those of `rlpack.rollout.assemble.rollout_batch`, `completion`, and the dataset's own. With `then`
+    Its columns are those of `rlpack.rollout.assemble.assemble`, `completion`, and the dataset's own. With `then`
     they are generated in parts, of whole groups, and `then` gets each part before the next is begun.
     """
     settings = session.config

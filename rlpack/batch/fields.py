@@ -90,7 +90,7 @@ _TABLE = (
     Field("logprob_gap", "per-row", torch.float64),
     Field("prompt_lengths", "per-row", torch.int64),
     Field("group_ids", "per-row", torch.int64),
-    Field("policy_version", "per-row", torch.int64),
+    Field("policy_version", "per-token", torch.int32, padding=-1),
     Field("seeds", "per-row", torch.int64),
     Field("rewards", "per-row", torch.float32),
     Field("quarantined", "per-row", torch.bool),

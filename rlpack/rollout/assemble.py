@@ -1,4 +1,11 @@
-"""Put prompts and responses together into the rollout batch that every later role reads."""
+"""Make rows of the rollout batch from trajectories; no other code does.
+
+Invariants (tests/unit/rollout/test_assemble.py):
+
+1. `input_ids` of a row are its segments end to end, nothing added or left out;
+2. `response_mask` is true on sampled tokens alone, because they were sampled and never because of their values;
+3. `rollout_logprobs` and `policy_version` belong to the same tokens as the mask, and are 0 and -1 elsewhere.
+"""
 
 from collections.abc import Sequence
 
@@ -6,71 +13,99 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.ragged import Ragged, spans
-from rlpack.rollout.engine import Generations
+from rlpack.batch.copying import copy_runs
+from rlpack.batch.ragged import Ragged
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import TrajectoryBatch
 
 
-def rollout_batch(
-    prompts: Ragged, generations: Generations, *, group_ids: Tensor, uids: Sequence[str], vocab_size: int | None = None
+def assemble(
+    trajectories: TrajectoryBatch, *, group_ids: Tensor, uids: Sequence[str], vocab_size: int | None = None
 ) -> BatchedDataDict:
-    """Return the rollout batch: one row a response, its prompt in front.
+    """Return the rollout batch, one row per trajectory.
 
-    Columns: `input_ids` (prompt, then response), `response_mask` (true on sampled tokens, from what was sampled and
-    never from token values), `rollout_logprobs` (0 on the prompt), `prompt_lengths`, `group_ids`, `finish_reason`,
-    `uid`, `policy_version`. An empty response gives a row whose mask is all false.
+    Columns: `input_ids`, `response_mask`, `rollout_logprobs`, `policy_version` (int32) per token; `prompt_lengths` (the
+    tokens before the first sampled segment), `group_ids`, `finish_reason`, `uid` per row. A row with an empty response
+    has a mask that is all false.
 
     Args:
-        prompts: token ids, int64, B rows, as they were given to the engine.
-        generations: what the engine returned for them.
+        trajectories: B rows.
         group_ids: rows with the same id are samples of one prompt, int64 [B].
-        uids: the prompts' names in their dataset, B.
-        vocab_size: token ids have to be below it; None checks for negative ones only.
+        uids: names of the prompts in their dataset, B.
+        vocab_size: token ids have to be below it; None only checks for negative ids.
 
     Raises:
-        EngineError: rows are missing, a token id is outside the vocabulary, or a log-prob is NaN, infinite or above 0.
+        EngineError: the row counts differ, a token id is outside the vocabulary, or a log-prob is NaN, infinite or
+            above 0.
     """
-    responses = generations.token_ids
-    counts = (prompts.num_rows, responses.num_rows, group_ids.shape[0], len(uids))
+    counts = (trajectories.num_rows, group_ids.shape[0], len(uids))
     if len(set(counts)) > 1:
-        raise EngineError(f"prompts, responses, group ids and uids have {counts} rows; they have to be as many")
-    _check_values(generations, vocab_size)
-    lengths = prompts.lengths + responses.lengths
-    starts = lengths.cumsum(0) - lengths
-    of_prompt, of_response = spans(starts, prompts.lengths), spans(starts + prompts.lengths, responses.lengths)
-    total = int(lengths.sum())
-    tokens = torch.empty(total, dtype=torch.int64)
-    mask = torch.zeros(total, dtype=torch.bool)
-    logprobs = torch.zeros(total, dtype=torch.float32)
-    tokens[of_prompt], tokens[of_response] = prompts.values, responses.values
-    mask[of_response] = True
-    logprobs[of_response] = generations.logprobs.values
+        raise EngineError(f"trajectories, group ids and uids have {counts} rows; they need the same number")
+    segments = trajectories.token_ids
+    _check_values(trajectories, vocab_size)
+    lengths = _sum_by_row(segments.lengths, trajectories)
+    is_sampled = torch.ones_like(trajectories.logprobs, dtype=torch.bool)
     return BatchedDataDict(
         {
-            "input_ids": Ragged(tokens, lengths),
-            "response_mask": Ragged(mask, lengths),
-            "rollout_logprobs": Ragged(logprobs, lengths),
-            "prompt_lengths": prompts.lengths,
+            "input_ids": Ragged(segments.values, lengths),
+            "response_mask": Ragged(_spread(is_sampled, trajectories, 0), lengths),
+            "rollout_logprobs": Ragged(_spread(trajectories.logprobs, trajectories, 0), lengths),
+            "policy_version": Ragged(_spread(trajectories.policy_versions, trajectories, -1), lengths),
+            "prompt_lengths": _sum_by_row(segments.lengths * _is_leading(trajectories), trajectories),
             "group_ids": group_ids,
-            "finish_reason": list(generations.finish_reasons),
+            "finish_reason": list(trajectories.finish_reasons),
             "uid": list(uids),
-            "policy_version": torch.full_like(lengths, generations.policy_version),
         }
     )
 
 
-def _check_values(generations: Generations, vocab_size: int | None) -> None:
-    """Refuse tokens and log-probs that no model can have given, naming the first row."""
-    tokens, logprobs = generations.token_ids, generations.logprobs
-    outside = tokens.values < 0
-    if vocab_size is not None:
-        outside |= tokens.values >= vocab_size
-    checks = (
-        ("token id", tokens.values, outside, "0 or more" if vocab_size is None else f"from 0 to {vocab_size - 1}"),
-        ("log-prob", logprobs.values, ~((logprobs.values <= 0) & logprobs.values.isfinite()), "finite and at most 0"),
-    )
-    for name, values, is_broken, allowed in checks:
-        if is_broken.any():
-            where = int(is_broken.nonzero()[0])
-            row = int(tokens.segment_ids[where])
-            raise EngineError(f"{name} {values[where].item()} in the response of row {row}; it has to be {allowed}")
+def _spread(values: Tensor, trajectories: TrajectoryBatch, fill: int) -> Tensor:
+    """Return a column of all tokens, [T], from one of the sampled tokens; the others hold `fill`."""
+    segments, is_sampled = trajectories.token_ids, trajectories.is_sampled
+    column = torch.full(segments.values.shape, fill, dtype=values.dtype)
+    lengths = segments.lengths[is_sampled]
+    copy_runs(values, column, lengths.cumsum(0) - lengths, segments.offsets[:-1][is_sampled], lengths)
+    return column
+
+
+def _rows_of_segments(trajectories: TrajectoryBatch) -> Tensor:
+    """Return the row of each segment, int64 [S]."""
+    return torch.repeat_interleave(torch.arange(trajectories.num_rows), trajectories.num_segments)
+
+
+def _sum_by_row(values: Tensor, trajectories: TrajectoryBatch) -> Tensor:
+    """Sum whole numbers of segments, int64 [S], over each row: int64 [B]."""
+    return torch.zeros(trajectories.num_rows, dtype=torch.int64).index_add_(0, _rows_of_segments(trajectories), values)
+
+
+def _is_leading(trajectories: TrajectoryBatch) -> Tensor:
+    """Return which segments come before the first sampled one of their row, bool [S]."""
+    sampled = trajectories.is_sampled.long()
+    in_row = _sum_by_row(sampled, trajectories)
+    before_row = (in_row.cumsum(0) - in_row)[_rows_of_segments(trajectories)]
+    return sampled.cumsum(0) == before_row
+
+
+def _check_values(trajectories: TrajectoryBatch, vocab_size: int | None) -> None:
+    """Raise on token ids and log-probs that no model can return, naming the first row and segment."""
+    tokens, logprobs = trajectories.token_ids.values, trajectories.logprobs
+    largest = torch.iinfo(torch.int64).max if vocab_size is None else vocab_size - 1
+    if tokens.numel() and not (tokens.min() >= 0 and tokens.max() <= largest):
+        position = int(((tokens < 0) | (tokens > largest)).nonzero()[0])
+        allowed = "0 or more" if vocab_size is None else f"from 0 to {largest}"
+        text = f"token id {tokens[position].item()} {_place(trajectories, position)}; it has to be {allowed}"
+        raise EngineError(text)
+    # A NaN fails both comparisons.
+    if logprobs.numel() and not (logprobs.max() <= 0 and logprobs.min() > -torch.inf):
+        index = int((~((logprobs <= 0) & logprobs.isfinite())).nonzero()[0])
+        sampled = _spread(torch.ones_like(logprobs, dtype=torch.bool), trajectories, 0)
+        place = _place(trajectories, int(sampled.nonzero()[index]))
+        raise EngineError(f"log-prob {logprobs[index].item()} {place}; it has to be finite and at most 0")
+
+
+def _place(trajectories: TrajectoryBatch, position: int) -> str:
+    """Return the segment and row of a token, as text."""
+    segment = int(trajectories.token_ids.segment_ids[position])
+    row = int(_rows_of_segments(trajectories)[segment])
+    index = segment - int(trajectories.num_segments[:row].sum())
+    return f"in segment {index} ({trajectories.sources[segment]}) of row {row}"

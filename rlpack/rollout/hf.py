@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rlpack.batch.ragged import Ragged
-from rlpack.rollout.engine import Generations, SamplingParams
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.sampling import sample, uniforms
+from rlpack.rollout.types import Generations, SamplingParams
 
 # Finished rows leave once they are this share of the running ones: moving costs about one step.
 _COMPACT_SHARE = 1 / 8
@@ -26,7 +26,7 @@ class HFEngine:
     """Generates with a transformers model of its own; implements `rlpack.rollout.engine.Engine`.
 
     Attributes:
-        policy_version: the number of optimizer steps behind the weights, -1 before the first `load_weights`.
+        policy_version: the number of weight publications received, 0 before the first.
     """
 
     def __init__(self, model: PreTrainedModel, *, pad_token_id: int = 0, max_num_seqs: int = 256) -> None:
@@ -43,7 +43,7 @@ class HFEngine:
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise EngineError(f"the model's attention is {attention!r}; generation needs sdpa or eager")
-        self.policy_version = -1
+        self.policy_version = 0
         self._model = model.eval()
         self._pad_token_id = pad_token_id
         self._batch_rows = max_num_seqs
@@ -70,11 +70,13 @@ class HFEngine:
             logprobs.append(Ragged.from_padded(part.logprobs, lengths))
             reasons[rows.numpy(force=True)] = part.stopped.numpy(force=True)
         back = torch.argsort(order)
+        token_ids = _concat(tokens, torch.int64).select(back).to("cpu")
+        versions = torch.full(token_ids.values.shape, self.policy_version, dtype=torch.int32)
         return Generations(
-            token_ids=_concat(tokens, torch.int64).select(back).to("cpu"),
+            token_ids=token_ids,
             logprobs=_concat(logprobs, torch.float32).select(back).to("cpu"),
+            policy_versions=token_ids.with_values(versions),
             finish_reasons=["stop" if stopped else "length" for stopped in reasons],
-            policy_version=self.policy_version,
         )
 
     @torch.no_grad()

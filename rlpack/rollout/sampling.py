@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.rollout.engine import SamplingParams
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import SamplingParams
 
 # Float64 entries of the cumulative distribution that exist at one time: 128 MiB.
 _MAX_ENTRIES = 1 << 24

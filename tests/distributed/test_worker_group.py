@@ -18,7 +18,7 @@ from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver import stages
 from rlpack.recipes.driver.reward_stages import Scoring
-from rlpack.rollout.engine import SamplingParams
+from rlpack.rollout.types import SamplingParams
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import SFTLoss
 from rlpack.workers.reward import RewardWorker

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.rollout.engine import SamplingParams
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.sampling import filtered_logprobs, sample, uniforms
+from rlpack.rollout.types import SamplingParams
 
 # Quarters: no two logits are closer than float32 tells probabilities apart.
 logit_rows = st.lists(st.integers(-32, 32).map(lambda n: n / 4), min_size=2, max_size=12, unique=True)

@@ -1,10 +1,9 @@
-import numpy as np
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.context import RankContext
-from rlpack.rollout.engine import SamplingParams
+from rlpack.rollout.types import SamplingParams
 from rlpack.workers.build import build_model
 from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
@@ -61,4 +60,6 @@ def test_new_weights_are_used_and_their_version_is_on_every_row():
     after = worker.generate(prompts(), greedy)
     assert not torch.equal(before["input_ids"].values, after["input_ids"].values)
     assert torch.equal(after["input_ids"].values, expected["input_ids"].values)
-    assert np.unique(after["policy_version"]).tolist() == [9]
+    mask = after["response_mask"].values
+    assert after["policy_version"].values[mask].unique().tolist() == [9]
+    assert after["policy_version"].values[~mask].unique().tolist() == [-1]
