@@ -9,7 +9,6 @@ process has for itself alone while the step's batch is alive.
 
 import argparse
 import pickle
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
 from rlpack.data.tokenisation import character_tokenizer
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.start_roles import start_roles
@@ -76,29 +76,17 @@ class MeteredRanks:
         """Return the count of processes."""
         return self.ranks.num_ranks
 
-    def call(self, role: str, method: str, args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
-        """Run a method and count."""
-        return self._metered(args, self.ranks.call(role, method, args, kwargs))
-
-    def begin_rows(
-        self,
-        role: str,
-        method: str,
-        args: Sequence[tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        *,
-        beside: bool = False,
-    ) -> Callable[[], list[Any]]:
-        """Start a method that returns rows, and count once they are there."""
-        finish = self.ranks.begin_rows(role, method, args, kwargs, beside=beside)
-        return lambda: self._metered(args, finish())
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        """Start a call, and count once its results are there."""
+        pending = self.ranks.submit(call)
+        return Pending(lambda: self._metered(call, pending.result()))
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Pass a transfer on; the driver holds nothing of it."""
         self.ranks.transfer(source, target, load, extra)
 
-    def _metered(self, args: Sequence[tuple[Any, ...]], results: list[Any]) -> list[Any]:
-        self.sent.append(len(pickle.dumps((list(args), results))))
+    def _metered(self, call: Call, results: list[Any]) -> list[Any]:
+        self.sent.append(len(pickle.dumps((list(call.args_of_rank), results))))
         return results
 
 

@@ -39,7 +39,7 @@ class JudgeWorker(Worker):
         """Read the key from its environment variable; nobody is asked yet."""
         return cls(context, _settings_of(config.judge), config.judge.weight, config.judge.max_failures)
 
-    @sharded(beside=True)
+    @sharded(background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B], `quarantined` bool [B] and the rest of `rlpack.workers.reward.verdict_columns`.
 

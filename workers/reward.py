@@ -36,7 +36,7 @@ class RewardWorker(Worker):
         """End the processes; they end with this one anyway."""
         self._scorer.close()
 
-    @sharded(beside=True)
+    @sharded(background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B] and `quarantined` bool [B] (there is no finite reward for the row).
 

@@ -1,6 +1,6 @@
-"""The stage that runs beside the others: scoring, from the first part of the rollouts to the last log-prob."""
+"""The stage that runs in the background: scoring, from the first part of the rollouts to the last log-prob."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import FIELDS
 from rlpack.config.schema import Algorithm
+from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import blank, check_scores
 from rlpack.distributed.worker_group import WorkerGroup
@@ -47,17 +48,17 @@ class Judgement(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows that one role is at work on: what waits for them, and the plan they are sharded by."""
+    """Rows that one role is at work on: their pending result, and the plan they are sharded by."""
 
-    wait: Callable[[], BatchedDataDict]
+    pending: Pending[BatchedDataDict]
     plan: MicrobatchPlan
 
 
 class Scoring:
     """Scoring roles at work on one batch, which they may be given in parts.
 
-    Each role begins on a part as soon as it comes; what waits for other processes or machines (a method that is marked
-    `beside`), or has processes of its own, scores while more is generated and while log-probs are computed.
+    Each role begins on a part as soon as it comes; what waits for other processes or machines (a background
+    method), or has processes of its own, scores while more is generated and while log-probs are computed.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup[RewardWorker]]) -> None:
@@ -71,8 +72,7 @@ class Scoring:
         sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
         self._names.update(rollouts)
         for group, parts in zip(self._groups, self._parts, strict=True):
-            wait = group.begin(RewardWorker.score, sent)
-            parts.append(_Part(wait, group.plan(sent)))
+            parts.append(_Part(group.submit(RewardWorker.score, sent), group.plan(sent)))
 
     def finish(self, names: Iterable[str] = ()) -> Judgement:
         """Return what all roles say of all rows, once; a row without a finite reward has 0.
@@ -145,8 +145,8 @@ def _judged(group: WorkerGroup[Any], parts: list[_Part], taken: set[str]) -> Jud
     results: list[BatchedDataDict] = []
     planned: list[np.ndarray] = []
     while parts:
-        wait, plan = parts.pop(0)  # lets go of what the rows were sent with
-        results.append(wait())
+        pending, plan = parts.pop(0)  # lets go of what the rows were sent with
+        results.append(pending.result())
         check_scores(group.role, method, results[-1], plan, taken, first_row=sum(map(len, planned)))
         planned.append(plan.step_of_row >= 0)
     pairs = list(zip(results, planned, strict=True))

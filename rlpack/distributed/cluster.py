@@ -84,7 +84,7 @@ class Cluster:
         check_capacity(pools, _nodes(), ray.available_resources())
         opened = {name: self._open(name, pool) for name, pool in pools.items() if name not in self._pools}
         for ranks in opened.values():
-            ranks.meet(self._job)
+            ranks.init_process_group(self._job)
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:

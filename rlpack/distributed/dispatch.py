@@ -28,13 +28,13 @@ class Dispatch:
         kind: `sharded`, `broadcast` or `rank_zero`.
         mini_batches: whether a sharded call splits its batch into the role's optimizer steps.
         merge: turns the results of all ranks, in rank order, into one; None restores rows.
-        beside: whether it may run while its process does something else.
+        background: whether it runs in a thread, while its rank answers other calls.
     """
 
     kind: Literal["sharded", "broadcast", "rank_zero"]
     mini_batches: bool = False
     merge: Callable[[list[Any]], Any] | None = None
-    beside: bool = False
+    background: bool = False
 
 
 def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -46,20 +46,20 @@ def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def sharded(
-    *, mini_batches: bool = False, merge: Callable[[list[Any]], Any] | None = None, beside: bool = False
+    *, mini_batches: bool = False, merge: Callable[[list[Any]], Any] | None = None, background: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method whose first argument is a batch, sharded over the ranks by a plan.
 
     Args:
         mini_batches: plan the batch as optimizer steps of the role's mini-batch size, in arrival order; a call with
             and one without it never share microbatches, so log-probs that an update is compared with set it too.
-        beside: the method may run in a thread, while the ranks answer other calls: it waits for other processes or
-            machines most of the time, takes part in no collective, and returns rows.
+        background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
+            other processes or machines, take part in no collective, and return rows.
         merge: makes one result of the ranks' results; by default they are containers whose rows are restored.
     """
-    if beside and merge is not None:
-        raise ValueError("a method that runs beside others returns rows; leave merge out, or beside")
-    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge, beside=beside))
+    if background and merge is not None:
+        raise ValueError("a method that runs in the background returns rows; leave out merge or background")
+    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge, background=background))
 
 
 def broadcast(method: Callable[P, R]) -> Callable[P, R]:

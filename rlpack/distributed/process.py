@@ -30,17 +30,17 @@ from rlpack.distributed.results import check_is_rows
 logger = logging.getLogger(__name__)
 
 
-class RankHost:
+class RankProcess:
     """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
 
     def __init__(self, context: RankContext, threads: int) -> None:
         torch.set_num_threads(threads)
         disable_progress_bar()  # a rank's own bars would run through the driver's lines
         self._context = context
-        self._meeting: TCPStore | None = None
+        self._rendezvous_store: TCPStore | None = None
         self._roles: dict[str, Any] = {}
-        self._parts: dict[int, list[dict[str, Any]]] = {}
-        self._beside: dict[int, Future[OffloadedBatch]] = {}
+        self._columns: dict[int, list[dict[str, Any]]] = {}
+        self._background: dict[int, Future[OffloadedBatch]] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def take_secrets(self, job: Submission) -> None:
@@ -48,16 +48,16 @@ class RankHost:
         take_secrets(job, os.environ)
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
-        """Open the store that the pool's ranks meet at, and return its address; asked of rank 0."""
+        """Open the store at which the pool's ranks rendezvous, and return its address; called on rank 0."""
         store = TCPStore(node_ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        self._meeting = store
+        self._rendezvous_store = store
         return node_ip, store.port
 
     def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
         """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
         timeout = timedelta(seconds=timeout_s)
-        store = self._meeting or TCPStore(*address, is_master=False, timeout=timeout)
+        store = self._rendezvous_store or TCPStore(*address, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if self._context.device == "cuda" else "gloo"
         dist.init_process_group(
             backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
@@ -78,8 +78,8 @@ class RankHost:
         with _sendable_errors():
             return getattr(self._roles[role], method)(*args, **kwargs)
 
-    def outline(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
-        """Run a method that returns rows; keep their tokens and texts here until `parts` is asked for the ticket's.
+    def call_rows(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
+        """Run a method that returns rows; keep their token-sized columns here until `pop_columns` is called.
 
         Raises:
             DataError: it returns something else.
@@ -88,26 +88,26 @@ class RankHost:
             result = getattr(self._roles[role], method)(*args, **kwargs)
         found, parts = offload(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
         if parts:
-            self._parts[ticket] = parts
+            self._columns[call_id] = parts
         return found
 
-    def begin(self, ticket: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
-        """Run a method as `outline` does, but in the role's own thread, one call after the other; `finish` waits."""
+    def submit(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
+        """Run a method as `call_rows` does, but in the role's own thread, one call after the other; `result` waits."""
         if role not in self._threads:
-            self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"beside-{role}")
-        self._beside[ticket] = self._threads[role].submit(self.outline, ticket, role, method, kwargs, *args)
+            self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"background-{role}")
+        self._background[call_id] = self._threads[role].submit(self.call_rows, call_id, role, method, kwargs, *args)
 
-    def finish(self, ticket: int) -> OffloadedBatch:
-        """Return what the method that was begun with this ticket found; the driver has a deadline for this call."""
-        return self._beside.pop(ticket).result()
+    def result(self, call_id: int) -> OffloadedBatch:
+        """Wait for a submitted method and return its rows; the driver sets the deadline."""
+        return self._background.pop(call_id).result()
 
-    def parts(self, ticket: int) -> list[dict[str, Any]]:
-        """Hand over the tokens and texts of an outline."""
-        return self._parts.pop(ticket)
+    def pop_columns(self, call_id: int) -> list[dict[str, Any]]:
+        """Return the offloaded columns of a call's rows and forget them."""
+        return self._columns.pop(call_id)
 
-    def drop(self, ticket: int) -> None:
-        """Forget the tokens and texts of an outline, for which there is no room."""
-        self._parts.pop(ticket, None)
+    def discard(self, call_id: int) -> None:
+        """Forget the offloaded columns of a call's rows, for which there is no room."""
+        self._columns.pop(call_id, None)
 
     def close(self) -> None:
         """Drop the roles and leave the process group."""

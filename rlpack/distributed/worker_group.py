@@ -10,13 +10,15 @@ Invariants (tests/distributed/test_worker_group.py):
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.dispatch import Dispatch, dispatch_of
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import restored
@@ -37,39 +39,13 @@ class Ranks(Protocol):
         """Return the count of processes."""
         ...
 
-    def call(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """Run `method` on as many ranks as there are argument tuples; results in rank order."""
-        ...
-
-    def begin_rows(
-        self,
-        role: str,
-        method: str,
-        args_of_rank: Sequence[tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        *,
-        beside: bool = False,
-    ) -> Callable[[], list[BatchedDataDict]]:
-        """Start `method`, which returns rows, before what the ranks do next, or `beside` it, and wait for nothing.
-
-        What is returned waits for the rows; their tokens may stay where they were made.
-        """
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        """Start a call on as many ranks as it has argument tuples; its result is in rank order."""
         ...
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Hand rank 0's result of one method to a method of all ranks of `target`, past the driver's memory."""
         ...
-
-
-class _Sharded(NamedTuple):
-    """A batch, its plan, its rows of each rank, and the arguments of each rank's call."""
-
-    batch: BatchedDataDict
-    plan: MicrobatchPlan
-    shards: list[BatchedDataDict]
-    args_of_rank: list[tuple[Any, ...]]
 
 
 class WorkerGroup(Generic[W]):
@@ -138,62 +114,64 @@ class WorkerGroup(Generic[W]):
         return group
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a method of the role as its dispatch decorator says.
+        """Run a method of the role as its dispatch decorator says, and wait for its result.
 
         Raises:
             RoleError: a rank raised, died, missed its deadline, or returned what is no result of its shard.
             PackingError: the batch of a sharded call cannot be planned.
         """
-        dispatch = self._dispatch(method)
-        if dispatch.kind == "sharded" and dispatch.merge is None:
-            return self.begin(method, *args, **kwargs)()
-        if dispatch.kind == "sharded":
-            return self._merged(method, dispatch, args, dict(kwargs))
-        called = self.num_ranks if dispatch.kind == "broadcast" else 1
-        return self.ranks.call(self.role, method.__name__, [tuple(args)] * called, dict(kwargs))[0]
+        return self.submit(method, *args, **kwargs).result()
 
-    def begin(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Callable[[], R]:
-        """Start a sharded method that returns rows, and return what waits for its result.
+    def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Start a method of the role as its dispatch decorator says, and return what waits for its result.
 
-        One that is marked `beside` runs while the ranks answer other calls. Any other comes before later calls of the
-        same processes, and if it fails, they fail by its error, since ranks may be caught in a collective.
+        A background method runs while the ranks answer other calls. Any other runs before later calls of the same
+        processes; if it fails, they fail with its error, since ranks may be blocked in a collective.
 
         Raises:
             RoleError: on waiting; as from `run`.
-            PackingError: the batch cannot be planned.
+            PackingError: the batch of a sharded call cannot be planned.
         """
         dispatch = self._dispatch(method)
-        assert dispatch.kind == "sharded", f"{method.__qualname__} is not sharded: run it"
-        assert dispatch.merge is None, f"{method.__qualname__} returns no rows: run it"
-        batch, plan, shards, sent = self._sharded(method, dispatch, args)
-        name = method.__name__
-        finish = self.ranks.begin_rows(self.role, name, sent, dict(kwargs), beside=dispatch.beside)
-        return lambda: cast(R, restored(batch, shards, finish(), plan=plan, call=(self.role, name)))
+        if dispatch.kind == "sharded":
+            return self._submit_sharded(method, dispatch, args, dict(kwargs))
+        num_called = self.num_ranks if dispatch.kind == "broadcast" else 1
+        pending = self.ranks.submit(Call(self.role, method.__name__, [tuple(args)] * num_called, dict(kwargs)))
+        return Pending(lambda: pending.result()[0])
 
-    def _merged(
+    def _submit_sharded(
         self, method: Callable[..., Any], dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a sharded method and return what its merge makes of the ranks' results."""
-        assert dispatch.merge is not None
-        sent = self._sharded(method, dispatch, args).args_of_rank
-        results = self.ranks.call(self.role, method.__name__, sent, kwargs)
-        try:
-            return dispatch.merge(results)
-        except Exception as error:  # a role's own function: anything may come
-            text = f"the merge of its ranks' results raised {type(error).__name__}: {error}"
-            raise RoleError(self.role, None, method.__name__, text) from error
-
-    def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
-        """Return how a method is called: as the role's own class says."""
-        return dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
-
-    def _sharded(self, method: Callable[..., Any], dispatch: Dispatch, args: tuple[Any, ...]) -> _Sharded:
-        """Return the shards of a call and each rank's arguments."""
+    ) -> Pending[Any]:
+        """Start a sharded method; its result is rows in the batch's order, or what its merge returns."""
         batch, *rest = args
         assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
         plan = self.plan(batch, mini_batches=dispatch.mini_batches)
         shards = batch.shard(plan)
-        return _Sharded(batch, plan, shards, [(shard, *rest) for shard in shards])
+        call = Call(
+            self.role,
+            method.__name__,
+            [(shard, *rest) for shard in shards],
+            kwargs,
+            returns_rows=dispatch.merge is None,
+            background=dispatch.background,
+        )
+        pending = self.ranks.submit(call)
+        if dispatch.merge is not None:
+            return Pending(partial(self._merged, dispatch.merge, pending, call.method))
+        return Pending(lambda: restored(batch, shards, pending.result(), plan=plan, call=(self.role, call.method)))
+
+    def _merged(self, merge: Callable[[list[Any]], Any], pending: Pending[list[Any]], method: str) -> Any:
+        """Return what a role's merge makes of the ranks' results."""
+        results = pending.result()
+        try:
+            return merge(results)
+        except Exception as error:  # a role's own function may raise anything
+            text = f"the merge of its ranks' results raised {type(error).__name__}: {error}"
+            raise RoleError(self.role, None, method, text) from error
+
+    def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
+        """Return how a method is called: as the role's own class says."""
+        return dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
 
     def transfer(
         self,

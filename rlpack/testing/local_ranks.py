@@ -8,6 +8,7 @@ from typing import Any
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.offload import offload
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import check_is_rows
@@ -27,58 +28,33 @@ class LocalRanks:
         """Return the count of ranks."""
         return len(self._workers)
 
-    def call(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """Run `method` on as many ranks as there are argument tuples; results in rank order.
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        """Run a call now; its result, in rank order, or its error comes when it is waited for.
 
         Raises:
-            RoleError: a rank raised, wrote into what it was given, or returned what can't be pickled.
+            RoleError: on waiting; a rank raised, wrote into its arguments, returned something that can't be pickled,
+                or was to return rows and returned no batch with row ids or columns that can't be sent.
         """
-        return [self._on(rank, role, method, args, kwargs) for rank, args in enumerate(args_of_rank)]
-
-    def begin_rows(
-        self,
-        role: str,
-        method: str,
-        args_of_rank: Sequence[tuple[Any, ...]],
-        kwargs: dict[str, Any],
-        *,
-        beside: bool = False,
-    ) -> Callable[[], list[BatchedDataDict]]:
-        """Run `method`, which returns rows, now, and give them or its error when they are waited for.
-
-        Raises:
-            RoleError: on waiting; as in `call`, and for a result that is no batch with row ids, or has columns that
-                can't be sent.
-        """
-        made: Future[list[BatchedDataDict]] = Future()
-        ranks = enumerate(args_of_rank)
+        outcome: Future[list[Any]] = Future()
+        check = _sendable_rows if call.returns_rows else _anything
         try:
-            made.set_result([self._on(rank, role, method, args, kwargs, check=_sendable_rows) for rank, args in ranks])
+            outcome.set_result([self._on(rank, call, args, check) for rank, args in enumerate(call.args_of_rank)])
         except RoleError as error:
-            made.set_exception(error)
-        return made.result
+            outcome.set_exception(error)
+        return Pending(outcome.result)
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         """Hand rank 0's result of one method to a method of all ranks of `target`."""
-        value = self.call(*source, [()] * self.num_ranks, {})[0]
-        target.call(*load, [(value, *extra)] * target.num_ranks, {})
+        value = self.submit(Call(*source, [()] * self.num_ranks, {})).result()[0]
+        target.submit(Call(*load, [(value, *extra)] * target.num_ranks, {})).result()
 
-    def _on(
-        self,
-        rank: int,
-        role: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        check: Callable[[Any, str], Any] = lambda result, where: result,
-    ) -> Any:
-        """Run a method on one rank, and see that its result passes `check`."""
+    def _on(self, rank: int, call: Call, args: tuple[Any, ...], check: Callable[[Any, str], Any]) -> Any:
+        """Run a call on one rank, and see that its result passes `check`."""
+        role, method = call.role, call.method
         sent = pickle.dumps(args)
         given = pickle.loads(sent)
         try:
-            result = getattr(self._workers[rank], method)(*given, **kwargs)
+            result = getattr(self._workers[rank], method)(*given, **call.kwargs)
         except Exception as error:  # a user's role may raise anything
             raise RoleError(role, rank, method, f"{type(error).__name__}: {error}") from error
         self._check_unchanged(rank, role, method, pickle.loads(sent), given)
@@ -100,6 +76,10 @@ class LocalRanks:
                     "column of your own: column.clone()"
                 )
                 raise RoleError(role, rank, method, text)
+
+
+def _anything(result: Any, where: str) -> Any:
+    return result
 
 
 def _sendable_rows(result: Any, where: str) -> BatchedDataDict:

@@ -45,7 +45,7 @@ class Echo(Worker):
         firsts = torch.stack([row[0] for row in shard["input_ids"].rows()])
         return shard.keep([]).union({"scores": firsts[:, None] + torch.arange(width)})
 
-    @sharded(beside=True)
+    @sharded(background=True)
     def answer_once_released(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Wait for another call of this process, which `release` is."""
         self.begun.set()
@@ -60,19 +60,19 @@ class Echo(Worker):
         self.released.set()
         return under_way
 
-    @sharded(beside=True)
-    def break_beside(self, shard: BatchedDataDict) -> BatchedDataDict:
-        raise ValueError("a call beside others failed")
+    @sharded(background=True)
+    def break_in_background(self, shard: BatchedDataDict) -> BatchedDataDict:
+        raise ValueError("a call in the background failed")
 
-    @sharded(beside=True)
-    def meet_another(self, shard: BatchedDataDict) -> BatchedDataDict:
+    @sharded(background=True)
+    def overlaps(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return for each row whether another call of this method was under way at the same time."""
-        if met := not self.alone.acquire(blocking=False):
+        if overlap := not self.alone.acquire(blocking=False):
             self.second.set()
         else:
-            met = self.second.wait(timeout=0.5)
+            overlap = self.second.wait(timeout=0.5)
             self.alone.release()
-        return shard.keep([]).union({"met": torch.full((shard.num_rows,), met)})
+        return shard.keep([]).union({"overlaps": torch.full((shard.num_rows,), overlap)})
 
     @sharded()
     def note_rows(self, shard: BatchedDataDict) -> BatchedDataDict:
@@ -187,8 +187,8 @@ class Faulty(Worker):
         time.sleep(600)
         return shard
 
-    @sharded(beside=True)
-    def hang_beside(self, shard: BatchedDataDict) -> BatchedDataDict:
+    @sharded(background=True)
+    def hang_in_background(self, shard: BatchedDataDict) -> BatchedDataDict:
         time.sleep(600)
         return shard
 
@@ -249,7 +249,7 @@ class Sampler(Worker):
 class Listener(Worker):
     """Scores a row by what it is told."""
 
-    @sharded(beside=True)
+    @sharded(background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         _SCORED.set()
         rewards = torch.tensor([float(text == "in time") for text in shard["completion"]])

@@ -153,7 +153,7 @@ def test_a_role_that_returns_no_rows_is_told_what_to_return(groups: Groups):
 
 def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
     twice = groups["lost"].run(Echo.times, rollouts(), 2)
-    for host in groups["lost"].ranks._hosts:
+    for host in groups["lost"].ranks._actors:
         ray.kill(host)
     with pytest.raises(RoleError, match=r"role lost, rank [01], in take: tokens or texts can't be read"):
         store.fetch(twice)

@@ -38,7 +38,7 @@ MODES = ("packed", "dynamic", "fixed")
 def is_alive(group: WorkerGroup[Any], rank: int) -> bool:
     """Whether the rank's process still answers."""
     try:
-        ray.get(group.ranks._hosts[rank].node_ip.remote(), timeout=10)
+        ray.get(group.ranks._actors[rank].node_ip.remote(), timeout=10)
     except ray.exceptions.RayActorError:
         return False
     return True
@@ -146,18 +146,20 @@ def test_an_exception_on_one_rank_is_one_error_and_ends_the_pool(groups: Groups)
 
 def test_a_process_that_is_killed_is_one_error_and_ends_the_pool(groups: Groups):
     group = groups["dies"]
-    group.begin(Faulty.hang_beside, tiny_rollouts(UNEVEN))
+    group.submit(Faulty.hang_in_background, tiny_rollouts(UNEVEN))
     with failure_within(4) as failure:
         group.run(Faulty.die, 1)
     assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "die")
     assert "the process died" in failure.value.cause
-    assert failure.value.cause.endswith("; under way beside: dies.hang_beside")  # which may have taken the memory
+    assert failure.value.cause.endswith(
+        "; under way in the background: dies.hang_in_background"
+    )  # which may have taken the memory
     assert not any(is_alive(group, rank) for rank in range(2))
 
 
 def test_a_failure_names_the_earlier_call_in_which_another_rank_still_is(groups: Groups):
     group = groups["loses_touch"]
-    group.begin(Faulty.hang_over_rows_of, tiny_rollouts(UNEVEN), 1)
+    group.submit(Faulty.hang_over_rows_of, tiny_rollouts(UNEVEN), 1)
     with failure_within(4) as failure:
         group.run(Faulty.lose_touch)
     assert str(failure.value).startswith("role loses_touch, rank 0, in lose_touch: RuntimeError: connection closed")
@@ -177,39 +179,39 @@ def test_a_transfer_that_fails_names_who_failed(groups: Groups):
 
 def test_a_call_may_run_beside_others_of_its_processes(groups: Groups, store: RayStore):
     batch, echo = tiny_rollouts(UNEVEN), groups["dynamic"]
-    waits = echo.begin(Echo.answer_once_released, batch)
+    pending = echo.submit(Echo.answer_once_released, batch)
     assert echo.run(Echo.release)  # answered while the first call is under way
-    assert torch.equal(store.fetch(waits())["times"].values, 3 * batch["input_ids"].values)
+    assert torch.equal(store.fetch(pending.result())["times"].values, 3 * batch["input_ids"].values)
 
 
 def test_what_is_not_marked_runs_before_later_calls_whether_or_not_it_is_waited_for(groups: Groups):
     batch = tiny_rollouts(UNEVEN)
-    waits = groups["packed"].begin(Echo.note_rows, batch)
+    pending = groups["packed"].submit(Echo.note_rows, batch)
     assert sum(groups["packed"].run(Echo.read_noted)) == len(UNEVEN)
-    assert waits().num_rows == len(UNEVEN)
+    assert pending.result().num_rows == len(UNEVEN)
 
 
 def test_a_roles_own_calls_beside_others_come_one_after_the_other(groups: Groups):
     batch = tiny_rollouts(UNEVEN)
-    waits = [groups["fixed"].begin(Echo.meet_another, batch) for _ in range(2)]
-    assert not any(found["met"].any() for found in [wait() for wait in waits])
+    pending = [groups["fixed"].submit(Echo.overlaps, batch) for _ in range(2)]
+    assert not any(found["overlaps"].any() for found in [one.result() for one in pending])
 
 
 def test_a_call_that_failed_ends_later_ones_of_its_processes_which_wait_for_one_that_has_left_it(groups: Groups):
     group = groups["explodes_first"]
-    waits = group.begin(Faulty.explode_over_rows, tiny_rollouts(UNEVEN))
+    pending = group.submit(Faulty.explode_over_rows, tiny_rollouts(UNEVEN))
     with failure_within(4) as failure:
         group.run(Faulty.wait_for_all)
     told = "role explodes_first, rank 1, in explode_over_rows: ValueError: the judge has left the building"
     assert str(failure.value).startswith(told)
     with pytest.raises(RoleError, match="explode_over_rows"):
-        waits()
+        pending.result()
 
 
 def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups: Groups):
     group = groups["hangs_first"]
     group.ranks._call_s = 2.0
-    group.begin(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
+    group.submit(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
     with failure_within(8) as failure:
         group.run(Faulty.wait_for_all)
     told = "role hangs_first, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
@@ -229,6 +231,16 @@ def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: G
 
 
 def test_a_failure_beside_other_calls_is_said_when_it_is_waited_for(groups: Groups):
-    waits = groups["lost"].begin(Echo.break_beside, tiny_rollouts(UNEVEN))
-    with pytest.raises(RoleError, match=r"role lost, rank \d, in break_beside: ValueError: a call beside others"):
-        waits()
+    pending = groups["lost"].submit(Echo.break_in_background, tiny_rollouts(UNEVEN))
+    with pytest.raises(RoleError, match=r"role lost, rank \d, in break_in_background: ValueError: a call in the back"):
+        pending.result()
+
+
+def test_calls_that_return_no_rows_can_be_waited_for_later_and_run_in_the_order_they_were_submitted(groups: Groups):
+    group = groups["packed"]
+    before = sum(group.run(Echo.read_noted))
+    noted = group.submit(Echo.note_rows, tiny_rollouts(UNEVEN))
+    total = group.submit(Echo.read_noted)
+    counted, place = group.submit(Echo.count_rows, tiny_rollouts(UNEVEN)), group.submit(Echo.place)
+    assert (place.result(), counted.result()) == (("main", 0, 2), len(UNEVEN))
+    assert (sum(total.result()), noted.result().num_rows) == (before + len(UNEVEN), len(UNEVEN))

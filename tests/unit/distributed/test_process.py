@@ -12,7 +12,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
-from rlpack.distributed.process import RankHost, load_class
+from rlpack.distributed.process import RankProcess, load_class
 from rlpack.worker import Worker
 from rlpack.workers.reward import RewardWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
@@ -61,42 +61,42 @@ class Namer(Worker):
 
 
 @pytest.fixture
-def host() -> Iterator[RankHost]:
+def process() -> Iterator[RankProcess]:
     """Return the only rank of a pool, its process group made."""
     threads = torch.get_num_threads()
-    host = RankHost(RankContext(), threads=1)
-    address = host.rendezvous("127.0.0.1", 10.0)
-    host.join(address, "127.0.0.1", 10.0)
-    yield host
-    host.close()
+    process = RankProcess(RankContext(), threads=1)
+    address = process.rendezvous("127.0.0.1", 10.0)
+    process.join(address, "127.0.0.1", 10.0)
+    yield process
+    process.close()
     torch.set_num_threads(threads)
 
 
-def test_a_host_runs_roles_in_one_process_group(host: RankHost):
+def test_a_host_runs_roles_in_one_process_group(process: RankProcess):
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     settings: tuple[Any, ...] = (tiny_config(), tiny_tokenizer())
-    host.start("actor", "rlpack.workers.actor:ActorWorker", settings)
-    host.start("reward", "rlpack.workers.reward:RewardWorker", settings)
+    process.start("actor", "rlpack.workers.actor:ActorWorker", settings)
+    process.start("reward", "rlpack.workers.reward:RewardWorker", settings)
     batch = tiny_rollouts([(2, 3), (1, 4)]).keep(["input_ids", "response_mask"])
     (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 16})
-    found = batch.restore([host.call("actor", "logprobs", {}, shard)])
+    found = batch.restore([process.call("actor", "logprobs", {}, shard)])
     assert found["logprobs"].lengths.tolist() == [5, 5]
     assert (found["logprobs"].values[batch["response_mask"].values] < 0).all()
-    weights = host.call("actor", "export_weights", {})
+    weights = process.call("actor", "export_weights", {})
     assert weights["lm_head.weight"].shape == (len(tiny_tokenizer()), 32)
 
 
-def test_closing_leaves_the_process_group_and_can_be_repeated(host: RankHost):
-    host.close()
-    host.close()
+def test_closing_leaves_the_process_group_and_can_be_repeated(process: RankProcess):
+    process.close()
+    process.close()
     assert not dist.is_initialized()
 
 
 def test_an_address_that_no_interface_has_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    host = RankHost(RankContext(), threads=torch.get_num_threads())
+    process = RankProcess(RankContext(), threads=torch.get_num_threads())
     with pytest.raises(RuntimeError, match=r"no network interface has this node's address 203\.0\.113\.9; set GLOO"):
-        host.join(("203.0.113.9", 1), "203.0.113.9", 1.0)
+        process.join(("203.0.113.9", 1), "203.0.113.9", 1.0)
 
 
 def test_a_target_is_loaded_by_its_text():
@@ -112,7 +112,7 @@ def test_a_target_is_loaded_by_its_text():
         ("rlpack.workers.reward:", "is not of the form"),
         ("no_such_package:Judge", r"No module named 'no_such_package'; is the package installed on every node\?"),
         ("rlpack.workers.no_such:Judge", r"No module named 'rlpack\.workers\.no_such'"),
-        ("rlpack.workers.reward:Judge", r"workers\.reward has no class Judge; it has .*RewardWorker"),
+        ("rlpack.workers.reward:Judge", r"rlpack\.workers\.reward has no class Judge; it has .*RewardWorker"),
         ("rlpack.workers.reward:targets_of", "rlpack.workers.reward has no class targets_of"),
     ],
 )
@@ -148,16 +148,16 @@ def test_a_role_error_reads_as_one_line_and_survives_pickling():
     ("method", "text"),
     [("verdict", "VerdictError: the judge says no"), ("mute", "MuteError: (its text can't be had: TypeError)")],
 )
-def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(host: RankHost, method: str, text: str):
-    host.start("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))
-    for call in (lambda: host.call("raiser", method, {}), lambda: host.outline(1, "raiser", method, {})):
+def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(process: RankProcess, method: str, text: str):
+    process.start("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))
+    for call in (lambda: process.call("raiser", method, {}), lambda: process.call_rows(1, "raiser", method, {})):
         with pytest.raises(RankError) as failure:
             call()
         error = pickle.loads(pickle.dumps(failure.value))
         assert str(error) == text
         assert f"in {method}\n" in error.traceback
     with pytest.raises(KeyError, match="plain"):
-        host.call("raiser", "plain", {})
+        process.call("raiser", "plain", {})
 
 
 def test_errors_of_the_driver_and_of_the_store_name_no_rank():
@@ -169,26 +169,31 @@ def test_errors_of_the_driver_and_of_the_store_name_no_rank():
     )
 
 
-def test_keyword_arguments_of_any_name_reach_the_role(host: RankHost):
-    host.start("namer", "tests.unit.distributed.test_host:Namer", (tiny_config(), tiny_tokenizer()))
-    assert host.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")
+def test_keyword_arguments_of_any_name_reach_the_role(process: RankProcess):
+    process.start("namer", "tests.unit.distributed.test_process:Namer", (tiny_config(), tiny_tokenizer()))
+    assert process.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")
 
 
-def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(host: RankHost):
-    host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
-    found = {ticket: host.outline(ticket, "teller", "tell", {}, text) for ticket, text in ((7, "one"), (8, "two"))}
+def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(process: RankProcess):
+    process.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    found = {
+        call_id: process.call_rows(call_id, "teller", "tell", {}, text) for call_id, text in ((7, "one"), (8, "two"))
+    }
     assert found[7].stub.row_ids.tolist() == [5, 3]
     assert found[7].sizes == found[8].sizes
-    assert [host.parts(ticket) for ticket in (7, 8)] == [[{"text": ["one", "one"]}], [{"text": ["two", "two"]}]]
-    host.outline(9, "teller", "tell", {}, "three")
-    host.drop(9)
+    assert [process.pop_columns(call_id) for call_id in (7, 8)] == [
+        [{"text": ["one", "one"]}],
+        [{"text": ["two", "two"]}],
+    ]
+    process.call_rows(9, "teller", "tell", {}, "three")
+    process.discard(9)
     with pytest.raises(KeyError):
-        host.parts(9)
+        process.pop_columns(9)
 
 
-def test_a_method_that_is_to_return_rows_says_so(host: RankHost):
-    host.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):
+    process.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
     with pytest.raises(DataError, match=r"Teller.count returned a int; a method under @sharded\(\) returns"):
-        host.outline(1, "teller", "count", {})
+        process.call_rows(1, "teller", "count", {})
     with pytest.raises(DataError, match=r"Teller.anonymous returned rows without ids.*row_ids=shard.row_ids"):
-        host.outline(1, "teller", "anonymous", {})
+        process.call_rows(1, "teller", "anonymous", {})

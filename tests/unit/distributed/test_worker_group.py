@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
 from rlpack.distributed.worker_group import WorkerGroup
@@ -52,17 +51,13 @@ class LocalRanks:
     def num_ranks(self) -> int:
         return len(self.workers)
 
-    def call(
-        self, role: str, method: str, args_of_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        self.called.append(len(args_of_rank))
-        return [
-            pickle.loads(pickle.dumps(getattr(worker, method)(*pickle.loads(pickle.dumps(args)), **kwargs)))
-            for worker, args in zip(self.workers, args_of_rank, strict=False)
+    def submit(self, call: Call) -> Pending[list[Any]]:
+        self.called.append(len(call.args_of_rank))
+        pickled = [
+            pickle.dumps(getattr(worker, call.method)(*pickle.loads(pickle.dumps(args)), **call.kwargs))
+            for worker, args in zip(self.workers, call.args_of_rank, strict=False)
         ]
-
-    def begin_rows(self, *args: Any, beside: bool = False) -> Callable[[], list[Any]]:
-        return partial(self.call, *args)
+        return Pending(lambda: [pickle.loads(result) for result in pickled])
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         raise NotImplementedError
@@ -164,3 +159,13 @@ def test_ranks_are_balanced_by_what_sequences_cost_the_model():
     quadratic = WorkerGroup("doubler", LocalRanks(2), Batching(max_tokens=64), cost=Cost(0.0, 1.0))
     assert sorted(group(Batching(max_tokens=64)).plan(batch).widths.ravel().tolist()) == [8, 8]
     assert quadratic.plan(batch).counts.ravel().tolist() in ([1, 4], [4, 1])
+
+
+def test_every_kind_of_call_can_be_submitted_and_waited_for_later():
+    batch, doublers = tiny_rollouts(SIZES), group(Batching(max_tokens=24), mini_batch_size=3)
+    rows = doublers.submit(Doubler.double, batch)
+    steps = doublers.submit(Doubler.steps, batch)
+    rank, alone = doublers.submit(Doubler.rank), doublers.submit(Doubler.alone)
+    assert doublers.ranks.called == [2, 2, 2, 1]
+    assert (alone.result(), rank.result(), steps.result()) == (2, 0, [3, 3])
+    assert torch.equal(rows.result()["doubled"].values, 2 * batch["input_ids"].values)

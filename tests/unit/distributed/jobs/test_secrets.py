@@ -6,7 +6,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.jobs.secrets import take_secrets
-from rlpack.distributed.process import RankHost
+from rlpack.distributed.process import RankProcess
 
 
 def test_a_secret_comes_from_the_environment_or_else_from_its_file(tmp_path):
@@ -30,7 +30,7 @@ def test_a_secret_that_a_node_lacks_is_named_with_the_places_that_were_looked_at
 def test_a_rank_finds_secrets_on_its_own_node(tmp_path, monkeypatch):
     monkeypatch.setenv("RLPACK_TEST_KEY", "")
     (tmp_path / "RLPACK_TEST_KEY").write_text("abc")
-    RankHost(RankContext(), threads=1).take_secrets(
+    RankProcess(RankContext(), threads=1).take_secrets(
         Submission(secret_names=("RLPACK_TEST_KEY",), secrets_dir=str(tmp_path))
     )
     assert os.environ["RLPACK_TEST_KEY"] == "abc"

@@ -15,6 +15,7 @@ from rlpack.batch.offload import offload
 from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Algorithm, Checkpoint, Config, Data, SFTWarmup, Trainer
+from rlpack.distributed.calls import Pending
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes import sft
@@ -75,8 +76,8 @@ class FakeGroup:
     def with_plan(self, plan: Any) -> Self:
         return self
 
-    def begin(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        return partial(self.run, method, *args, **kwargs)
+    def submit(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return Pending(partial(self.run, method, *args, **kwargs))
 
     def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self.called.append(method.__name__)

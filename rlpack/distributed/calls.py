@@ -1,0 +1,68 @@
+"""A call of a role's method: what is sent to its ranks, and the handle of its result.
+
+Every call goes one way, `submit`: it returns a `Pending` at once, and `Pending.result` waits.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a method on ranks 0, 1, … of a role.
+
+    Attributes:
+        role: name of the role.
+        method: name of the method.
+        args_of_rank: positional arguments of each rank that is called, in rank order.
+        kwargs: keyword arguments, the same for all.
+        returns_rows: the method returns a batch; its token-sized columns go to the object store, not to the driver.
+        background: it runs in the role's own thread, while the ranks answer other calls.
+    """
+
+    role: str
+    method: str
+    args_of_rank: Sequence[tuple[Any, ...]]
+    kwargs: dict[str, Any]
+    returns_rows: bool = False
+    background: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return `role.method`."""
+        return f"{self.role}.{self.method}"
+
+
+class Pending(Generic[R]):
+    """The result of a submitted call, which `result` waits for.
+
+    >>> pending = Pending(lambda: 3)
+    >>> pending.result(), pending.result()
+    (3, 3)
+    """
+
+    def __init__(self, wait: Callable[[], R]) -> None:
+        """Take the function that waits; it is called once, by the first `result`."""
+        self._wait: Callable[[], R] | None = wait
+        self._outcome: R | None = None
+        self._error: Exception | None = None
+
+    def result(self) -> R:
+        """Wait for the call and return its result; later calls return the same, or raise the same error.
+
+        Raises:
+            RoleError: a rank raised, died, or missed its deadline.
+        """
+        if self._wait is not None:
+            wait, self._wait = self._wait, None  # the arguments of the call can be freed from here on
+            try:
+                self._outcome = wait()
+            except Exception as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
+        return self._outcome  # pyright: ignore[reportReturnType]  # None only where R is None

@@ -1,0 +1,123 @@
+"""Which failure of a rank explains the others, and how its error reads."""
+
+import re
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rlpack.distributed.errors import RankError, RoleError
+
+# Neighbors of a rank that dies in a collective may fail a moment before its death is known; wait this long for it.
+_CAUSE_GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A call under way on one rank.
+
+    Attributes:
+        ref: of the result.
+        role: name of the role.
+        rank: that runs it.
+        method: name of the method.
+        background: it runs in a thread, while the rank answers other calls.
+    """
+
+    ref: ray.ObjectRef
+    role: str
+    rank: int
+    method: str
+    background: bool = False
+
+
+def first_cause(
+    calls: Sequence[RankCall], failed: ray.ObjectRef, pending: list[ray.ObjectRef], error: RayError
+) -> tuple[RankCall, RayError]:
+    """Return call and error of the failure that explains the others.
+
+    Priority: process death, then a failed export (loads fail as a consequence), then the earliest failure. A dead
+    process fails all of its calls; the blame goes to one in the foreground where there is one.
+
+    Args:
+        calls: all calls under way, in the order in which they were submitted.
+        failed: the call whose failure was noticed.
+        pending: the other calls that have not answered.
+        error: what `failed` raised.
+    """
+    failures = {failed: error}
+    for ref in ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_GRACE_S)[0] if pending else []:
+        try:
+            ray.get(ref)
+        except RayError as other:
+            failures[ref] = other
+    in_background = {f"{call.role}.{call.method}" for call in calls if call.background}
+    ordered = sorted(calls, key=lambda call: f"{call.role}.{call.method}" in in_background)
+    methods = [call.method for call in ordered]
+
+    def precedence(call: RankCall) -> tuple[bool, int, bool]:
+        died = isinstance(failures[call.ref], RayActorError)
+        return not died, methods.index(call.method), call.ref != failed
+
+    cause = min((call for call in ordered if call.ref in failures), key=precedence)
+    return cause, failures[cause.ref]
+
+
+def describe_error(error: RayError) -> str:
+    """Return what happened in one line; an exception of a task comes with its type and its place in a user's code."""
+    if isinstance(error, RayTaskError):
+        known = isinstance(error.cause, RankError)
+        text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
+        place = _place(str(error))  # which contains the traceback
+        return text if place in text else text + place
+    if isinstance(error, RayActorError):
+        return (
+            "the process died; its log, in the Ray session's logs folder, says why (out of memory, a signal, a crash)"
+        )
+    return f"{type(error).__name__}: {error}"
+
+
+def describe_context(
+    call: RankCall, cause: RayError, submitted: Mapping[ray.ObjectRef, RankCall], in_background: Sequence[str]
+) -> str:
+    """Return what else may explain a failure: other calls that were under way.
+
+    Args:
+        call: that failed.
+        cause: its error.
+        submitted: earlier calls that have not answered, in order.
+        in_background: names of the calls that run in threads.
+    """
+    before = takewhile(lambda other: other.ref != call.ref, submitted.values())
+    earlier = [other for other in before if (other.role, other.method) != (call.role, call.method)]
+    # torch raises a RuntimeError from a collective in which a rank is missing.
+    if earlier and isinstance(cause, RayTaskError) and isinstance(cause.cause, RuntimeError):
+        first = earlier[0]
+        return f"; rank {first.rank} had not answered {first.role}.{first.method} before, which may be why"
+    if isinstance(cause, RayActorError) and in_background:
+        return f"; under way in the background: {', '.join(dict.fromkeys(in_background))}"
+    return ""
+
+
+def late(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
+    """Return the error for calls that missed their deadline."""
+    ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
+    return RoleError(
+        calls[0].role,
+        calls[0].rank,
+        calls[0].method,
+        f"no answer from rank(s) {ranks} within {timeout_s:g} s; "
+        "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer",
+    )
+
+
+def _place(trace: str) -> str:
+    """Return the last line of a traceback in a user's own code: not rlpack's, a package's or Python's."""
+    ours = [str(Path(__file__).resolve().parents[1])]
+    others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]
+    return " ({}, line {})".format(*frames[-1]) if frames else ""

@@ -1,0 +1,76 @@
+"""The Ray actor behind one rank: a `RankProcess` that reads batches from the object store and puts results there."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import numpy as np
+import ray
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.offload import OffloadedBatch, select_rows
+from rlpack.distributed.object_handles import Reader, parts_of
+from rlpack.distributed.process import RankProcess
+
+
+class RankActor(RankProcess):
+    """`RankProcess` with access to Ray: it knows its node, reads stored columns and stores its results."""
+
+    def node_ip(self) -> str:
+        """Return the address of this rank's node."""
+        return ray.util.get_node_ip_address()
+
+    def process(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    def node(self) -> str:
+        """Return Ray's id of this rank's node."""
+        return ray.get_runtime_context().get_node_id()
+
+    def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
+        """Run a method of a role; the batches among its arguments can be read until it returns."""
+        with _readable([*args, *kwargs.values()]):
+            result = super().call(role, method, kwargs, *args)
+            return BatchedDataDict(dict(result), row_ids=result.row_ids) if is_batch(result) else result
+
+    def call_rows(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
+        """Run a method that returns rows, likewise."""
+        with _readable([*args, *kwargs.values()]):
+            return super().call_rows(call_id, role, method, kwargs, *args)
+
+    def store_columns(self, call_id: int) -> list[ray.ObjectRef]:
+        """Put the offloaded columns of a call's rows into the object store."""
+        return [ray.put(part) for part in self.pop_columns(call_id)]
+
+    def cut(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return only these rows (int64 [n]) of an object on this node, for a rank on another node."""
+        return select_rows(part, rows)
+
+    def has(self, value: Any) -> None:
+        """Do nothing; Ray runs this once `value`, the result of a method of this rank, exists."""
+
+
+@contextmanager
+def _readable(values: list[Any]) -> Iterator[None]:
+    """Let a role read the batches among its arguments until its call ends.
+
+    A role that keeps a batch would otherwise keep its objects alive, while the driver counts them as freed.
+    """
+    batches = [value for value in values if is_batch(value)]
+    parts = [part for batch in batches for part in parts_of(batch)]
+    reader = Reader()
+    for batch in batches:
+        batch.reader = reader
+    try:
+        yield
+    finally:
+        reader.close()
+        for part in parts:
+            part.free()
+
+
+def is_batch(value: Any) -> TypeGuard[BatchedDataDict]:
+    """Whether an argument or a result is a batch."""
+    return isinstance(value, BatchedDataDict)
