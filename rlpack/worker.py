@@ -8,7 +8,8 @@ role's pool, and the driver calls its methods as their dispatch decorators say (
         def score(self, shard):
             return shard.keep([]).union(...)      # rows may come in any order: they carry their ids
 
-One line of configuration starts it: `roles.shout.target=my_package.shout:Shout`.
+One line of configuration starts it: `roles.shout.target=my_package.shout:Shout`. A role that is trained also derives
+from `Trainable`, and is saved and resumed with the run.
 """
 
 from typing import Any, Self
@@ -18,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.config.schema import Config
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
+from rlpack.distributed.trainable import Trainable
 
-__all__ = ["RankContext", "Worker", "broadcast", "rank_zero", "sharded"]
+__all__ = ["RankContext", "Trainable", "Worker", "broadcast", "rank_zero", "sharded"]
 
 
 class Worker:

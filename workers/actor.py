@@ -18,14 +18,14 @@ from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import full_state_dict, reshard
 from rlpack.models.policy import TokenScores
-from rlpack.worker import RankContext, Worker, broadcast, sharded
+from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
 from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
 
 
-class ActorWorker(Worker):
+class ActorWorker(Worker, Trainable):
     """One data-parallel rank of the trained policy (FSDP2) with its optimizer."""
 
     def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, *, seed: int = 0) -> None:

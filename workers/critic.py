@@ -1,9 +1,11 @@
 """The critic: values of what lies before each token, and the advantages that follow from them (PPO)."""
 
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -19,15 +21,15 @@ from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenisation import pad_id
 from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import to_model_inputs
-from rlpack.models.parallel import load_base_weights
-from rlpack.worker import RankContext, Worker, broadcast, sharded
+from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_weights
+from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_critic, to_tensors
 from rlpack.workers.inference import per_token
 from rlpack.workers.loss import MicrobatchLoss, ValueLoss
 from rlpack.workers.optimizer_step import OptimizerStepper
 
 
-class CriticWorker(Worker):
+class CriticWorker(Worker, Trainable):
     """One data-parallel rank of the critic (FSDP2) with its optimizer."""
 
     def __init__(
@@ -143,6 +145,14 @@ class CriticWorker(Worker):
     def load(self, folder: str) -> None:
         """Read weights and moments back, saved on any number of ranks; a collective."""
         self._stepper.load(folder)
+
+    @broadcast
+    def export_model(self, folder: str) -> None:
+        """Write a Hugging Face model folder without a head, and the head as `value_head.safetensors`; a collective."""
+        model, head = full_state_dict(self._critic), head_state_dict(self._critic)
+        if self.context.rank == 0:
+            self._critic.model.save_pretrained(folder, state_dict=model)
+            save_file(head, Path(folder) / "value_head.safetensors")
 
     def _values(self, view: MicrobatchView) -> Tensor:
         """Return the values of a microbatch's tokens, f32 [T], on the CPU."""

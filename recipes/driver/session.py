@@ -30,6 +30,7 @@ from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.resume import check_same_prompts, check_same_run, newest_checkpoint, reference_folder
 from rlpack.recipes.driver.splits import Split, in_store, load_splits
 from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
 from rlpack.workers.reference import ReferenceWorker
@@ -39,9 +40,6 @@ from rlpack.workers.rollout import RolloutWorker
 logger = logging.getLogger(__name__)
 
 Phase = Literal["sft_warmup", "train"]
-# Roles that are trained, and so have a part in a checkpoint.
-_SAVED = {"actor": ActorWorker.save, "critic": CriticWorker.save}
-_LOADED = {"actor": ActorWorker.load, "critic": CriticWorker.load}
 # Built-in roles that score.
 _SCORERS = ("reward", "reward_model")
 # What is summed over the parts of an optimizer step is a mean over its tokens or rows, and over several steps too.
@@ -128,6 +126,11 @@ class Session:
         return [group for name, group in self.groups.items() if name in _SCORERS or not is_builtin(name)]
 
     @property
+    def trained(self) -> dict[str, WorkerGroup[Any]]:
+        """Return all roles that are trained, by name."""
+        return {name: group for name, group in self.groups.items() if group.implements(Trainable)}
+
+    @property
     def learning_rate(self) -> float:
         """Return the actor's learning rate in the recipe's step under way."""
         return self._rate(self.config.actor.optimizer)
@@ -200,9 +203,8 @@ class Session:
         """Write and commit a checkpoint of weights, optimizer and progress; older ones go."""
         root = self.run.directory / "checkpoints" / self.progress.phase
         with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
-            for name, method in _SAVED.items():
-                if name in self.groups:
-                    self.groups[name].run(method, str(staging.path / name))
+            for name, group in self.trained.items():
+                group.run(Trainable.save, str(staging.path / name))
             state = {
                 "progress": asdict(self.progress),
                 "config": without_secrets(self.config.model_dump(mode="json")),
@@ -278,9 +280,8 @@ def open_session(config: Config) -> Iterator[Session]:
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()
         if resumed is not None:
-            for name, method in _LOADED.items():
-                if name in groups:
-                    groups[name].run(method, str(resumed.path / name))
+            for name, group in session.trained.items():
+                group.run(Trainable.load, str(resumed.path / name))
             run.note(f"resumed after step {progress.step} of {progress.phase} from {resumed.path}")
         try:
             yield session

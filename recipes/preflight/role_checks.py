@@ -9,7 +9,7 @@ from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.dispatch import dispatch_of, is_dispatched
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.process import load_class
-from rlpack.worker import Worker
+from rlpack.worker import Trainable, Worker
 
 _SCORES = (
     "a custom role derives from rlpack.worker.Worker and scores rollouts with `@sharded() def score(self, shard)`; see "
@@ -66,6 +66,8 @@ def _check_stands_in(where: str, kind: type[Any], standard: type[Any]) -> None:
             f"{where}, which has no decorated method {missing[0]}; in the place of {standard.__name__} "
             f"a class has {', '.join(sorted(_called(standard)))}: derive from it"
         )
+    if issubclass(standard, Trainable) and not issubclass(kind, Trainable):
+        raise PlacementError(f"{where}, which does not derive from rlpack.worker.Trainable, so it would not be saved")
 
 
 def _called(kind: type[Any]) -> set[str]:

@@ -6,13 +6,12 @@ from rlpack.config.roles import pool_of, role_batching
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.process import load_class
+from rlpack.distributed.trainable import Trainable
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Cost
 
 # Roles whose work is a forward pass of the trained model over whole sequences.
 _RUN_THE_MODEL = ("actor", "critic", "reference")
-# Roles that take optimizer steps, whose batches are cut into mini-batches.
-_TRAINED = ("actor", "critic")
 
 
 def start_roles(
@@ -39,7 +38,7 @@ def start_roles(
     for name in names:
         ranks = pools[pool_of(config, name)]
         ranks.start(name, config.roles[name].target, settings, config.roles[name].arguments)
-        mini_batch_size = config.trainer.mini_batch_size if name in _TRAINED else None
+        mini_batch_size = config.trainer.mini_batch_size if issubclass(kinds[name], Trainable) else None
         groups[name] = WorkerGroup(
             name,
             ranks,

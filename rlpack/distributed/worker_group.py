@@ -89,6 +89,10 @@ class WorkerGroup(Generic[W]):
         """Return the count of data-parallel ranks."""
         return self.ranks.num_ranks
 
+    def implements(self, interface: type[Any]) -> bool:
+        """Whether the role's class derives from `interface`, `Trainable` say."""
+        return self._kind is not None and issubclass(self._kind, interface)
+
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> MicrobatchPlan:
         """Return the plan that a sharded call on `batch` follows; calls on the same lengths share one."""
         lengths = _token_counts(batch)

@@ -134,6 +134,13 @@ def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tens
     return state
 
 
+def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
+    """Return the whole weights outside the wrapped model, such as a value head's, on the CPU; all ranks call."""
+    reshard(policy)
+    own = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
+    return {name: _gathered(weight).to("cpu", copy=True) for name, weight in own}
+
+
 def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
     """Copy whole weights, the same on every rank, into the policy; no rank talks to another.
 

@@ -24,6 +24,7 @@ from rlpack.recipes.driver.evaluation import evaluate_loss
 from rlpack.recipes.driver.resume import reference_folder
 from rlpack.recipes.driver.session import Progress, Session
 from rlpack.recipes.driver.splits import in_store, load_splits
+from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.reference import ReferenceWorker
 from tests.builders import tiny_config, tiny_rollouts
@@ -69,6 +70,10 @@ class FakeGroup:
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
         self.role, self.batching, self.answers, self.num_ranks = role, batching, answers, 1
         self.called: list[str] = []
+        self.trained = False
+
+    def implements(self, interface: type) -> bool:
+        return interface is Trainable and self.trained
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
         return make_plan(batch["input_ids"].lengths.numpy(), self.batching, dp_size=1)
@@ -269,6 +274,15 @@ def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Pa
     evaluate_loss(session)
     assert actor.called == [ActorWorker.logprobs.__name__]
     assert session.metrics == pytest.approx({"evaluation/loss": 0.25, "evaluation/perplexity": 1.2840254})
+
+
+def test_a_checkpoint_holds_all_roles_that_are_trained_and_no_others(tmp_path: Path):
+    session = session_of(tmp_path)
+    for name, trained in (("actor", True), ("rollout", False), ("judge_in_training", True)):
+        set_group(session, name, save=lambda folder: Path(folder).mkdir()).trained = trained
+    Session.save(session)
+    (folder,) = (tmp_path / "checkpoints").glob("*/step-0")
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"actor", "judge_in_training"}
 
 
 def test_a_warm_up_takes_its_steps_and_starts_the_optimizer_anew_at_its_end(tmp_path: Path):

@@ -8,6 +8,7 @@ from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.errors import PlacementError
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.worker import Worker, broadcast, sharded
+from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
 
 
@@ -85,6 +86,10 @@ class Stand(RolloutWorker):
     def from_settings(cls, context: Any, config: Any, tokenizer: Any) -> Self: ...
 
 
+# All methods of the actor, in a class that no session would save.
+Unsaved = type("Unsaved", (Worker,), {n: m for n, m in vars(ActorWorker).items() if not n.startswith("__")})
+
+
 def check(kind: str, /, key: str = "judge", **arguments: Any) -> None:
     check_role(key, Role(target=f"{__name__}:{kind}", arguments=arguments))
 
@@ -104,14 +109,14 @@ def test_classes_that_ranks_can_build_and_call_pass():
     ("name", "message"),
     [
         ("Absent", r"roles\.judge\.target: role target .* has no class Absent; it has .*Blind"),
-        ("Foreign", "which has no method from_settings; a role of one's own derives from rlpack.worker.Worker"),
-        ("Mute", r"roles\.judge\.target is '.*:Mute', which has no method score; a role of one's own derives"),
+        ("Foreign", "which has no method from_settings; a custom role derives from rlpack.worker.Worker"),
+        ("Mute", r"roles\.judge\.target is '.*:Mute', which has no method score; a custom role derives"),
         ("Undecorated", r"Undecorated\.score does not say how it is called; decorate it with @sharded\(\)"),
         ("Shouting", "whose score is broadcast"),
         ("Merging", "whose score has a merge, and rewards are put in order by rows"),
         ("Waiting", "whose score is a coroutine; write it without async"),
         ("Yielding", "whose score is a generator; write it without async and yield"),
-        ("Blind", "whose score can't be called with a shard: too many positional arguments; a role of one's own"),
+        ("Blind", "whose score can't be called with a shard: too many positional arguments; a custom role"),
         ("Demanding", "whose score can't be called with a shard: missing a required argument: 'level'"),
         ("Unbound", "whose from_settings is no class method; write it as `@classmethod def from_settings"),
         ("Narrow", "whose from_settings can't be called with context, config, tokenizer: too many positional"),
@@ -121,6 +126,11 @@ def test_classes_that_ranks_can_build_and_call_pass():
 def test_a_role_that_no_session_could_build_or_call_is_refused_by_its_key(name: str, message: str):
     with pytest.raises(PlacementError, match=message):
         check(name)
+
+
+def test_a_class_in_the_place_of_a_trained_role_has_to_be_one_that_is_saved():
+    with pytest.raises(PlacementError, match=r"does not derive from rlpack\.worker\.Trainable"):
+        check("Unsaved", key="actor")
 
 
 def test_arguments_that_the_class_does_not_take_or_lacks_are_named_with_those_it_takes():

@@ -1,0 +1,43 @@
+"""The interface of trained roles: what a session saves in its checkpoints, resumes from them, and exports.
+
+A role is trained if its class derives from `Trainable`. Its batches are split into mini-batches, and its part of a
+checkpoint is in a folder with its name.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from rlpack.distributed.dispatch import broadcast, dispatch_of, is_dispatched
+
+
+class Trainable(ABC):
+    """A role with weights and an optimizer. Every rank calls each of these methods: they are collectives."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Check that the class's own versions of the methods run on every rank.
+
+        Raises:
+            TypeError: one of them is not decorated with `@broadcast`.
+        """
+        super().__init_subclass__(**arguments)
+        for name in ("save", "load", "export_model"):
+            method = getattr(cls, name)
+            if not is_dispatched(method) or dispatch_of(method).kind != "broadcast":
+                raise TypeError(
+                    f"{cls.__qualname__}.{name} is not decorated with @broadcast; every rank has to call it"
+                )
+
+    @broadcast
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Write this rank's part of weights and optimizer state into `folder`, which is new."""
+
+    @broadcast
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Restore weights and optimizer state from `folder`, which any number of ranks wrote."""
+
+    @broadcast
+    @abstractmethod
+    def export_model(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder (config, safetensors), from rank 0."""

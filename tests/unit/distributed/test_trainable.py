@@ -1,0 +1,40 @@
+"""Trained roles are found by their class, and a method that not every rank would run is refused where it is written."""
+
+import pytest
+
+from rlpack.packing import Batching
+from rlpack.worker import Trainable, Worker, broadcast, rank_zero
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.critic import CriticWorker
+from rlpack.workers.reference import ReferenceWorker
+from tests.unit.distributed.test_worker_group import Doubler, LocalRanks, WorkerGroup
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained"),
+    [(ActorWorker, True), (CriticWorker, True), (ReferenceWorker, False), (Doubler, False), (None, False)],
+)
+def test_a_group_knows_whether_its_role_is_trained(kind: type | None, trained: bool):
+    assert WorkerGroup("role", LocalRanks(1), Batching(), kind=kind).implements(Trainable) is trained
+
+
+def test_a_trained_role_whose_save_is_not_run_by_every_rank_is_refused():
+    with pytest.raises(TypeError, match=r"Forgetful\.save is not decorated with @broadcast"):
+
+        class Forgetful(Worker, Trainable):
+            def save(self, folder: str) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Lonely\.export_model is not decorated with @broadcast"):
+
+        class Lonely(ActorWorker):
+            @rank_zero
+            def export_model(self, folder: str) -> None: ...
+
+
+def test_a_trained_role_without_one_of_the_methods_cannot_be_built():
+    class Unsaved(Worker, Trainable):
+        @broadcast
+        def load(self, folder: str) -> None: ...
+
+    with pytest.raises(TypeError, match=r"abstract methods '?export_model'?, '?save"):
+        Unsaved(None)
