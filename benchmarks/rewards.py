@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from rlpack.rewards.pool.call_queue import PoolSettings, Target
-from rlpack.rewards.pool.pool import Pool
+from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
+from rlpack.rewards.pool.pool import RewardPool
 
 BAR_PER_S = 500.0
 _TIMES = 3
@@ -53,7 +53,7 @@ def main() -> int:
                    "rlpack.rewards.functions:final_answer", "rlpack.rewards.math:equivalent"):  # fmt: skip
         for strict in (False, True):
             began = time.perf_counter()
-            pool = Pool({"f": Target(target)}, PoolSettings(processes=arguments.processes, strict=strict))
+            pool = RewardPool({"f": FunctionSpec(target)}, PoolSettings(processes=arguments.processes, strict=strict))
             try:
                 pool.wait()
                 start_s = time.perf_counter() - began
@@ -80,7 +80,7 @@ def best(work: Callable[[], object]) -> float:
 
 def overtime_s(timeout_s: float = 0.5) -> float:
     """Return how long after the deadline of a hanging row the pool is whole again."""
-    pool = Pool({"f": Target("benchmarks.rewards:waits", {}, timeout_s)})
+    pool = RewardPool({"f": FunctionSpec("benchmarks.rewards:waits", {}, timeout_s)})
     try:
         pool.wait()
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The judge: a scoring role that asks a language model behind an OpenAI-compatible URL.
+"""The judge: a scoring role that calls a language model behind an OpenAI-compatible URL.
 
 `roles.judge.target=rlpack.workers.judge:JudgeWorker judge.url=http://localhost:8000/v1 judge.model=name`
 """
@@ -15,65 +15,65 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Judge
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, placeholders
-from rlpack.rewards.reward_result import Verdict
-from rlpack.rewards.scoring import FailureRate, scores_of
+from rlpack.rewards.reward_result import RewardResult
+from rlpack.rewards.scoring import FailureRate, combine_rewards
 from rlpack.worker import RankContext, Worker, sharded
-from rlpack.workers.reward import verdict_columns
+from rlpack.workers.reward import reward_columns
 
 logger = logging.getLogger(__name__)
 
-_WAYS_OUT = "Look at the judge's server, or raise judge.timeout_s, judge.retries or judge.max_failures"
+_HINT = "Check the judge's server, or raise judge.timeout_s, judge.retries or judge.max_failures"
 
 
 class JudgeWorker(Worker):
-    """One rank that asks the judge; its rewards are added to those of other scoring roles."""
+    """One rank that calls the judge; its rewards are added to those of the other scoring roles."""
 
     def __init__(self, context: RankContext, settings: JudgeSettings, weight: float, max_failures: float) -> None:
         super().__init__(context)
         self._settings = settings
         self._weight = weight
-        self._rate = FailureRate(max_failures, "judge.max_failures", _WAYS_OUT)
+        self._failure_rate = FailureRate(max_failures, "judge.max_failures", _HINT)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Read the key from its environment variable; nobody is asked yet."""
+        """Read the API key from its environment variable; no request is sent yet."""
         return cls(context, _settings_of(config.judge), config.judge.weight, config.judge.max_failures)
 
     @sharded(background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `rewards` f32 [B], `quarantined` bool [B] and the rest of `rlpack.workers.reward.verdict_columns`.
+        """Return `rewards` f32 [B], `quarantined` bool [B] and more of `rlpack.workers.reward.reward_columns`.
 
-        A reward is the judge's score over `judge.max_score`, times `judge.weight`; `reward_judge` is without the
-        weight.
+        A reward is the judge's score divided by `judge.max_score`, times `judge.weight`. `reward_judge` f32 [B] is the
+        reward without the weight; `reward_retries` int64 [B] is the shard's number of retries, in its first row.
 
         Args:
             shard: text columns: `prompt`, `completion`, and those that `judge.prompt_template` names.
 
         Raises:
-            RewardError: the server refuses such requests.
-            TooManyFailuresError: more rows than may be have no score.
+            RewardError: the server rejects the requests permanently.
+            TooManyFailuresError: too many rows have no score.
         """
         texts = {name: shard[name] for name in placeholders(self._settings.prompt_template)}
-        verdicts, retries = asyncio.run(self._ask(texts, shard.num_rows))
-        failures = [f"row {row}: {v.problem} ({v.text})" for row, v in enumerate(verdicts) if v.failed]
+        results, num_retries = asyncio.run(self._call_judge(texts, shard.num_rows))
+        failures = [f"row {row}: {r.problem} ({r.detail})" for row, r in enumerate(results) if r.failed]
         if failures:
             logger.warning(
-                "the judge gave %d of %d rows no score; the first, %s", len(failures), shard.num_rows, failures[0]
+                "the judge gave no score for %d of %d rows; the first: %s", len(failures), shard.num_rows, failures[0]
             )
-        self._rate.take(verdicts, failures[0] if failures else "")
-        columns = verdict_columns(scores_of({"judge": verdicts}, {"judge": self._weight}), parts=True)
+        self._failure_rate.record(results, failures[0] if failures else "")
+        columns = reward_columns(combine_rewards({"judge": results}, {"judge": self._weight}), by_function=True)
         del columns["reward_output_bytes"]
-        attempts = torch.zeros(shard.num_rows, dtype=torch.int64)
-        attempts[:1] = retries
-        return shard.keep([]).union({**columns, "reward_retries": attempts})
+        retries = torch.zeros(shard.num_rows, dtype=torch.int64)
+        retries[:1] = num_retries
+        return shard.keep([]).union({**columns, "reward_retries": retries})
 
-    async def _ask(self, texts: dict[str, list[str]], rows: int) -> tuple[list[Verdict], int]:
-        judge = JudgeClient(self._settings, self._rate.allowed(rows))
-        return await judge.scores(texts, rows), judge.retries
+    async def _call_judge(self, texts: dict[str, list[str]], num_rows: int) -> tuple[list[RewardResult], int]:
+        client = JudgeClient(self._settings, self._failure_rate.allowed(num_rows))
+        return await client.score(texts, num_rows), client.num_retries
 
 
 def api_key(section: Judge) -> str | None:
-    """Return the judge's key from its environment variable, None where it needs none.
+    """Return the judge's API key from its environment variable, None if it needs none.
 
     Raises:
         RewardError: the variable isn't set.
@@ -83,14 +83,13 @@ def api_key(section: Judge) -> str | None:
     key = os.environ.get(section.api_key_env)
     if not key:
         raise RewardError(
-            f"judge.api_key_env is {section.api_key_env!r}, and there is no such environment variable; set it where "
-            "the ranks run, or leave judge.api_key_env=null"
+            f"judge.api_key_env is {section.api_key_env!r}, and that environment variable isn't set; set it where the "
+            "ranks run, or set judge.api_key_env=null"
         )
     return key
 
 
 def _settings_of(section: Judge) -> JudgeSettings:
-    """Return how the judge is asked."""
     assert section.url is not None
     assert section.model is not None
     return JudgeSettings(

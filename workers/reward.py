@@ -1,4 +1,4 @@
-"""The reward role: scores responses by functions of their texts, in processes that can be ended at any moment."""
+"""The reward role: scores responses with functions of their texts, run in killable processes."""
 
 from typing import Self
 
@@ -7,24 +7,26 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Reward
-from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
-from rlpack.rewards.scoring import Scorer, Scores
+from rlpack.rewards.scoring import BatchRewards, RewardScorer
 from rlpack.worker import RankContext, Worker, sharded
 
-_ONLY = "reward"
+_SINGLE = "reward"
 
 
 class RewardWorker(Worker):
-    """One rank that scores rows; a user's own judge derives from it or from `Worker` and has the same `score`."""
+    """One rank that scores rows; a user's own scoring role has the same `score`."""
 
     def __init__(self, context: RankContext, settings: Reward) -> None:
+        """Start the processes that load the reward functions."""
         super().__init__(context)
         functions = settings.functions
-        self._has_parts = bool(functions)
-        weights = {name: function.weight for name, function in functions.items()} or {_ONLY: 1.0}
-        self._scorer = Scorer(targets_of(settings), weights, _pool_of(settings), max_failures=settings.max_failures)
-        if settings.sandbox == "strict":  # whether it can be had is said before the run begins
+        self._has_several = bool(functions)
+        weights = {name: function.weight for name, function in functions.items()} or {_SINGLE: 1.0}
+        pool = _pool_settings(settings)
+        self._scorer = RewardScorer(function_specs(settings), weights, pool, max_failures=settings.max_failures)
+        if pool.strict:  # fail before the run starts if the kernel can't provide it
             self._scorer.wait()
 
     @classmethod
@@ -33,29 +35,28 @@ class RewardWorker(Worker):
         return cls(context, config.reward)
 
     def close(self) -> None:
-        """End the processes; they end with this one anyway."""
+        """End the processes; they also end with this one."""
         self._scorer.close()
 
     @sharded(background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `rewards` f32 [B] and `quarantined` bool [B] (there is no finite reward for the row).
-
-        With them come the columns of `verdict_columns`.
+        """Return `rewards` f32 [B], `quarantined` bool [B] and the other columns of `reward_columns`.
 
         Args:
-            shard: text columns: `prompt`, `completion`, and whatever the dataset brought (`answer`, say). A session
-                sends `input_ids` and `response_mask` too, for a judge that reads tokens.
+            shard: text columns: `prompt`, `completion` and the dataset's (`answer`, for example). A session also sends
+                `input_ids` and `response_mask`, for roles that read tokens.
         """
         texts = shard.keep(shard.names_of("list"))
-        return shard.keep([]).union(verdict_columns(self._scorer.score(texts, shard.num_rows), parts=self._has_parts))
+        rewards = self._scorer.score(texts, shard.num_rows)
+        return shard.keep([]).union(reward_columns(rewards, by_function=self._has_several))
 
 
-def targets_of(settings: Reward) -> dict[str, Target]:
-    """Return the functions that a run scores by: those of `reward.functions`, or the one of `reward.function`."""
+def function_specs(settings: Reward) -> dict[str, FunctionSpec]:
+    """Return the functions of a run by name: `reward.functions`, or the single `reward.function`."""
     if not settings.functions:
-        return {_ONLY: Target(settings.function, settings.arguments, settings.timeout_s)}
+        return {_SINGLE: FunctionSpec(settings.function, settings.arguments, settings.timeout_s)}
     return {
-        name: Target(
+        name: FunctionSpec(
             function.function,
             function.arguments,
             settings.timeout_s if function.timeout_s is None else function.timeout_s,
@@ -65,30 +66,31 @@ def targets_of(settings: Reward) -> dict[str, Target]:
     }
 
 
-def _pool_of(settings: Reward) -> PoolSettings:
+def reward_columns(rewards: BatchRewards, *, by_function: bool) -> dict[str, Tensor]:
+    """Return the columns that a scoring role returns.
+
+    `rewards` f32 [B] and `quarantined` bool [B] (the row has no finite reward); `reward_failure` int64 [B], 0 or the
+    kind of failure (`rlpack.rewards.scoring.BatchRewards.failures`); `reward_output_bytes` int64 [B], the bytes that
+    functions wrote for the whole shard, stored in its first row; and with `by_function`, `reward_<name>` f32 [B] for
+    each function, NaN where it gave no number.
+    """
+    output_bytes = rewards.failures.new_zeros(rewards.failures.shape)
+    output_bytes[:1] = rewards.output_bytes
+    return {
+        "rewards": rewards.values,
+        "quarantined": rewards.quarantined,
+        "reward_failure": rewards.failures,
+        "reward_output_bytes": output_bytes,
+        **({f"reward_{name}": values for name, values in rewards.by_function.items()} if by_function else {}),
+    }
+
+
+def _pool_settings(settings: Reward) -> PoolSettings:
     return PoolSettings(
         processes=settings.processes,
         rows_per_call=settings.rows_per_call,
         batch_timeout_s=settings.batch_timeout_s,
         strict=settings.sandbox == "strict",
-        environment=settings.env_vars,
+        env_vars=settings.env_vars,
         limits=Limits(memory_gb=settings.memory_gb, processes=settings.subprocesses),
     )
-
-
-def verdict_columns(scores: Scores, *, parts: bool) -> dict[str, Tensor]:
-    """Return what a scoring role gives back, by column.
-
-    Those are `rewards` f32 [B] and `quarantined` bool [B]; `reward_failure` int64 [B], 0 or which failure it was
-    (`rlpack.rewards.scoring.Scores`); `reward_output_bytes` int64 [B], on the first row, what the functions of all
-    rows wrote; and with `parts`, `reward_<name>` f32 [B] for each function, NaN where it gave no number.
-    """
-    written = scores.failures.new_zeros(scores.failures.shape)
-    written[:1] = scores.output_bytes
-    return {
-        "rewards": scores.values,
-        "quarantined": scores.quarantined,
-        "reward_failure": scores.failures,
-        "reward_output_bytes": written,
-        **({f"reward_{name}": part for name, part in scores.parts.items()} if parts else {}),
-    }

@@ -1,4 +1,4 @@
-"""A model of rewards: a sequence classifier with one label, run packed like any other role of the model's kind."""
+"""The reward-model role: a sequence classifier with one label, batched like the other model roles."""
 
 from typing import Self
 
@@ -19,7 +19,7 @@ from rlpack.workers.inference import per_token
 
 
 class RewardModelWorker(Worker):
-    """One data-parallel rank of the classifier (FSDP2); nothing in it is trained."""
+    """One data-parallel rank of the classifier (FSDP2), which is not trained."""
 
     def __init__(self, context: RankContext, model: TokenHead, weight: float, *, pad_token_id: int) -> None:
         super().__init__(context)
@@ -37,20 +37,21 @@ class RewardModelWorker(Worker):
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B], the weighted score at each row's last token, and `quarantined` bool [B].
 
-        A row without a token, or whose score is no finite number, is quarantined.
+        Rows without tokens, or whose score is not finite, are quarantined.
 
         Args:
             shard: `input_ids`, prompts and responses; `response_mask`.
         """
-        scored = per_token(shard, "scores", self._model, self._scores)["scores"]
-        ends = scored.lengths.cumsum(0) - 1
-        found = torch.full((shard.num_rows,), torch.nan)
-        found[scored.lengths > 0] = scored.values[ends[scored.lengths > 0]]
-        rewards = self._weight * found
-        broken = ~rewards.isfinite()
-        return shard.keep([]).union({"rewards": rewards.where(~broken, 0.0), "quarantined": broken})
+        token_scores = per_token(shard, "scores", self._model, self._token_scores)["scores"]
+        has_tokens = token_scores.lengths > 0
+        last_tokens = token_scores.lengths.cumsum(0) - 1
+        scores = torch.full((shard.num_rows,), torch.nan)
+        scores[has_tokens] = token_scores.values[last_tokens[has_tokens]]
+        rewards = self._weight * scores
+        quarantined = ~rewards.isfinite()
+        return shard.keep([]).union({"rewards": rewards.where(~quarantined, 0.0), "quarantined": quarantined})
 
-    def _scores(self, view: MicrobatchView) -> Tensor:
-        """Return the head's number at each token of a microbatch, f32 [T], on the CPU."""
+    def _token_scores(self, view: MicrobatchView) -> Tensor:
+        """Return the classifier's output at each token of a microbatch, f32 [T], on the CPU."""
         inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
         return self._model(inputs, before=False).cpu()

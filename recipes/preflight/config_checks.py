@@ -29,7 +29,7 @@ from rlpack.rewards.signatures import check_signature, resolve
 from rlpack.workers.build import choose_trained
 from rlpack.workers.judge import api_key
 from rlpack.workers.loss import PolicyGradientLoss
-from rlpack.workers.reward import targets_of
+from rlpack.workers.reward import function_specs
 
 _ROWS_AT_A_TIME = 1024
 # Columns of rows that an advantage function can ask for, whatever roles there are.
@@ -124,11 +124,11 @@ def _check_algorithm(config: Config) -> None:
 def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
     """Find the reward functions and see that they take what the pool of workers/reward.py will call them with."""
     own = config.roles["reward"].target != builtin_roles()["reward"].target  # which may call them otherwise
-    for target in targets_of(config.reward).values():
-        function = resolve(target.target, target.key)
+    for spec in function_specs(config.reward).values():
+        function = resolve(spec.target, spec.key)
         for split in () if own else (prompts, held_out):
             columns = ("uid", "answer", "finish_reason", *split.examples[0].columns)
-            check_signature(function, columns, target.arguments, target.key.removesuffix("function") + "arguments")
+            check_signature(function, columns, spec.arguments, spec.key.removesuffix("function") + "arguments")
     if own or config.placement.address is not None:  # another machine's kernel is asked when its ranks start
         return
     if config.reward.sandbox == "strict" and (reason := why_not_strict()):

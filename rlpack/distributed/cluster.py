@@ -168,7 +168,7 @@ def _connect(placement: Placement) -> None:
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     os.environ["PYTHONPATH"] = import_path  # inherited by Ray's processes
-    # Ray would kill a rank's keeper of reward processes before that could end what they started and remove their files.
+    # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     with _own_process_group():
         ray.init(

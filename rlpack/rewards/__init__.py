@@ -1,4 +1,6 @@
-"""Reward functions, and how they are found, called and checked.
+"""Reward functions: how they are found, called, isolated and checked.
 
-`functions` has those that come along, `scoring` finds one by name, calls it and quarantines what is no finite number.
+`functions`, `math` and `code_execution` are the built-in rewards; `signatures` says how a function is called;
+`scoring` runs several in the `pool` of killable processes, sums them with weights and quarantines rows without a finite
+reward; `judge_client` scores with a language model behind an OpenAI-compatible URL.
 """

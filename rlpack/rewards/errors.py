@@ -2,12 +2,12 @@
 
 
 class RewardError(ValueError):
-    """A reward function that can't be found, called or used; the text names it, what was found and the way out."""
+    """A reward function can't be found, called or used; the message names it, the cause and the fix."""
 
 
 class TooManyFailuresError(RuntimeError):
-    """Reward functions failed on more rows than `reward.max_failures` allows; the text counts them and gives one."""
+    """Reward functions failed on more rows than `reward.max_failures` allows; the message has counts and an example."""
 
 
 class PoolError(RuntimeError):
-    """The processes that run reward functions can't be had, or can't be confined as was asked for."""
+    """The processes that run reward functions can't start, or can't be confined as configured."""

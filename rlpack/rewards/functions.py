@@ -1,8 +1,7 @@
-"""Verifiable rewards that come with rlpack; mathematics and programs have files of their own.
+"""Built-in verifiable rewards on plain text; mathematics and code have their own modules.
 
-A reward function names in its signature what it wants of a row (`rlpack.rewards.signatures`): its texts, the dataset's
-columns, and the keyword arguments of `reward.arguments`. It returns a number, or None where there is nothing to judge
-by.
+A reward function names in its signature what it reads of a row (`rlpack.rewards.signatures`): its texts, dataset
+columns, and the keyword arguments in `reward.arguments`. It returns a number, or None if the row can't be scored.
 """
 
 import re
@@ -12,100 +11,112 @@ from collections.abc import Sequence
 def final_answer(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], *, marker: str = "#"
 ) -> list[float | None]:
-    """Return 1 for each completion whose text after its last `marker` is the answer, else 0.
+    """Return 1 for each completion whose text after its last `marker` is the answer.
 
-    Space around either doesn't count. A completion without the marker gives 0, a row without an answer None.
+    All others get 0, completions without the marker included; rows without an answer get None. Surrounding whitespace
+    is ignored.
 
     >>> final_answer(["a1b2="] * 3, ["a11b23#3", "a11b24#4", "3"], ["3", "3", "3"])
     [1.0, 0.0, 0.0]
 
     Args:
-        prompts: not looked at.
-        completions: what the policy wrote.
-        answer: the dataset's answers; numbers are compared as they print.
-        marker: what stands before the answer.
+        prompts: unused.
+        completions: the policy's responses.
+        answer: the dataset's answers; numbers are compared as printed.
+        marker: text that precedes the answer.
     """
-    return [_score(text.rpartition(marker), target) for text, target in zip(completions, answer, strict=True)]
+    return [_score_after(text, marker, target) for text, target in zip(completions, answer, strict=True)]
 
 
 def exact_match(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object]) -> list[float | None]:
-    """Return 1 for each completion that is the answer and nothing else, else 0; None for a row without an answer.
+    """Return 1 for each completion that equals the answer, else 0.
+
+    Rows without an answer get None. Surrounding whitespace is ignored.
 
     >>> exact_match(["1+1="] * 2, [" 2", "22"], [2, 2])
     [1.0, 0.0]
 
     Args:
-        prompts: not looked at.
-        completions: what the policy wrote; space around it doesn't count.
-        answer: the dataset's answers; numbers are compared as they print.
+        prompts: unused.
+        completions: the policy's responses.
+        answer: the dataset's answers; numbers are compared as printed.
     """
-    return [_score(("", "whole", text), target) for text, target in zip(completions, answer, strict=True)]
+    return [_score(text, target) for text, target in zip(completions, answer, strict=True)]
 
 
 def matches(completion: str, *, pattern: str, whole: bool = False) -> float:
-    """Return 1 for a completion in which the regular expression is found, else 0.
+    """Return 1 if the regular expression matches in the completion, else 0.
 
-    A dot matches a line's end, too. An expression that backtracks for ever is ended at `reward.timeout_s`.
+    A dot also matches line breaks. Catastrophic backtracking ends at `reward.timeout_s`.
 
     >>> matches("so it is 42.", pattern="[0-9]+"), matches("so it is 42.", pattern="[0-9]+", whole=True)
     (1.0, 0.0)
 
     Args:
-        completion: what the policy wrote.
-        pattern: of Python's `re`.
-        whole: whether it has to match the whole completion.
+        completion: the policy's response.
+        pattern: a regular expression of Python's `re`.
+        whole: require that it matches the whole completion.
     """
     search = re.fullmatch if whole else re.search
     return float(search(pattern, completion, re.DOTALL) is not None)
 
 
 def extracted_answer(completion: str, answer: object, *, pattern: str) -> float | None:
-    """Return 1 where what the expression's last match holds is the answer, else 0; None for a row without an answer.
+    """Return 1 if the last match of the regular expression holds the answer, else 0.
+
+    Rows without an answer get None. Surrounding whitespace is ignored.
 
     >>> extracted_answer("<answer>3</answer> <answer> 4 </answer>", 4, pattern="<answer>(.*?)</answer>")
     1.0
 
     Args:
-        completion: what the policy wrote.
-        answer: the dataset's; numbers are compared as they print, and space around either doesn't count.
-        pattern: of Python's `re`; its first group is compared, or all of the match where it has none.
+        completion: the policy's response.
+        answer: the dataset's answer; numbers are compared as printed.
+        pattern: a regular expression of Python's `re`. Its first group is compared, or the whole match if it has none.
     """
     if answer is None:
         return None
-    found = list(re.finditer(pattern, completion, re.DOTALL))
-    if not found:
+    occurrences = list(re.finditer(pattern, completion, re.DOTALL))
+    if not occurrences:
         return 0.0
-    text = found[-1].group(1 if found[-1].re.groups else 0) or ""
-    return float(text.strip() == str(answer).strip())
+    last = occurrences[-1]
+    return _score(last.group(1 if last.re.groups else 0) or "", answer)
 
 
 def has_format(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """Return 1 for a completion that is these sections in this order, each once, and nothing between; else 0.
+    """Return 1 if the completion is exactly these sections, in this order, else 0.
+
+    Each section has to occur once, with only whitespace around and between sections.
 
     >>> has_format("<think>3 + 4</think> <answer>7</answer>"), has_format("<answer>7</answer>")
     (1.0, 0.0)
 
     Args:
-        completion: what the policy wrote; space around sections doesn't count.
+        completion: the policy's response.
         tags: names of the sections, each written as `<name>…</name>`.
     """
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     if any(completion.count(mark) != 1 for mark in marks):
         return 0.0
-    places = [completion.index(mark) for mark in marks]
-    if places != sorted(places):
+    starts = [completion.index(mark) for mark in marks]
+    if starts != sorted(starts):
         return 0.0
-    ends = zip(places[1::2], marks[1::2], strict=True)
-    between = [
-        completion[end + len(mark) : start] for (end, mark), start in zip(ends, [*places[2::2], None], strict=True)
+    closings = zip(starts[1::2], marks[1::2], strict=True)
+    after = [
+        completion[start + len(mark) : following]
+        for (start, mark), following in zip(closings, [*starts[2::2], None], strict=True)
     ]
-    outside = [completion[: places[0]], *between]
+    outside = [completion[: starts[0]], *after]
     return float(not any(text.strip() for text in outside))
 
 
-def _score(parts: tuple[str, str, str], target: object) -> float | None:
-    """Compare the last of `parts` with the answer; the middle one is empty when there was no marker."""
-    if target is None:
-        return None
-    _, marker, text = parts
-    return float(bool(marker) and text.strip() == str(target).strip())
+def _score_after(completion: str, marker: str, target: object) -> float | None:
+    """Return the score of the text after the last marker; 0 if the marker is missing."""
+    if target is not None and marker not in completion:
+        return 0.0
+    return _score(completion.rpartition(marker)[2], target)
+
+
+def _score(text: str, target: object) -> float | None:
+    """Return whether a text is the answer, None without an answer."""
+    return None if target is None else float(text.strip() == str(target).strip())

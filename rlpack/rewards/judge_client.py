@@ -1,7 +1,7 @@
-"""Ask a language model behind an OpenAI-compatible URL for a score of each response.
+"""Score responses with a language model behind an OpenAI-compatible URL.
 
-The judge's answers are believed no more than a policy's: what has no score in its bounds is a counted failure, however
-it came about. Every request has a deadline as a whole, failed ones are repeated a bounded number of times, and both are
+The judge's answers are untrusted, like a policy's: an answer without a score in range is a counted failure. Each
+request has one deadline for the whole exchange. Failed requests are retried a bounded number of times, and retries are
 counted.
 """
 
@@ -17,29 +17,30 @@ import httpx
 
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.pool.processes import printable
-from rlpack.rewards.reward_result import GIVEN_UP, Problem, Verdict
+from rlpack.rewards.reward_result import SKIPPED, Problem, RewardResult
 
 _SCORE = re.compile(r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)(?![eE\d])", re.IGNORECASE)
-_LARGEST_ANSWER = 4 << 20
-_REFUSED = {400, 401, 403, 404, 405, 422}
-_EXCERPT = 200
+_MAX_ANSWER_BYTES = 4 << 20
+# Status codes that no retry can change.
+_PERMANENT_ERRORS = {400, 401, 403, 404, 405, 422}
+_EXCERPT_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """How a judge is asked.
+    """How the judge is called.
 
     Attributes:
-        url: base URL; `/chat/completions` follows.
-        model: its name there.
+        url: base URL, without `/chat/completions`.
+        model: name of the model on that server.
         api_key: sent as a bearer token; None sends none.
-        prompt_template: the one message, with `{prompt}`, `{completion}` and `{column}` for a row's texts.
-        max_score: scores run from 0 to this.
-        max_tokens: longest answer.
-        concurrency: requests at one time.
+        prompt_template: the user message, with `{prompt}`, `{completion}` and `{column}` placeholders.
+        max_score: scores range from 0 to this.
+        max_tokens: length limit of an answer.
+        concurrency: number of simultaneous requests.
         timeout_s: deadline of a request.
-        retries: further attempts after a failed one.
-        backoff_s: pause before the first retry; it doubles with each.
+        retries: attempts after the first failed one.
+        backoff_s: pause before the first retry; it doubles with each retry.
     """
 
     url: str
@@ -54,79 +55,80 @@ class JudgeSettings:
     backoff_s: float = 1.0
 
 
-class _Failure(Exception):  # noqa: N818 - never leaves this file
-    """An attempt that gave no score."""
+class _AttemptFailed(Exception):  # noqa: N818 - never leaves this file
+    """A request that gave no answer."""
 
-    def __init__(self, problem: Problem, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, problem: Problem, detail: str) -> None:
+        super().__init__(detail)
         self.problem: Problem = problem
 
 
 class JudgeClient:
-    """Asks for the scores of one batch.
+    """Client that scores one batch.
 
     Attributes:
-        retries: attempts beyond the first of each row.
+        num_retries: requests so far beyond the first of each row.
     """
 
-    def __init__(self, settings: JudgeSettings, allowed: float = float("inf")) -> None:
-        """Take at most `allowed` failed rows; what is left then is not asked for and counts as failed, too."""
-        self.retries = 0
+    def __init__(self, settings: JudgeSettings, max_failed_rows: float = float("inf")) -> None:
+        """Allow `max_failed_rows` failed rows; after one more, the remaining rows are skipped and count as failed."""
+        self.num_retries = 0
         self._settings = settings
-        self._left = allowed
-        self._places = asyncio.Semaphore(settings.concurrency)
+        self._failures_left = max_failed_rows
+        self._slots = asyncio.Semaphore(settings.concurrency)
 
-    async def scores(self, columns: Mapping[str, Sequence[Any]], num_rows: int) -> list[Verdict]:
-        """Return the verdict on every row, rewards from 0 to 1.
+    async def score(self, columns: Mapping[str, Sequence[Any]], num_rows: int) -> list[RewardResult]:
+        """Return the result of every row, rewards from 0 to 1.
 
         Raises:
-            RewardError: the server refuses such requests: a wrong key, model or address.
+            RewardError: the server rejects the request permanently, for a wrong key, model or address.
         """
         names = placeholders(self._settings.prompt_template)
         headers = {} if self._settings.api_key is None else {"Authorization": f"Bearer {self._settings.api_key}"}
         limits = httpx.Limits(max_connections=self._settings.concurrency)
         async with httpx.AsyncClient(headers=headers, limits=limits, timeout=self._settings.timeout_s) as client:
             rows = [{name: str(columns[name][row]) for name in names} for row in range(num_rows)]
-            asked = [asyncio.create_task(self._row(client, row)) for row in rows]
+            tasks = [asyncio.create_task(self._score_row(client, row)) for row in rows]
             try:
-                return await asyncio.gather(*asked)
+                return await asyncio.gather(*tasks)
             finally:
-                for task in asked:
+                for task in tasks:
                     task.cancel()
 
-    async def _row(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> Verdict:
-        async with self._places:
-            if self._left < 0:
-                return Verdict(problem="error", text=f"not asked for, {GIVEN_UP}")
-            verdict = await self._attempts(client, texts)
-            self._left -= verdict.failed
-            return verdict
+    async def _score_row(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> RewardResult:
+        async with self._slots:
+            if self._failures_left < 0:
+                return RewardResult(problem="error", detail=f"skipped {SKIPPED}")
+            result = await self._score_with_retries(client, texts)
+            self._failures_left -= result.failed
+            return result
 
-    async def _attempts(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> Verdict:
-        """Ask until there is a score, at most 1 + `retries` times; an answer without one is not asked for again."""
-        failure = _Failure("error", "")
+    async def _score_with_retries(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> RewardResult:
+        """Send up to 1 + `retries` requests; an answer without a score is final."""
+        failure = _AttemptFailed("error", "")
         for attempt in range(1 + self._settings.retries):
             if attempt:
-                self.retries += 1
+                self.num_retries += 1
                 await asyncio.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
             try:
-                answer = await self._ask(client, texts)
-            except _Failure as error:
+                return self._result_of(await self._request_answer(client, texts))
+            except _AttemptFailed as error:
                 failure = error
-                continue
-            score = score_in(answer, self._settings.max_score)
-            if score is None:
-                text = f"no score from 0 to {self._settings.max_score:g} in {_excerpt(answer)!r}"
-                return Verdict(problem="invalid", text=text)
-            return Verdict(score / self._settings.max_score)
-        return Verdict(problem=failure.problem, text=str(failure))
+        return RewardResult(problem=failure.problem, detail=str(failure))
 
-    async def _ask(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> str:
-        """Return the judge's words.
+    def _result_of(self, answer: str) -> RewardResult:
+        max_score = self._settings.max_score
+        score = parse_score(answer, max_score)
+        if score is None:
+            return RewardResult(problem="invalid", detail=f"no score from 0 to {max_score:g} in {_excerpt(answer)!r}")
+        return RewardResult(score / max_score)
+
+    async def _request_answer(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> str:
+        """Return the text of the judge's answer.
 
         Raises:
-            _Failure: there are none; another attempt may bring some.
-            RewardError: the server refuses such requests.
+            _AttemptFailed: there is none; a retry may succeed.
+            RewardError: the server rejects the request permanently.
         """
         settings = self._settings
         request = {
@@ -138,50 +140,45 @@ class JudgeClient:
         url = f"{settings.url.rstrip('/')}/chat/completions"
         try:
             async with (
-                asyncio.timeout(settings.timeout_s),  # the client's own starts again with every byte
+                asyncio.timeout(settings.timeout_s),  # httpx restarts its own timeout with every byte
                 client.stream("POST", url, json=request) as response,
             ):
-                body = await _body(response)
+                body = await _read_body(response)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise _Failure("timeout", f"{url} did not answer within {settings.timeout_s:g} s") from error
+            raise _AttemptFailed("timeout", f"{url} did not answer within {settings.timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _Failure("error", f"{url}: {type(error).__name__}: {error}") from error
-        if response.status_code in _REFUSED:
-            raise RewardError(
-                f"{url} answered {response.status_code} {response.reason_phrase}: {_excerpt(body)}; look at judge.url, "
-                "judge.model and judge.api_key_env"
-            )
-        if response.status_code != httpx.codes.OK:
-            raise _Failure("error", f"{url} answered {response.status_code} {response.reason_phrase}: {_excerpt(body)}")
-        return _content(body, url)
+            raise _AttemptFailed("error", f"{url}: {type(error).__name__}: {error}") from error
+        _check_status(response, body, url)
+        return _message_content(body, url)
 
 
 def placeholders(prompt_template: str) -> list[str]:
-    """Return the columns that prompt_template name.
+    """Return the column names in a prompt template.
 
     >>> placeholders("Rate {completion} against {answer}.")
     ['completion', 'answer']
 
     Raises:
-        RewardError: a brace is not closed, or holds something else than a name.
+        RewardError: a brace is not closed, or encloses something other than a name.
     """
-    way_out = "write {completion}, {prompt} or {column}, and {{ for a brace"
+    hint = "write {completion}, {prompt} or {column}, and {{ for a literal brace"
     try:
-        names = [name for _, name, form, conversion in string.Formatter().parse(prompt_template) if name is not None]
-        odd = [name for name in names if not name.isidentifier()]
-        odd += [name for _, name, form, conversion in string.Formatter().parse(prompt_template) if form or conversion]
+        fields = [entry for entry in string.Formatter().parse(prompt_template) if entry[1] is not None]
     except ValueError as error:
-        raise RewardError(f"judge.prompt_template can't be read: {error}; {way_out}") from error
-    if odd:
-        raise RewardError(f"judge.prompt_template holds {{{odd[0]}}}, which is no column's name; {way_out}")
+        raise RewardError(f"judge.prompt_template can't be parsed: {error}; {hint}") from error
+    names = [str(name) for _, name, _, _ in fields]
+    invalid = [name for name in names if not name.isidentifier()]
+    invalid += [str(name) for _, name, spec, conversion in fields if spec or conversion]
+    if invalid:
+        raise RewardError(f"judge.prompt_template contains {{{invalid[0]}}}, which is not a column name; {hint}")
     return list(dict.fromkeys(names))
 
 
 def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:
-    """Check that prompt_template name columns that are there, and the response.
+    """Check that a prompt template names existing columns, and the response.
 
     Raises:
-        RewardError: they don't.
+        RewardError: it doesn't.
     """
     names, known = placeholders(prompt_template), {"prompt", "completion", *columns}
     missing = [name for name in names if name not in known]
@@ -191,36 +188,44 @@ def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:
         raise RewardError("judge.prompt_template doesn't name {completion}, so the judge would not see the response")
 
 
-def score_in(answer: str, largest: float) -> float | None:
-    """Return the last score that an answer states, None where there is none from 0 to `largest`.
+def parse_score(answer: str, max_score: float) -> float | None:
+    """Return the last score in an answer, None if it has none from 0 to `max_score`.
 
-    >>> score_in("It could be a Score: 3. No: **Score: 7.5**", 10.0), score_in("Score: 11", 10.0)
+    >>> parse_score("It could be a Score: 3. No: **Score: 7.5**", 10.0), parse_score("Score: 11", 10.0)
     (7.5, None)
     """
-    found = _SCORE.findall(answer)
-    score = float(found[-1]) if found else -1.0
-    return score if 0.0 <= score <= largest else None
+    scores = _SCORE.findall(answer)
+    score = float(scores[-1]) if scores else -1.0
+    return score if 0.0 <= score <= max_score else None
 
 
-async def _body(response: httpx.Response) -> str:
-    """Return what a server says, as long as that is bounded."""
-    parts = bytearray()
-    async for part in response.aiter_bytes():
-        parts += part
-        if len(parts) > _LARGEST_ANSWER:
-            raise _Failure("error", f"an answer of more than {_LARGEST_ANSWER} bytes")
-    return parts.decode(errors="replace")
+async def _read_body(response: httpx.Response) -> str:
+    """Return the body of a response, up to a size limit."""
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > _MAX_ANSWER_BYTES:
+            raise _AttemptFailed("error", f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+    return body.decode(errors="replace")
 
 
-def _content(body: str, url: str) -> str:
+def _check_status(response: httpx.Response, body: str, url: str) -> None:
+    text = f"{url} answered {response.status_code} {response.reason_phrase}: {_excerpt(body)}"
+    if response.status_code in _PERMANENT_ERRORS:
+        raise RewardError(f"{text}; check judge.url, judge.model and judge.api_key_env")
+    if response.status_code != httpx.codes.OK:
+        raise _AttemptFailed("error", text)
+
+
+def _message_content(body: str, url: str) -> str:
     try:
         match json.loads(body):
             case {"choices": [{"message": {"content": str(content)}}, *_]}:
                 return content
     except (ValueError, RecursionError):
         pass
-    raise _Failure("error", f"{url} answered what is no chat completion: {_excerpt(body)!r}")
+    raise _AttemptFailed("error", f"{url} answered with no chat completion: {_excerpt(body)!r}")
 
 
 def _excerpt(text: str) -> str:
-    return printable(text[:_EXCERPT])
+    return printable(text[:_EXCERPT_CHARACTERS])

@@ -1,4 +1,4 @@
-"""What a reward function's word on a row is: a number that can be trained on, or the reason why there is none."""
+"""The result of a reward function on one row: a finite number, or the reason why there is none."""
 
 import math
 import sys
@@ -7,32 +7,32 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
-# Beyond float32 a reward would become infinite on its way into the batch.
-LARGEST = 3.4028234663852886e38
+# Larger rewards would overflow to infinity in the batch's float32 column.
+MAX_REWARD = 3.4028234663852886e38
 
 Problem = Literal["none", "nan", "infinite", "timeout", "error", "killed", "invalid"]
 PROBLEMS: tuple[Problem, ...] = get_args(Problem)
-# What is said of rows that were not begun any more.
-GIVEN_UP = "because too many rows failed before"
-# Rows that the function failed on; the first three it was right to say.
+# Problems that count as a failure of the function; `none`, `nan` and `infinite` are values that it returned.
 FAILURES: tuple[Problem, ...] = ("timeout", "error", "killed", "invalid")
+# Ends the detail of rows that were skipped.
+SKIPPED = "because too many rows failed before"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The word on one row.
+class RewardResult:
+    """The result of a reward function on one row.
 
     Attributes:
-        value: the reward; 0 where there is a problem.
-        problem: why the row has no usable reward. `none`, `nan` and `infinite`: it is what the function returned;
-            `timeout`: it took too long; `error`: it raised; `killed`: its process died; `invalid`: it returned
-            something that is no number, or not one a row.
-        text: what happened, of a failure.
+        value: the reward; 0 if there is a problem.
+        problem: why the row has no usable reward. `none`, `nan` and `infinite`: the function returned that; `timeout`:
+            it took too long; `error`: it raised; `killed`: its process died; `invalid`: it returned something that is
+            not a number, or not one per row.
+        detail: what happened, for failures.
     """
 
     value: float = 0.0
     problem: Problem | None = None
-    text: str = ""
+    detail: str = ""
 
     @property
     def failed(self) -> bool:
@@ -40,52 +40,47 @@ class Verdict:
         return self.problem in FAILURES
 
 
-def verdict_of(reward: object) -> Verdict:
-    """Return what `reward`, a function's answer for one row, is worth; True and False are 1 and 0.
+def parse_reward(reward: object) -> RewardResult:
+    """Return the result for what a function returned for one row; True and False are 1 and 0.
 
-    >>> verdict_of(True), verdict_of(float("nan")).problem, verdict_of("1").text
-    (Verdict(value=1.0, problem=None, text=''), 'nan', 'a str; a reward is a number, or None')
+    >>> parse_reward(True), parse_reward(float("nan")).problem, parse_reward("1").detail
+    (RewardResult(value=1.0, problem=None, detail=''), 'nan', 'gave a str; a reward is a number or None')
     """
     if reward is None:
-        return Verdict(problem="none")
-    if not isinstance(reward, Real) and not _is_numpys_bool(reward):
-        return Verdict(problem="invalid", text=f"a {type(reward).__name__}; a reward is a number, or None")
+        return RewardResult(problem="none")
+    if not isinstance(reward, Real) and not _is_numpy_bool(reward):
+        return RewardResult(problem="invalid", detail=f"gave a {type(reward).__name__}; a reward is a number or None")
     try:
         value = float(reward)  # pyright: ignore[reportArgumentType]
     except OverflowError:  # an int beyond float64
-        return Verdict(problem="infinite")
+        return RewardResult(problem="infinite")
     if math.isnan(value):
-        return Verdict(problem="nan")
-    return Verdict(problem="infinite") if abs(value) > LARGEST else Verdict(value)
+        return RewardResult(problem="nan")
+    return RewardResult(problem="infinite") if abs(value) > MAX_REWARD else RewardResult(value)
 
 
-def verdicts_of(rewards: object, rows: int) -> list[Verdict]:
-    """Return what a function's answer for `rows` rows at once is worth.
+def parse_rewards(rewards: object, num_rows: int) -> list[RewardResult]:
+    """Return the results for what a batched function returned for `num_rows` rows.
 
-    >>> verdicts_of([1.0], 2)[0].text
-    'returned 1 rewards for 2 rows; return one a row'
+    >>> parse_rewards([1.0], 2)[0].detail
+    'returned 1 rewards for 2 rows; return one per row'
     """
-    if not isinstance(rewards, list | tuple) and not _is_numpys_array(rewards):
-        text = f"returned a {type(rewards).__name__}; return a list of numbers"
-        return [Verdict(problem="invalid", text=text)] * rows
-    found: Sequence[Any] = rewards  # pyright: ignore[reportAssignmentType]
-    if len(found) != rows:
-        text = f"returned {len(found)} rewards for {rows} rows; return one a row"
-        return [Verdict(problem="invalid", text=text)] * rows
-    return [named(verdict_of(reward)) for reward in found]
+    if not isinstance(rewards, list | tuple) and not _is_numpy_array(rewards):
+        detail = f"returned a {type(rewards).__name__}; return a list of numbers"
+        return [RewardResult(problem="invalid", detail=detail)] * num_rows
+    sequence: Sequence[Any] = rewards  # pyright: ignore[reportAssignmentType]
+    if len(sequence) != num_rows:
+        detail = f"returned {len(sequence)} rewards for {num_rows} rows; return one per row"
+        return [RewardResult(problem="invalid", detail=detail)] * num_rows
+    return [parse_reward(reward) for reward in sequence]
 
 
-def named(verdict: Verdict) -> Verdict:
-    """Say of what is no number that the function gave it."""
-    return Verdict(problem="invalid", text=f"gave {verdict.text}") if verdict.problem == "invalid" else verdict
-
-
-# NumPy is looked at where the function brought it; to import it here would slow every process down.
-def _is_numpys_bool(value: object) -> bool:
+# NumPy types are checked only if the function imported NumPy; importing it here would slow down every process.
+def _is_numpy_bool(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.bool_)
 
 
-def _is_numpys_array(value: object) -> bool:
+def _is_numpy_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)

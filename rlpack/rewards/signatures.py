@@ -1,11 +1,11 @@
-"""The forms that a reward function may have, told by the names in its signature and by nothing else.
+"""The calling conventions of reward functions, recognised by parameter names alone.
 
-    f(prompts, completions, **columns) -> list[float | None]          `batched`: lists, one entry a row
+    f(prompts, completions, **columns) -> list[float | None]          `batched`: lists, one entry per row
     f(prompt, completion, **columns) -> float | None                  `single`: one row
     f(data_source, solution_str, ground_truth, extra_info) -> float   `verl`: verl's compute_score, one row
 
-Each may be `async`. A function gets what its signature names and nothing else: not every one needs `prompts`. Columns
-are the dataset's, `uid` and `finish_reason` on demand; `**columns` takes them all.
+Each may be `async`. A function gets exactly the parameters it names; `prompts`, for one, may be left out. Columns are
+the dataset's, plus `uid` and `finish_reason`; `**columns` receives all dataset columns.
 """
 
 import difflib
@@ -17,65 +17,65 @@ from typing import Any, Literal, cast
 
 from rlpack.rewards.errors import RewardError
 
-RewardFunction = Callable[..., Any]
-Kind = Literal["batched", "single", "verl"]
+RewardCallable = Callable[..., Any]
+SignatureKind = Literal["batched", "single", "verl"]
 
-_KINDS: tuple[Kind, ...] = ("batched", "single", "verl")
-_TEXTS: dict[Kind, tuple[str, ...]] = {
+_KINDS: tuple[SignatureKind, ...] = ("batched", "single", "verl")
+_TEXTS: dict[SignatureKind, tuple[str, ...]] = {
     "batched": ("prompts", "completions"),
     "single": ("prompt", "completion"),
     "verl": ("data_source", "solution_str", "ground_truth"),
 }
-_FORMS = "def f(prompts, completions, answer), def f(prompt, completion, answer) or verl's compute_score"
-_FREE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+_EXAMPLES = "def f(prompts, completions, answer), def f(prompt, completion, answer) or verl's compute_score"
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 @dataclass(frozen=True)
-class Form:
+class Signature:
     """How a function is called.
 
     Attributes:
         kind: `batched`, `single` or `verl`.
-        texts: which of its form's texts it names.
-        columns: further parameters that have to be given, and those that may be.
-        takes_all: whether it takes any column, by `**columns`.
-        is_async: whether it is a coroutine function: its rows are worked on at one time.
+        texts: the text parameters of its kind that it names.
+        columns: its other parameters, required and optional.
+        takes_all: whether `**columns` receives every column.
+        is_async: whether it is a coroutine function, whose rows run concurrently.
     """
 
-    kind: Kind
+    kind: SignatureKind
     texts: tuple[str, ...]
     columns: tuple[str, ...]
     takes_all: bool
     is_async: bool
 
-    def wants(self, names: Iterable[str], arguments: Iterable[str] = ()) -> list[str]:
-        """Return those of the columns `names` that it is called with."""
+    def select_columns(self, names: Iterable[str], arguments: Iterable[str] = ()) -> list[str]:
+        """Return those of the columns `names` that the function is called with."""
         if self.kind == "verl":
             sources = ("data_source", "ground_truth", "answer", "extra_info", "reward_model")
             return [name for name in names if name in (*sources, *self.columns)]
-        given = {"prompts", "completions", "prompt", "completion", *arguments}
-        return [name for name in names if name not in given and (self.takes_all or name in self.columns)]
+        excluded = {"prompts", "completions", "prompt", "completion", *arguments}
+        return [name for name in names if name not in excluded and (self.takes_all or name in self.columns)]
 
 
-def resolve(target: str, key: str = "reward.function") -> RewardFunction:
-    """Return the function that `target`, "package.module:function", names.
+def resolve(target: str, key: str = "reward.function") -> RewardCallable:
+    """Import the function that `target`, "package.module:function", names.
 
     >>> resolve("rlpack.rewards.functions:exact_match").__name__
     'exact_match'
 
     Args:
         target: the function's name.
-        key: of the configuration, for messages.
+        key: the configuration key, for messages.
 
     Raises:
-        RewardError: the form is another, the module can't be imported, or it has no such function.
+        RewardError: the name has another format, the module can't be imported, or it has no such function.
     """
     module_name, _, name = target.partition(":")
     if not module_name or not name.isidentifier():
-        raise RewardError(f"{key} is {target!r}; its form is package.module:function")
+        raise RewardError(f"{key} is {target!r}; write it as package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing a user's module runs it: anything may come
+    except Exception as error:  # importing a user's module can raise anything
         reason = f"{type(error).__name__}: {error}"
         raise RewardError(f"{key} is {target!r}, and {module_name} can't be imported: {reason}") from error
     try:
@@ -90,99 +90,77 @@ def resolve(target: str, key: str = "reward.function") -> RewardFunction:
     return function
 
 
-def form_of(function: RewardFunction, key: str = "reward.function") -> Form:
-    """Return the form of a function.
+def read_signature(function: RewardCallable, key: str = "reward.function") -> Signature:
+    """Return how a function is called.
 
     >>> from rlpack.rewards.functions import exact_match
-    >>> form_of(exact_match).kind, form_of(lambda completion: 1.0).kind
+    >>> read_signature(exact_match).kind, read_signature(lambda completion: 1.0).kind
     ('batched', 'single')
 
     Args:
-        function: in one of the forms.
-        key: of the configuration that names it, for messages.
+        function: follows one of the calling conventions.
+        key: the configuration key that names it, for messages.
 
     Raises:
-        RewardError: its signature names the texts of no form, or of two.
+        RewardError: its parameters match no convention, or several.
     """
     parameters = _parameters(function, key)
-    named = {kind: tuple(name for name in _TEXTS[kind] if name in parameters) for kind in _KINDS}
-    found = [kind for kind in _KINDS if named[kind] and (kind != "verl" or named[kind] == _TEXTS[kind])]
-    if len(found) != 1:
-        kinds = " and ".join(f"{', '.join(named[kind])} ({kind})" for kind in found)
-        why = f"names {kinds}, which are of several forms" if found else "doesn't say which texts it takes"
-        raise RewardError(f"{key}={describe(function)} {why}; write it as {_FORMS}")
-    kind = cast(Kind, found[0])
-    bare = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_ONLY]
-    if bare:
-        raise RewardError(
-            f"{key}={describe(function)} can't take {bare[0]!r} by its name; remove the / from its signature"
-        )
-    columns = [
-        name for name, parameter in parameters.items() if name not in named[kind] and parameter.kind not in _FREE
-    ]
+    kind, texts = _match_kind(function, parameters, key)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise RewardError(
+                f"{key}={describe(function)} can't take {name!r} by keyword; remove the / from its signature"
+            )
+    columns = [name for name, parameter in parameters.items() if name not in texts and parameter.kind not in _VARIADIC]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     called = function if inspect.isroutine(function) else type(function).__call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-    return Form(kind, named[kind], tuple(columns), takes_all, is_async)
+    return Signature(kind, texts, tuple(columns), takes_all, is_async)
 
 
 def check_signature(
-    function: RewardFunction,
+    function: RewardCallable,
     columns: Iterable[str],
     arguments: Mapping[str, Any],
     key: str = "reward.arguments",
-) -> Form:
-    """Return the form of a function that can be called with columns of these names and these arguments.
+) -> Signature:
+    """Check that a function can be called with these columns and arguments, and return its signature.
 
     Raises:
-        RewardError: it has no form, needs a column that isn't there, or an argument isn't its.
+        RewardError: it follows no calling convention, needs a column that doesn't exist, or doesn't take an argument.
     """
-    named = key.removesuffix("arguments") + "function"
-    form, parameters, names = form_of(function, named), _parameters(function, named), list(columns)
-    unknown = sorted(set(arguments) - set(parameters))
-    if unknown and not form.takes_all:
-        hint = _near(unknown[0], parameters) or "remove it"
-        raise RewardError(f"{key}.{unknown[0]} is not an argument of {describe(function)}; {hint}")
-    texts = sorted({*_TEXTS["batched"], *_TEXTS["single"], "solution_str"} & set(arguments))
-    if texts:
-        raise RewardError(f"{key}.{texts[0]} is what a response says, and can't be given; remove it")
-    given = {*form.texts, *names, *arguments}
-    if form.kind == "verl":
-        given -= {"data_source", "ground_truth"} - {*names, *arguments}
-        if "answer" in names or "reward_model" in names:
-            given.add("ground_truth")
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in _FREE and name not in given
-    ]
-    if form.kind == "verl" and "extra_info" in missing:
-        missing.remove("extra_info")  # verl itself gives None
+    function_key = key.removesuffix("arguments") + "function"
+    signature, parameters = read_signature(function, function_key), _parameters(function, function_key)
+    _check_arguments(function, signature, parameters, arguments, key)
+    names = list(columns)
+    missing = _missing_parameters(signature, parameters, set(names), set(arguments))
     if missing:
+        suggestion = _suggest(missing[0], [*signature.texts, *names]) or f"set {key}.{missing[0]}"
         raise RewardError(
-            f"{named}={describe(function)} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, and "
-            f"{key} gives {sorted(arguments)}; {_near(missing[0], [*form.texts, *names]) or f'give it by {key}'}"
+            f"{function_key}={describe(function)} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, "
+            f"and {key} has {sorted(arguments)}; {suggestion}"
         )
-    return form
+    return signature
 
 
-def describe(function: RewardFunction) -> str:
-    """Return the name that a user knows `function` by.
+def describe(function: RewardCallable) -> str:
+    """Return the name by which the user configured `function`.
 
     >>> describe(resolve("rlpack.rewards.functions:exact_match"))
     'rlpack.rewards.functions:exact_match'
     """
-    named = inspect.isfunction(function) or inspect.isclass(function) or inspect.isbuiltin(function)
-    return f"{function.__module__}:{function.__qualname__}" if named else repr(function)
+    has_name = inspect.isfunction(function) or inspect.isclass(function) or inspect.isbuiltin(function)
+    return f"{function.__module__}:{function.__qualname__}" if has_name else repr(function)
 
 
-def parsed_form(told: object) -> Form | None:
-    """Return the form that a process told as JSON, None when it is none.
+def signature_from_json(value: object) -> Signature | None:
+    """Return the signature in a decoded JSON message, None if it holds none.
 
-    >>> parsed_form({"kind": "batched", "texts": [], "columns": ["a"], "takes_all": False, "is_async": False}).columns
+    >>> value = {"kind": "batched", "texts": [], "columns": ["a"], "takes_all": False, "is_async": False}
+    >>> signature_from_json(value).columns
     ('a',)
     """
-    match told:
+    match value:
         case {
             "kind": ("batched" | "single" | "verl") as kind,
             "texts": [*texts],
@@ -190,18 +168,65 @@ def parsed_form(told: object) -> Form | None:
             "takes_all": bool(takes_all),
             "is_async": bool(is_async),
         } if all(isinstance(name, str) for name in (*texts, *columns)):
-            return Form(cast(Kind, kind), tuple(texts), tuple(columns), takes_all, is_async)
+            return Signature(cast(SignatureKind, kind), tuple(texts), tuple(columns), takes_all, is_async)
     return None
 
 
-def _near(name: str, names: Iterable[str]) -> str:
-    """Return a question after the name that was meant, empty where there is none like it."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
+def _match_kind(
+    function: RewardCallable, parameters: Mapping[str, inspect.Parameter], key: str
+) -> tuple[SignatureKind, tuple[str, ...]]:
+    """Return the kind of a function and the text parameters that it names."""
+    texts = {kind: tuple(name for name in _TEXTS[kind] if name in parameters) for kind in _KINDS}
+    kinds = [kind for kind in _KINDS if texts[kind] and (kind != "verl" or texts[kind] == _TEXTS[kind])]
+    if len(kinds) == 1:
+        return kinds[0], texts[kinds[0]]
+    mixed = " and ".join(f"{', '.join(texts[kind])} ({kind})" for kind in kinds)
+    reason = f"mixes {mixed}" if kinds else "doesn't name the texts that it takes"
+    raise RewardError(f"{key}={describe(function)} {reason}; write it as {_EXAMPLES}")
 
 
-def _parameters(function: RewardFunction, key: str) -> Mapping[str, inspect.Parameter]:
+def _check_arguments(
+    function: RewardCallable,
+    signature: Signature,
+    parameters: Mapping[str, inspect.Parameter],
+    arguments: Mapping[str, Any],
+    key: str,
+) -> None:
+    """Check that the function takes the arguments, and that none replaces a response's text."""
+    unknown = sorted(set(arguments) - set(parameters))
+    if unknown and not signature.takes_all:
+        hint = _suggest(unknown[0], parameters) or "remove it"
+        raise RewardError(f"{key}.{unknown[0]} is not an argument of {describe(function)}; {hint}")
+    texts = sorted({*_TEXTS["batched"], *_TEXTS["single"], "solution_str"} & set(arguments))
+    if texts:
+        raise RewardError(f"{key}.{texts[0]} is filled from the response and can't be set; remove it")
+
+
+def _missing_parameters(
+    signature: Signature, parameters: Mapping[str, inspect.Parameter], columns: set[str], arguments: set[str]
+) -> list[str]:
+    """Return the required parameters that neither texts, columns nor arguments provide."""
+    provided = {*signature.texts, *columns, *arguments}
+    if signature.kind == "verl":
+        provided -= {"data_source", "ground_truth"} - columns - arguments
+        provided.add("extra_info")  # verl itself passes None
+        if {"answer", "reward_model"} & columns:
+            provided.add("ground_truth")
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in _VARIADIC and name not in provided
+    ]
+
+
+def _suggest(name: str, names: Iterable[str]) -> str:
+    """Return a "did you mean" question for a misspelt name, empty if none is similar."""
+    similar = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""
+
+
+def _parameters(function: RewardCallable, key: str) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (ValueError, TypeError) as error:  # some functions written in C
-        raise RewardError(f"{key}={describe(function)} doesn't say what it takes; write it as {_FORMS}") from error
+        raise RewardError(f"{key}={describe(function)} has no readable signature; write it as {_EXAMPLES}") from error

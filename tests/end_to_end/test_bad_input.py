@@ -100,7 +100,7 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
         (("placement.roles.judge=main",), 2, "places a role that doesn't exist"),
         (("roles.judge.target=my_judge:Judge",), 2, "there is no module my_judge"),
         (("reward.function=my_reward:score",), 2, "there is no module my_reward"),
-        (("reward.function=math:sqrt",), 2, "math:sqrt doesn't say which texts it takes"),
+        (("reward.function=math:sqrt",), 2, "math:sqrt doesn't name the texts that it takes"),
         (("reward.arguments.colour=red",), 2, "reward.arguments.colour is not an argument"),
         (("model.config.num_attention_heads=0",), 2, "model.config makes no qwen"),
         (

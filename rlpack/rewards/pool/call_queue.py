@@ -1,4 +1,4 @@
-"""A batch on its way through the pool: the calls that wait, and the verdicts so far. No processes in here."""
+"""A batch on its way through the pool: the queue of calls, and the results so far. No processes are involved here."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.pool import protocol as wire
 from rlpack.rewards.pool.limits import Limits
-from rlpack.rewards.reward_result import Problem, Verdict
-from rlpack.rewards.signatures import Form
+from rlpack.rewards.reward_result import Problem, RewardResult
+from rlpack.rewards.signatures import Signature
 
 
 @dataclass(frozen=True)
-class Target:
+class FunctionSpec:
     """A function that the pool runs.
 
     Attributes:
         target: package.module:function.
-        arguments: that it gets with every call.
-        timeout_s: of a row, or of a call where it takes several rows at once.
-        key: of the configuration, for messages.
+        arguments: keyword arguments of every call.
+        timeout_s: deadline of a row, or of a whole call for batched functions.
+        key: the configuration key, for messages.
     """
 
     target: str
@@ -31,139 +31,139 @@ class Target:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """The size and the bounds of a pool.
+    """The size and the limits of a pool.
 
     Attributes:
-        processes: that run functions.
-        rows_per_call: most rows that one call gets; an async function works on them at one time.
-        batch_timeout_s: of all rows of a call, of all functions together.
-        strict: close the network to them and refuse writes outside their scratch directory.
-        environment: names of further variables that they see.
-        limits: of each process.
+        processes: number of worker processes.
+        rows_per_call: most rows of one call; an async function works on them concurrently.
+        batch_timeout_s: deadline of a batch, over all functions.
+        strict: close the network to the workers and refuse writes outside their scratch directory.
+        env_vars: names of further environment variables that workers see.
+        limits: resource limits of each worker.
     """
 
     processes: int = 2
     rows_per_call: int = 16
     batch_timeout_s: float = 600.0
     strict: bool = False
-    environment: tuple[str, ...] = ()
+    env_vars: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass
 class Call:
-    """Rows of one function that a child works on.
+    """Rows of one function that a worker is scoring.
 
     Attributes:
         function: its name.
-        rows: their numbers in the batch.
-        left: places in `rows` without a verdict so far.
-        deadline: of the call, or of the row at work.
+        rows: row numbers in the batch.
+        pending: indices into `rows` that have no result yet.
+        deadline: of the call, or of its current row; `time.monotonic()` seconds.
     """
 
     function: str
     rows: list[int]
-    left: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
     deadline: float = 0.0
 
 
-class Work:
-    """A batch on its way through the pool: the calls that wait, and the verdicts so far."""
+class CallQueue:
+    """The calls of one batch that are waiting, and the results so far."""
 
     def __init__(
         self,
-        functions: Mapping[str, Target],
-        forms: Mapping[str, Form],
+        functions: Mapping[str, FunctionSpec],
+        signatures: Mapping[str, Signature],
         columns: Mapping[str, Sequence[Any]],
         num_rows: int,
-        allowed: float = float("inf"),
+        max_failed_rows: float = float("inf"),
     ) -> None:
-        self.queue: deque[Call] = deque()
+        self.waiting: deque[Call] = deque()
         self._functions = functions
-        self._forms = forms
+        self._signatures = signatures
         self._columns = columns
         self._num_rows = num_rows
-        self._allowed = allowed
-        self._failed: set[int] = set()
-        self._verdicts: dict[str, dict[int, Verdict]] = {}
+        self._max_failed_rows = max_failed_rows
+        self._failed_rows: set[int] = set()
+        self._results: dict[str, dict[int, RewardResult]] = {}
 
     @property
-    def is_hopeless(self) -> bool:
-        """Whether more rows failed than may."""
-        return len(self._failed) > self._allowed
+    def too_many_failed(self) -> bool:
+        """Whether more rows failed than allowed."""
+        return len(self._failed_rows) > self._max_failed_rows
 
-    def share_out(self, settings: PoolSettings) -> None:
-        """Cut every function's rows into calls, at least as many as there are processes where there are rows."""
+    def add_all(self, settings: PoolSettings) -> None:
+        """Queue every row of every function, split so that all processes get work."""
         size = max(1, min(settings.rows_per_call, -(-self._num_rows // settings.processes)))
         rows = list(range(self._num_rows))
         for name in self._functions:
-            self._verdicts[name] = {}
-            self.queue += [Call(name, rows[start : start + size]) for start in range(0, len(rows), size)]
+            self._results[name] = {}
+            self.waiting += [Call(name, rows[start : start + size]) for start in range(0, len(rows), size)]
 
-    def next(self) -> Call:
-        """Take the first call that waits."""
-        call = self.queue.popleft()
-        call.left = list(range(len(call.rows)))
+    def pop(self) -> Call:
+        """Remove and return the first waiting call."""
+        call = self.waiting.popleft()
+        call.pending = list(range(len(call.rows)))
         return call
 
-    def message(self, number: int, call: Call) -> bytes:
-        """Return a call as it is sent.
+    def encode(self, call_id: int, call: Call) -> bytes:
+        """Return a call as it is sent to a worker.
 
         Raises:
-            RewardError: a column holds what JSON has no form for.
+            RewardError: a column holds a value that JSON can't represent.
         """
-        target = self._functions[call.function]
-        form = self._forms[call.function]
-        names = ["prompt", "completion", *form.wants(self._columns, target.arguments)]
+        function = self._functions[call.function]
+        signature = self._signatures[call.function]
+        names = ["prompt", "completion", *signature.select_columns(self._columns, function.arguments)]
         columns = {name: [self._columns[name][row] for row in call.rows] for name in dict.fromkeys(names)}
         try:
-            return wire.pack({"id": number, "function": call.function, "rows": len(call.rows), "columns": columns})
+            return wire.pack({"id": call_id, "function": call.function, "rows": len(call.rows), "columns": columns})
         except (TypeError, ValueError, RecursionError) as error:
-            name = next(name for name, column in columns.items() if not _is_sendable(column))
+            name = next(name for name, column in columns.items() if not _is_json(column))
             raise RewardError(
-                f"the column {name!r} can't be sent to {target.target}: {error}; it takes texts, numbers, lists and "
-                "objects of them: write it so in the dataset, or leave it out"
+                f"the column {name!r} can't be sent to {function.target}: {error}; store strings, numbers, lists and "
+                "objects of them in the dataset, or leave the column out"
             ) from error
 
-    def judge(self, call: Call, place: int, verdict: Verdict) -> None:
-        """Take the verdict on one row of a call."""
-        call.left.remove(place)
-        batched = self._forms[call.function].kind == "batched"
-        if verdict.problem == "error" and batched and len(call.rows) > 1:
-            self.queue.append(Call(call.function, [call.rows[place]]))
+    def record_result(self, call: Call, index: int, result: RewardResult) -> None:
+        """Store the result of one row; rows of a batched call that raised are queued again, one by one."""
+        call.pending.remove(index)
+        is_batched = self._signatures[call.function].kind == "batched"
+        if result.problem == "error" and is_batched and len(call.rows) > 1:
+            self.waiting.append(Call(call.function, [call.rows[index]]))
             return
-        self._keep(call, place, verdict)
+        self._store(call, index, result)
 
-    def fail(self, call: Call, problem: Problem, text: str) -> None:
-        """Take it that a call didn't end well: its only row, or the one at work, failed; others are repeated."""
-        form = self._forms[call.function]
-        left = call.left
-        if len(call.rows) == 1 or (form.kind != "batched" and not form.is_async):
-            first, left = left[:1], left[1:]
-            call.left = first
-            self.settle(call, problem, text)
-            if left:
-                self.queue.appendleft(Call(call.function, [call.rows[place] for place in left]))
+    def record_failure(self, call: Call, problem: Problem, detail: str) -> None:
+        """Handle a call that did not finish: its current row, or its only row, failed; the others are queued again."""
+        signature = self._signatures[call.function]
+        if len(call.rows) > 1 and (signature.kind == "batched" or signature.is_async):
+            self.waiting += [Call(call.function, [call.rows[index]]) for index in call.pending]
             return
-        self.queue += [Call(call.function, [call.rows[place]]) for place in left]
+        rest = call.pending[1:]
+        call.pending = call.pending[:1]
+        self.fail_pending(call, problem, detail)
+        if rest:
+            self.waiting.appendleft(Call(call.function, [call.rows[index] for index in rest]))
 
-    def settle(self, call: Call, problem: Problem, text: str) -> None:
-        """Count all rows of a call without a verdict as failed."""
-        for place in call.left:
-            self._keep(call, place, Verdict(problem=problem, text=text))
-        call.left = []
+    def fail_pending(self, call: Call, problem: Problem, detail: str) -> None:
+        """Count all rows of a call without a result as failed."""
+        for index in call.pending:
+            self._store(call, index, RewardResult(problem=problem, detail=detail))
+        call.pending = []
 
-    def result(self) -> dict[str, list[Verdict]]:
-        """Return the verdicts, in the rows' order."""
-        return {name: [found[row] for row in range(self._num_rows)] for name, found in self._verdicts.items()}
+    def results(self) -> dict[str, list[RewardResult]]:
+        """Return the results of every function, in row order."""
+        return {name: [by_row[row] for row in range(self._num_rows)] for name, by_row in self._results.items()}
 
-    def _keep(self, call: Call, place: int, verdict: Verdict) -> None:
-        self._verdicts[call.function][call.rows[place]] = verdict
-        if verdict.failed:
-            self._failed.add(call.rows[place])
+    def _store(self, call: Call, index: int, result: RewardResult) -> None:
+        row = call.rows[index]
+        self._results[call.function][row] = result
+        if result.failed:
+            self._failed_rows.add(row)
 
 
-def _is_sendable(column: Any) -> bool:
+def _is_json(column: Any) -> bool:
     try:
         wire.pack({"column": column})
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a process that runs reward functions may use, and what it gets to see."""
+"""Resource limits of the processes that run reward functions, and the environment variables they see."""
 
 import os
 import resource
@@ -7,22 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Variables that a process needs to run at all, or to read and write texts as its owner does.
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Variables that a process needs to run, and to encode text as its owner does.
+_ALLOWED_VARS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
+_THREAD_VARS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_SCRATCH_VARS = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")
 _FILE_BYTES = 64 << 20
 _OPEN_FILES = 256
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The bounds of one process; what it starts has the same ones, each for itself.
+    """Resource limits of one process; each of its descendants has the same ones.
 
     Attributes:
         memory_gb: address space in GB (10⁹ bytes).
-        processes: that it may start and that run at one time; threads don't count.
-        file_bytes: size of a file that it writes.
-        open_files: at one time.
+        processes: most descendants at one time; threads don't count. The supervisor enforces it.
+        file_bytes: largest file that it can write.
+        open_files: most open descriptors.
     """
 
     memory_gb: float = 4.0
@@ -31,38 +32,37 @@ class Limits:
     open_files: int = _OPEN_FILES
 
     def apply(self) -> None:
-        """Bind this process, for good unless it is privileged; leave no core files."""
-        memory = int(1e9 * self.memory_gb)
-        bounds = [
-            (resource.RLIMIT_AS, memory),
+        """Limit this process and disable core files; permanent unless it is privileged."""
+        limits = [
+            (resource.RLIMIT_AS, int(1e9 * self.memory_gb)),
             (resource.RLIMIT_FSIZE, self.file_bytes),
             (resource.RLIMIT_NOFILE, self.open_files),
             (resource.RLIMIT_CORE, 0),
         ]
-        for kind, bound in bounds:
+        for kind, limit in limits:
             hard = resource.getrlimit(kind)[1]
-            bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
-            resource.setrlimit(kind, (bound, bound))
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (limit, limit))
 
 
-def allow_cpu(seconds: float) -> None:
-    """Let the kernel end this process once it has used so much more CPU time, in whole seconds."""
+def limit_cpu_time(seconds: float) -> None:
+    """Have the kernel end this process after this much more CPU time, rounded up to whole seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 1
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def scrubbed(environment: Mapping[str, str], scratch: Path, names: Iterable[str] = ()) -> dict[str, str]:
-    """Return what is left of `environment`: what a process can't do without, and the variables in `names`.
+def scrub_environment(environment: Mapping[str, str], scratch: Path, names: Iterable[str] = ()) -> dict[str, str]:
+    """Return the allow-listed variables of `environment`, and those in `names`.
 
-    Its home and temporary files are in `scratch`, it sees no GPU, and its numerical libraries take one thread.
+    Home and temporary files move to `scratch`, GPUs are hidden, and numerical libraries use one thread.
 
-    >>> scrubbed({"PATH": "/bin", "WANDB_API_KEY": "abc"}, Path("/x"))["PATH"]
+    >>> scrub_environment({"PATH": "/bin", "WANDB_API_KEY": "abc"}, Path("/x"))["PATH"]
     '/bin'
     """
-    kept = {name: environment[name] for name in (*_PASSED_ON, *names) if name in environment}
+    allowed = {name: environment[name] for name in (*_ALLOWED_VARS, *names) if name in environment}
     path = os.pathsep.join(entry if entry else os.getcwd() for entry in sys.path)
-    places = {name: str(scratch) for name in ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")}
-    threads = dict.fromkeys(_THREADS, "1")
-    return {**places, **threads, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **kept}
+    folders = dict.fromkeys(_SCRATCH_VARS, str(scratch))
+    threads = dict.fromkeys(_THREAD_VARS, "1")
+    return {**folders, **threads, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **allowed}

@@ -1,12 +1,13 @@
-"""The killable pool: reward functions run in processes that can be ended at any moment, whatever they do.
+"""The reward pool: reward functions run in processes that can be ended at any moment, whatever they do.
 
-    rows of every function ──► calls of at most `rows_per_call` rows ──► whichever child is free ──► a verdict a row
+    rows of every function ──► calls of at most `rows_per_call` rows ──► any idle worker ──► one result per row
 
-1. Every row of every function gets exactly one verdict.
-2. A call that is late is ended by the kernel, with its process and all that this one started; no signal handler and no
-   thread takes part, so code that never yields can't put it off.
-3. A call of several rows that raised, died or was late is repeated row by row, so no row falls with another.
-4. A child that was ended is replaced at once.
+Invariants (tests/unit/rewards/pool):
+1. Every row of every function gets exactly one result.
+2. An overdue call is ended by SIGKILL, with its process and all descendants. No signal handler and no thread is
+   involved, so code that never yields can't delay it.
+3. A call of several rows that raised, died or was overdue is repeated row by row, so no row fails because of another.
+4. A killed worker is replaced at once.
 """
 
 import time
@@ -16,206 +17,214 @@ from typing import Any
 
 from rlpack.rewards.errors import PoolError, RewardError
 from rlpack.rewards.pool import protocol as wire
-from rlpack.rewards.pool.call_queue import Call, PoolSettings, Target, Work
-from rlpack.rewards.pool.processes import Child, Event, Processes, printable
-from rlpack.rewards.reward_result import GIVEN_UP, LARGEST, PROBLEMS, Problem, Verdict
-from rlpack.rewards.signatures import Form, parsed_form
+from rlpack.rewards.pool.call_queue import Call, CallQueue, FunctionSpec, PoolSettings
+from rlpack.rewards.pool.processes import Event, Processes, WorkerHandle, printable
+from rlpack.rewards.reward_result import MAX_REWARD, PROBLEMS, SKIPPED, Problem, RewardResult
+from rlpack.rewards.signatures import Signature, signature_from_json
 
-# Coroutines are given up by their own process at the deadline; so much later it is ended instead.
+# Coroutines time out inside the worker at the deadline; the worker is killed only this much later.
 _ASYNC_GRACE_S = 0.5
-_SETTLE_S = 2.0
-_START_S = 120.0
+_REPLACE_TIMEOUT_S = 2.0
+_START_TIMEOUT_S = 120.0
 
 
-class Pool:
-    """Processes that run reward functions."""
+class RewardPool:
+    """Worker processes that run reward functions."""
 
-    def __init__(self, functions: Mapping[str, Target], settings: PoolSettings | None = None) -> None:
-        """Start them, and wait for nothing."""
+    def __init__(self, functions: Mapping[str, FunctionSpec], settings: PoolSettings | None = None) -> None:
+        """Start the workers without waiting for them."""
         self._functions = functions
-        settings = settings or PoolSettings()
-        self._settings = settings
-        self._forms: dict[str, Form] = {}
-        self._calls: dict[int, Call] = {}
-        self._numbers = 0
-        self._work = Work(functions, self._forms, {}, 0)
-        loadable = {name: asdict(target) for name, target in functions.items()}
-        self._processes = Processes(loadable, settings.limits, strict=settings.strict, environment=settings.environment)
+        self._settings = settings = settings or PoolSettings()
+        self._signatures: dict[str, Signature] = {}
+        self._running: dict[int, Call] = {}  # by worker number
+        self._num_calls = 0
+        self._queue = CallQueue(functions, self._signatures, {}, 0)
+        loadable = {name: asdict(function) for name, function in functions.items()}
+        self._processes = Processes(loadable, settings.limits, strict=settings.strict, env_vars=settings.env_vars)
         for _ in range(settings.processes):
             self._processes.start()
 
     @property
     def output_bytes(self) -> int:
-        """Return how much the functions have written to their standard output and error so far."""
+        """Return the bytes that the functions have written to standard output and error so far."""
         return self._processes.output_bytes
 
     @property
-    def is_full(self) -> bool:
-        """Whether every process is there and ready."""
-        children = self._processes.children.values()
-        return len(children) == self._settings.processes and all(child.is_ready for child in children)
+    def is_ready(self) -> bool:
+        """Whether every worker is running and has loaded its functions."""
+        workers = self._processes.workers.values()
+        return len(workers) == self._settings.processes and all(worker.is_ready for worker in workers)
 
     @property
     def output(self) -> str:
-        """Return the end of what the functions wrote, for those that still run."""
-        return " ".join(child.said for child in self._processes.children.values() if child.tail)
+        """Return the end of the output of the workers that are running."""
+        return " ".join(worker.output_tail for worker in self._processes.workers.values() if worker.tail)
 
     def close(self) -> None:
-        """End all processes, and remove what they wrote."""
+        """End all processes and remove their files."""
         self._processes.close()
 
-    def wait(self, condition: Callable[[], bool] | None = None, timeout_s: float = _START_S) -> None:
-        """Wait until every process is ready, or for the condition.
+    def wait(self, condition: Callable[[], bool] | None = None, timeout_s: float = _START_TIMEOUT_S) -> None:
+        """Wait until every worker is ready, or for the condition.
 
         Raises:
             RewardError: a function can't be loaded.
-            PoolError: the processes don't start, or can't be confined.
+            PoolError: the workers don't start, or can't be confined.
         """
         deadline = time.monotonic() + timeout_s
-        while not (condition() if condition else self.is_full):
+        while not (condition() if condition else self.is_ready):
             if time.monotonic() > deadline:
                 raise PoolError(
                     f"the reward processes were not ready within {timeout_s:g} s; they import "
-                    f"{', '.join(target.target for target in self._functions.values())}"
+                    f"{', '.join(function.target for function in self._functions.values())}"
                 )
-            self._hear(deadline)
+            self._handle_events(deadline)
 
-    def forms(self) -> Mapping[str, Form]:
-        """Return how each function is called; waits for the first process."""
-        self.wait(lambda: bool(self._forms))
-        return self._forms
+    def signatures(self) -> Mapping[str, Signature]:
+        """Return how each function is called; waits for the first worker."""
+        self.wait(lambda: bool(self._signatures))
+        return self._signatures
 
     def run(
-        self, columns: Mapping[str, Sequence[Any]], num_rows: int, allowed: float = float("inf")
-    ) -> dict[str, list[Verdict]]:
-        """Return every function's verdict on every row.
+        self, columns: Mapping[str, Sequence[Any]], num_rows: int, max_failed_rows: float = float("inf")
+    ) -> dict[str, list[RewardResult]]:
+        """Return every function's result on every row.
 
         Args:
-            columns: `prompt`, `completion` and the dataset's, by name, `num_rows` entries each.
+            columns: `prompt`, `completion` and the dataset's columns by name, `num_rows` entries each.
             num_rows: B.
-            allowed: most rows that may fail; one more, and what is left is not begun: it counts as failed, too.
+            max_failed_rows: number of rows that may fail; after one more, the remaining rows are skipped and count as
+                failed.
 
         Raises:
             RewardError: a function can't be loaded, or a column can't be sent to it.
-            PoolError: the processes don't start, or can't be confined.
+            PoolError: the workers don't start, or can't be confined.
         """
-        self.forms()
-        for number in list(self._calls):  # of a batch that ended with an error
-            del self._calls[number]
-            self._processes.kill(self._processes.children[number])
-        self._work = Work(self._functions, self._forms, columns, num_rows, allowed)
-        self._work.share_out(self._settings)
+        self._queue = CallQueue(self._functions, self.signatures(), columns, num_rows, max_failed_rows)
+        self._kill_running()  # calls of a batch that ended with an error
+        self._queue.add_all(self._settings)
         deadline = time.monotonic() + self._settings.batch_timeout_s
-        while self._work.queue or self._calls:
+        while self._queue.waiting or self._running:
             if time.monotonic() > deadline:
-                text = f"the batch took longer than reward.batch_timeout_s={self._settings.batch_timeout_s:g}"
-                self._give_up("timeout", text)
+                detail = f"the batch took longer than reward.batch_timeout_s={self._settings.batch_timeout_s:g}"
+                self._abandon_batch("timeout", detail)
                 break
-            if self._work.is_hopeless:
-                self._give_up("error", f"not begun, {GIVEN_UP}")
+            if self._queue.too_many_failed:
+                self._abandon_batch("error", f"skipped {SKIPPED}")
                 break
-            self._hand_out()
-            self._hear(min([deadline, *(call.deadline for call in self._calls.values())]))
-            self._end_late()
-        self._settle()
-        return self._work.result()
+            self._send_calls()
+            self._handle_events(min([deadline, *(call.deadline for call in self._running.values())]))
+            self._kill_overdue()
+        self._wait_for_replacements()
+        return self._queue.results()
 
-    def _hear(self, until: float) -> None:
-        """Take in what the children do, once, and wait for it until then at the latest."""
-        for event in self._processes.step(until - time.monotonic()):
-            self._take(event)
-
-    def _hand_out(self) -> None:
-        """Give the next calls to the children that are free."""
-        for child in list(self._processes.children.values()):
-            if not self._work.queue:
+    def _send_calls(self) -> None:
+        """Send waiting calls to idle workers."""
+        for worker in list(self._processes.workers.values()):
+            if not self._queue.waiting:
                 return
-            if not child.is_ready or child.is_dying or child.number in self._calls:
+            if not worker.is_ready or worker.is_dying or worker.number in self._running:
                 continue
-            call = self._work.next()
-            self._numbers += 1
-            self._processes.send(child, self._work.message(self._numbers, call))
-            self._calls[child.number] = call
+            call = self._queue.pop()
+            self._num_calls += 1
+            self._processes.send(worker, self._queue.encode(self._num_calls, call))
+            self._running[worker.number] = call
             self._restart_clock(call)
 
     def _restart_clock(self, call: Call) -> None:
-        grace_s = _ASYNC_GRACE_S if self._forms[call.function].is_async else 0.0
+        grace_s = _ASYNC_GRACE_S if self._signatures[call.function].is_async else 0.0
         call.deadline = time.monotonic() + self._functions[call.function].timeout_s + grace_s
 
-    def _end_late(self) -> None:
+    def _kill_overdue(self) -> None:
         now = time.monotonic()
-        for number, call in list(self._calls.items()):
+        for number, call in list(self._running.items()):
             if now >= call.deadline:
                 limit = self._functions[call.function].timeout_s
-                self._work.fail(self._calls.pop(number), "timeout", f"took longer than {limit:g} s")
-                self._processes.kill(self._processes.children[number])
+                self._queue.record_failure(self._running.pop(number), "timeout", f"took longer than {limit:g} s")
+                self._processes.kill(self._processes.workers[number])
 
-    def _give_up(self, problem: Problem, text: str) -> None:
-        for number, call in list(self._calls.items()):
-            del self._calls[number]
-            self._work.settle(call, problem, text)
-            self._processes.kill(self._processes.children[number])
-        while self._work.queue:
-            self._work.settle(self._work.next(), problem, text)
+    def _abandon_batch(self, problem: Problem, detail: str) -> None:
+        """Give every row without a result this problem, and kill the workers that are running calls."""
+        for call in self._kill_running():
+            self._queue.fail_pending(call, problem, detail)
+        while self._queue.waiting:
+            self._queue.fail_pending(self._queue.pop(), problem, detail)
 
-    def _settle(self) -> None:
-        """Wait until every child that was ended is replaced, which takes milliseconds."""
-        deadline = time.monotonic() + _SETTLE_S
-        while any(child.is_dying for child in self._processes.children.values()) and time.monotonic() < deadline:
-            self._hear(deadline)
+    def _kill_running(self) -> list[Call]:
+        """Kill the workers that are running calls, and return these calls."""
+        calls = list(self._running.values())
+        for number in self._running:
+            self._processes.kill(self._processes.workers[number])
+        self._running.clear()
+        return calls
 
-    def _take(self, event: Event) -> None:
-        """Take in what a child said or that it ended."""
-        child = event.child
-        if event.kind == "ended":
-            self._replace(child, event.text)
-        elif child.is_dying and event.kind == "garbage":
+    def _wait_for_replacements(self) -> None:
+        """Wait until every killed worker is replaced, which takes milliseconds."""
+        deadline = time.monotonic() + _REPLACE_TIMEOUT_S
+        while any(worker.is_dying for worker in self._processes.workers.values()) and time.monotonic() < deadline:
+            self._handle_events(deadline)
+
+    def _handle_events(self, until: float) -> None:
+        """Handle what the workers do, once; wait at most until then for something to happen."""
+        for event in self._processes.poll(until - time.monotonic()):
+            self._handle_event(event)
+
+    def _handle_event(self, event: Event) -> None:
+        """Handle one message, or the end of a worker."""
+        worker = event.worker
+        if event.kind == "exited":
+            self._replace(worker, event.text)
+        elif worker.is_dying and event.kind == "invalid":
             pass
-        elif event.kind == "garbage" or not self._understand(child, event.message):
-            call = self._calls.pop(child.number, None)
+        elif event.kind == "invalid" or not self._handle_message(worker, event.message):
+            call = self._running.pop(worker.number, None)
             if call is not None:
-                self._work.fail(call, "killed", "its process said what no reward process says")
-            if child.number in self._processes.children:
-                self._processes.kill(child)
+                self._queue.record_failure(call, "killed", "its process sent an invalid message")
+            if worker.number in self._processes.workers:
+                self._processes.kill(worker)
 
-    def _replace(self, child: Child, how: str) -> None:
-        said = f"; it wrote: …{child.said[-300:]}" if child.said else ""
-        if not child.is_ready:
-            raise PoolError(f"a reward process could not start: {how}{said}")
-        call = self._calls.pop(child.number, None)
+    def _replace(self, worker: WorkerHandle, cause: str) -> None:
+        output = f"; it wrote: …{worker.output_tail[-300:]}" if worker.output_tail else ""
+        if not worker.is_ready:
+            raise PoolError(f"a reward process could not start: {cause}{output}")
+        call = self._running.pop(worker.number, None)
         if call is not None:
-            self._work.fail(call, "killed", how + said)
+            self._queue.record_failure(call, "killed", cause + output)
         self._processes.start()
 
-    def _understand(self, child: Child, message: wire.Message) -> bool:
-        """Take a child's message; False when it makes no sense."""
+    def _handle_message(self, worker: WorkerHandle, message: wire.WireMessage) -> bool:
+        """Handle a worker's message; return False if it is not a valid one."""
         match message:
-            case {"failed": str(text)} if not child.is_ready:
+            case {"failed": str(text)} if not worker.is_ready:
                 raise RewardError(f"a reward process can't load its functions: {printable(text)}")
-            case {"ready": dict(forms)} if not child.is_ready and forms.keys() == self._functions.keys():
-                found = {name: parsed_form(form) for name, form in forms.items()}
-                self._forms = {name: form for name, form in found.items() if form is not None}
-                child.is_ready = len(self._forms) == len(found)
-                return child.is_ready
-        call = self._calls.get(child.number)
+            case {"ready": dict(entries)} if not worker.is_ready and entries.keys() == self._functions.keys():
+                return self._mark_ready(worker, entries)
+        call = self._running.get(worker.number)
         if call is None:
-            return child.is_dying  # of a call that was given up
+            return worker.is_dying  # of a call that was abandoned
         match message:
-            case {"row": int(place), "verdict": [float(value) | int(value), problem, str(text)]} if place in call.left:
-                if problem not in (None, *PROBLEMS) or not abs(value) <= LARGEST:
-                    return False
-                verdict = Verdict(float(value) if problem is None else 0.0, problem, printable(text))
+            case {"row": int(index), "result": [float(value) | int(value), problem, str(text)]} if (
+                index in call.pending and problem in (None, *PROBLEMS) and abs(value) <= MAX_REWARD
+            ):
+                result = RewardResult(float(value) if problem is None else 0.0, problem, printable(text))
                 self._restart_clock_of_row(call)
-                self._work.judge(call, place, verdict)
+                self._queue.record_result(call, index, result)
                 return True
-            case {"done": int(), "leftovers": bool(leftovers)} if not call.left:
-                del self._calls[child.number]
-                if leftovers and child.number in self._processes.children:
-                    self._processes.kill(child)
+            case {"done": int(), "leftovers": bool(leftovers)} if not call.pending:
+                del self._running[worker.number]
+                if leftovers and worker.number in self._processes.workers:
+                    self._processes.kill(worker)
                 return True
         return False
 
+    def _mark_ready(self, worker: WorkerHandle, entries: Mapping[str, Any]) -> bool:
+        """Store the signatures that a worker sent; return False if one of them is invalid."""
+        signatures = {name: signature_from_json(entry) for name, entry in entries.items()}
+        self._signatures = {name: signature for name, signature in signatures.items() if signature is not None}
+        worker.is_ready = len(self._signatures) == len(signatures)
+        return worker.is_ready
+
     def _restart_clock_of_row(self, call: Call) -> None:
-        form = self._forms[call.function]
-        if form.kind != "batched" and not form.is_async:
+        signature = self._signatures[call.function]
+        if signature.kind != "batched" and not signature.is_async:
             self._restart_clock(call)

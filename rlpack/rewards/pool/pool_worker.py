@@ -1,7 +1,7 @@
-"""What a process of the pool does: load the functions, then answer calls until it is ended.
+"""A worker process of the pool: load the functions, then answer calls until killed.
 
-It is called from `rlpack.rewards.pool.supervisor`, already confined. The pool enforces time limits by ending it. Only
-coroutines are given up by itself, since those that wait beside them can go on.
+`rlpack.rewards.pool.supervisor` starts it, already confined. The pool enforces deadlines by killing it; only coroutines
+are timed out here, so that the others that wait concurrently can continue.
 """
 
 import os
@@ -9,7 +9,7 @@ import socket
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import isawaitable
 from pathlib import Path
@@ -17,66 +17,75 @@ from typing import Any
 
 import rlpack
 from rlpack.rewards.pool import protocol as wire
-from rlpack.rewards.pool.limits import allow_cpu
-from rlpack.rewards.reward_result import Verdict, named, verdict_of, verdicts_of
-from rlpack.rewards.signatures import Form, RewardFunction, form_of, resolve
+from rlpack.rewards.pool.limits import limit_cpu_time
+from rlpack.rewards.reward_result import RewardResult, parse_reward, parse_rewards
+from rlpack.rewards.signatures import RewardCallable, Signature, read_signature, resolve
 
-_LONGEST_TEXT = 2000
+_MAX_TEXT = 2000
+Columns = Mapping[str, Sequence[Any]]
 
 
-class Loaded:
-    """A function that can be called.
+class LoadedFunction:
+    """A function that is imported and ready to be called.
 
     Attributes:
         function: the function.
-        form: how it is called.
-        arguments: that it gets with every call.
-        timeout_s: of a call.
+        signature: how it is called.
+        arguments: keyword arguments of every call.
+        timeout_s: deadline of a call.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], timeout_s: float, key: str) -> None:
-        self.function: RewardFunction = resolve(target, key)
-        self.form: Form = form_of(self.function, key)
+        """Import the function; the parameters are those of `call_queue.FunctionSpec`."""
+        self.function: RewardCallable = resolve(target, key)
+        self.signature: Signature = read_signature(self.function, key)
         self.arguments = arguments
         self.timeout_s = timeout_s
 
-    def keywords(self, columns: Mapping[str, Sequence[Any]], row: int | None) -> dict[str, Any]:
-        """Return what a call gets: all rows where `row` is None."""
-        values = dict(columns) if row is None else {name: column[row] for name, column in columns.items()}
-        texts = {"prompts": "prompt", "completions": "completion"} if row is None else {}
-        if self.form.kind == "verl":
-            return {**_verl_keywords(values, self.form), **self.arguments}
-        given = {name: values.pop(texts.get(name, name)) for name in self.form.texts}
-        values = {name: value for name, value in values.items() if name not in ("prompt", "completion")}
-        return {**values, **given, **self.arguments}
+    def call_batch(self, columns: Columns) -> Any:
+        """Call a batched function with all rows."""
+        values: dict[str, Any] = {**columns, "prompts": columns["prompt"], "completions": columns["completion"]}
+        return self.function(**self._keywords(values))
+
+    def call_row(self, columns: Columns, row: int) -> Any:
+        """Call a function of one row."""
+        values = {name: column[row] for name, column in columns.items()}
+        if self.signature.kind == "verl":
+            return self.function(**{**_verl_keywords(values, self.signature), **self.arguments})
+        return self.function(**self._keywords(values))
+
+    def _keywords(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        texts = {"prompt", "completion", "prompts", "completions"}
+        columns = {name: value for name, value in values.items() if name not in texts}
+        return {**columns, **{name: values[name] for name in self.signature.texts}, **self.arguments}
 
 
-def _verl_keywords(values: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """Return what verl's compute_score gets; the right answer may lie where verl's datasets have it."""
+def _verl_keywords(values: Mapping[str, Any], signature: Signature) -> dict[str, Any]:
+    """Return the arguments of verl's compute_score; the answer may be stored as in verl's datasets."""
     model = values.get("reward_model")
     nested = model.get("ground_truth") if isinstance(model, dict) else None
-    given = {name: value for name, value in values.items() if name in form.columns}
-    given["solution_str"] = values["completion"]
+    keywords = {name: value for name, value in values.items() if name in signature.columns}
+    keywords["solution_str"] = values["completion"]
     truths = (values.get("ground_truth"), nested, values.get("answer"))
-    given["ground_truth"] = next((truth for truth in truths if truth is not None), None)
+    keywords["ground_truth"] = next((truth for truth in truths if truth is not None), None)
     if "data_source" in values:
-        given["data_source"] = values["data_source"]
-    if "extra_info" in form.columns or form.takes_all:
-        given["extra_info"] = values.get("extra_info")
-    return given
+        keywords["data_source"] = values["data_source"]
+    if "extra_info" in signature.columns or signature.takes_all:
+        keywords["extra_info"] = values.get("extra_info")
+    return keywords
 
 
 def serve(channel: socket.socket, functions: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the functions, say so on the channel, and answer calls until the other side is gone."""
+    """Load the functions, send their signatures, and answer calls until the pool closes the channel."""
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     try:
-        loaded = {name: Loaded(**settings) for name, settings in functions.items()}
-    except BaseException as error:  # noqa: BLE001 - a module that is imported may do anything, exit among it
-        channel.sendall(wire.pack({"failed": _said(error)}))
+        loaded = {name: LoadedFunction(**settings) for name, settings in functions.items()}
+    except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything, SystemExit included
+        channel.sendall(wire.pack({"failed": _describe_error(error)}))
         return
-    forms = {name: vars(entry.form) for name, entry in loaded.items()}
-    channel.sendall(wire.pack({"ready": forms}))
+    signatures = {name: vars(function.signature) for name, function in loaded.items()}
+    channel.sendall(wire.pack({"ready": signatures}))
     while (call := wire.receive(channel)) is not None:
         _answer(channel, loaded[call["function"]], call)
         for stream in (sys.stdout, sys.stderr):
@@ -85,72 +94,73 @@ def serve(channel: socket.socket, functions: Mapping[str, Mapping[str, Any]]) ->
         channel.sendall(wire.pack({"done": call["id"], "leftovers": _has_children()}))
 
 
-def _answer(channel: socket.socket, loaded: Loaded, call: Mapping[str, Any]) -> None:
-    """Call the function and send a verdict for each row as soon as it is there."""
-    columns, rows = call["columns"], call["rows"]
-    allow_cpu(2 * loaded.timeout_s * (1 if loaded.form.kind == "batched" or loaded.form.is_async else rows))
+def _answer(channel: socket.socket, loaded: LoadedFunction, call: Mapping[str, Any]) -> None:
+    """Call the function, and send each row's result as soon as it is available."""
+    columns, num_rows = call["columns"], call["rows"]
+    is_batched, is_async = loaded.signature.kind == "batched", loaded.signature.is_async
+    limit_cpu_time(2 * loaded.timeout_s * (1 if is_batched or is_async else num_rows))
 
-    def send(row: int, verdict: Verdict) -> None:
-        text = verdict.text[:_LONGEST_TEXT]
-        channel.sendall(wire.pack({"id": call["id"], "row": row, "verdict": [verdict.value, verdict.problem, text]}))
+    def send(row: int, result: RewardResult) -> None:
+        fields = [result.value, result.problem, result.detail[:_MAX_TEXT]]
+        channel.sendall(wire.pack({"id": call["id"], "row": row, "result": fields}))
 
-    if loaded.form.kind == "batched":
-        for row, verdict in enumerate(_batched(loaded, columns, rows)):
-            send(row, verdict)
-    elif loaded.form.is_async:
-        _concurrent(loaded, columns, rows, send)
+    if is_batched:
+        for row, result in enumerate(_score_batch(loaded, columns, num_rows)):
+            send(row, result)
+    elif is_async:
+        _score_concurrently(loaded, columns, num_rows, send)
     else:
-        for row in range(rows):
-            send(row, _single(loaded, columns, row))
+        for row in range(num_rows):
+            send(row, _score_row(loaded, columns, row))
 
 
-def _batched(loaded: Loaded, columns: Mapping[str, Sequence[Any]], rows: int) -> list[Verdict]:
+def _score_batch(loaded: LoadedFunction, columns: Columns, num_rows: int) -> list[RewardResult]:
     try:
-        rewards = loaded.function(**loaded.keywords(columns, None))
-        if isawaitable(rewards):
-            rewards = _awaited(rewards)
-        return verdicts_of(rewards, rows)
-    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, SystemExit among it
-        return [Verdict(problem="error", text=_said(error))] * rows
+        return parse_rewards(_await_if_needed(loaded.call_batch(columns)), num_rows)
+    except BaseException as error:  # noqa: BLE001 - a user's function can raise anything, SystemExit included
+        return [RewardResult(problem="error", detail=_describe_error(error))] * num_rows
 
 
-def _single(loaded: Loaded, columns: Mapping[str, Sequence[Any]], row: int) -> Verdict:
+def _score_row(loaded: LoadedFunction, columns: Columns, row: int) -> RewardResult:
     try:
-        reward = loaded.function(**loaded.keywords(columns, row))
-        if isawaitable(reward):
-            reward = _awaited(reward)
-        return _worth(loaded, reward)
+        return _parse(loaded, _await_if_needed(loaded.call_row(columns, row)))
     except BaseException as error:  # noqa: BLE001 - as above
-        return Verdict(problem="error", text=_said(error))
+        return RewardResult(problem="error", detail=_describe_error(error))
 
 
-def _concurrent(loaded: Loaded, columns: Mapping[str, Sequence[Any]], rows: int, send: Any) -> None:
-    """Await all rows at one time, each for at most the function's deadline."""
+def _score_concurrently(
+    loaded: LoadedFunction, columns: Columns, num_rows: int, send: Callable[[int, RewardResult], None]
+) -> None:
+    """Await all rows concurrently, each for at most the function's deadline."""
     import asyncio  # costs every process 40 ms
 
-    async def one(row: int) -> None:
+    async def score(row: int) -> None:
         limit = asyncio.timeout(loaded.timeout_s)
         try:
             async with limit:
-                verdict = _worth(loaded, await loaded.function(**loaded.keywords(columns, row)))
+                result = _parse(loaded, await loaded.call_row(columns, row))
         except BaseException as error:  # noqa: BLE001 - as above
-            verdict = Verdict(problem="timeout" if limit.expired() else "error", text=_said(error))
-        send(row, verdict)
+            problem = "timeout" if limit.expired() else "error"
+            result = RewardResult(problem=problem, detail=_describe_error(error))
+        send(row, result)
 
-    async def every() -> None:
-        await asyncio.gather(*(one(row) for row in range(rows)))
+    async def score_all() -> None:
+        await asyncio.gather(*(score(row) for row in range(num_rows)))
 
-    asyncio.run(every())
+    asyncio.run(score_all())
 
 
-def _worth(loaded: Loaded, reward: object) -> Verdict:
-    """Return the verdict of a function of one row; verl's may say more beside its score."""
-    if loaded.form.kind == "verl" and isinstance(reward, dict) and "score" in reward:
+def _parse(loaded: LoadedFunction, reward: object) -> RewardResult:
+    """Return the result of a function of one row; verl's may return a dict with the score and more."""
+    if loaded.signature.kind == "verl" and isinstance(reward, dict) and "score" in reward:
         reward = reward["score"]
-    return named(verdict_of(reward))
+    return parse_reward(reward)
 
 
-def _awaited(value: Any) -> Any:
+def _await_if_needed(value: Any) -> Any:
+    """Return a value, or the result of an awaitable."""
+    if not isawaitable(value):
+        return value
     import asyncio
 
     async def wait() -> Any:
@@ -160,7 +170,7 @@ def _awaited(value: Any) -> Any:
 
 
 def _has_children() -> bool:
-    """Whether the function left processes behind."""
+    """Whether the function left child processes behind."""
     try:
         os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -168,20 +178,20 @@ def _has_children() -> bool:
     return True
 
 
-def _said(error: BaseException) -> str:
-    """Return an exception's type, text and place: the last line that is a user's own, not rlpack's, not a package's."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_rlpacks(frame.filename)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_pythons(frame.filename)]
+def _describe_error(error: BaseException) -> str:
+    """Return an exception's type, message and the last line in the user's own code."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in_rlpack(frame.filename)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_in_stdlib(frame.filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     try:
-        return f"{type(error).__name__}: {str(error)[:_LONGEST_TEXT]}{place}"
-    except BaseException:  # noqa: BLE001 - an exception's own text is a user's code, too
+        return f"{type(error).__name__}: {str(error)[:_MAX_TEXT]}{place}"
+    except BaseException:  # noqa: BLE001 - an exception's __str__ is user code, too
         return f"{type(error).__name__}{place}"
 
 
-def _is_rlpacks(file: str) -> bool:
+def _is_in_rlpack(file: str) -> bool:
     return Path(file).is_relative_to(Path(rlpack.__file__).parent)
 
 
-def _is_pythons(file: str) -> bool:
+def _is_in_stdlib(file: str) -> bool:
     return file.startswith("<") or Path(file).is_relative_to(sysconfig.get_path("stdlib"))

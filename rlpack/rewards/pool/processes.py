@@ -1,7 +1,7 @@
-"""The pool's side of its processes: starts the keeper and, through it, the children, and hears of everything they do.
+"""The pool's side of its processes: starts the supervisor and, through it, the workers, and reads all they send.
 
-Nothing here waits but `step`, and that for at most as long as it is told to. What a child says is not believed: a
-message that is none ends it.
+Only `poll` blocks, and at most for its timeout. Messages from workers are untrusted: an invalid one gets its worker
+killed.
 """
 
 import os
@@ -21,26 +21,28 @@ from typing import Any, Literal
 
 from rlpack.rewards.errors import PoolError
 from rlpack.rewards.pool import protocol as wire
-from rlpack.rewards.pool.limits import Limits, scrubbed
+from rlpack.rewards.pool.limits import Limits, scrub_environment
 from rlpack.rewards.pool.supervisor import COMMAND, REPORT
 
-_ANSWER_LIMIT = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 20
 _TAIL_BYTES = 2000
-_PIECE = 1 << 18
-_CLOSE_S = 5.0
+_CHUNK_BYTES = 1 << 18
+_CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass
-class Child:
-    """One process that runs functions.
+class WorkerHandle:
+    """The pool's end of one worker process.
 
     Attributes:
-        number: its name for the keeper.
-        channel: messages go over it.
-        output: what it writes comes out here, a descriptor.
+        number: identifies the worker to the supervisor.
+        channel: socket for messages.
+        output: descriptor from which the worker's standard output and error are read.
         is_ready: its functions are loaded.
-        is_dying: it is to end, or has.
-        tail: the end of what it wrote.
+        is_dying: it was killed or has exited.
+        tail: the end of its output.
+        frames: decodes its messages.
+        outgoing: bytes that wait to be sent.
     """
 
     number: int
@@ -49,27 +51,27 @@ class Child:
     is_ready: bool = False
     is_dying: bool = False
     tail: bytes = b""
-    reader: wire.Reader = field(default_factory=lambda: wire.Reader(_ANSWER_LIMIT))
+    frames: wire.FrameReader = field(default_factory=lambda: wire.FrameReader(_MAX_ANSWER_BYTES))
     outgoing: bytearray = field(default_factory=bytearray)
 
     @property
-    def said(self) -> str:
-        """Return the last that it wrote, fit to be shown."""
+    def output_tail(self) -> str:
+        """Return the end of its output as printable text."""
         return printable(self.tail.decode(errors="replace"))
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a child: a `message` of it came, it said what is `garbage`, or it `ended`."""
+    """An event of a worker: it sent a `message`, it sent something `invalid`, or it `exited`."""
 
-    kind: Literal["message", "garbage", "ended"]
-    child: Child
-    message: wire.Message = field(default_factory=dict)
+    kind: Literal["message", "invalid", "exited"]
+    worker: WorkerHandle
+    message: wire.WireMessage = field(default_factory=dict)
     text: str = ""
 
 
 class Processes:
-    """The children that run; a new one is there as soon as `start` is called, and ready a little later."""
+    """The worker processes; `start` returns at once, and the worker becomes ready a little later."""
 
     def __init__(
         self,
@@ -77,207 +79,213 @@ class Processes:
         limits: Limits,
         *,
         strict: bool = False,
-        environment: Sequence[str] = (),
+        env_vars: Sequence[str] = (),
     ) -> None:
-        """Start the keeper, and wait for nothing."""
-        self.children: dict[int, Child] = {}
+        """Start the supervisor without waiting for it."""
+        self.workers: dict[int, WorkerHandle] = {}
         self.output_bytes = 0
-        self._next = 0
+        self._next_number = 0
         self._selector = selectors.DefaultSelector()
         scratch = Path(tempfile.mkdtemp(prefix="rlpack-rewards-"))
         self._control, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "rlpack.rewards.pool.supervisor", str(theirs.fileno())]
-            keeper = subprocess.Popen(
+            supervisor = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                env=scrubbed(os.environ, scratch, environment),
+                env=scrub_environment(os.environ, scratch, env_vars),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._keeper = keeper
-        self.close = weakref.finalize(self, _close, keeper, self._control, scratch, self.children)
+        self._supervisor = supervisor
+        self.close = weakref.finalize(self, _close, supervisor, self._control, scratch, self.workers)
         settings = {"limits": asdict(limits), "strict": strict, "functions": functions, "scratch": str(scratch)}
         self._control.sendall(wire.pack(settings))
         self._control.setblocking(False)
         self._reports = bytearray()
         self._selector.register(self._control, selectors.EVENT_READ, None)
 
-    def start(self) -> Child:
-        """Start a child."""
-        mine, theirs = socket.socketpair()
+    def start(self) -> WorkerHandle:
+        """Start a worker."""
+        ours, theirs = socket.socketpair()
         output, written = os.pipe()
         try:
-            self._command(b"S", self._next, [theirs.fileno(), written])
+            self._command(b"S", self._next_number, [theirs.fileno(), written])
         finally:
             theirs.close()
             os.close(written)
-        for end in (mine.fileno(), output):
+        for end in (ours.fileno(), output):
             os.set_blocking(end, False)
-        child = Child(self._next, mine, output)
-        self.children[self._next] = child
-        self._next += 1
-        self._selector.register(mine, selectors.EVENT_READ, child)
-        self._selector.register(output, selectors.EVENT_READ, child)
-        return child
+        worker = WorkerHandle(self._next_number, ours, output)
+        self.workers[worker.number] = worker
+        self._next_number += 1
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        self._selector.register(output, selectors.EVENT_READ, worker)
+        return worker
 
-    def kill(self, child: Child) -> None:
-        """End a child and all it started; an `ended` comes."""
-        if not child.is_dying:
-            child.is_dying = True
-            self._command(b"K", child.number, [])
+    def kill(self, worker: WorkerHandle) -> None:
+        """Kill a worker and all its descendants; an `exited` event follows."""
+        if not worker.is_dying:
+            worker.is_dying = True
+            self._command(b"K", worker.number, [])
 
-    def send(self, child: Child, message: bytes) -> None:
-        """Give a packed message to a child, as fast as it reads."""
-        child.outgoing += message
-        self._selector.modify(child.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, child)
+    def send(self, worker: WorkerHandle, message: bytes) -> None:
+        """Queue a packed message, which is sent as fast as the worker reads."""
+        worker.outgoing += message
+        self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
 
-    def step(self, timeout_s: float) -> list[Event]:
-        """Wait at most so long for something to happen, and return what did.
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait until something happens or the timeout, and return the events.
 
         Raises:
-            PoolError: the keeper is gone.
+            PoolError: the supervisor is gone.
         """
         events: list[Event] = []
         for key, mask in self._selector.select(max(0.0, timeout_s)):
-            child: Child | None = key.data
-            if child is None:
-                events += self._hear_keeper()
-            elif child.number not in self.children:  # it ended in this very step
+            worker: WorkerHandle | None = key.data
+            if worker is None:
+                events += self._read_reports()
+            elif worker.number not in self.workers:  # it exited in this very iteration
                 continue
-            elif key.fd == child.output:
-                self._hear_output(child)
+            elif key.fd == worker.output:
+                self._read_output(worker)
             else:
                 if mask & selectors.EVENT_WRITE:
-                    self._write(child)
+                    self._write(worker)
                 if mask & selectors.EVENT_READ:
-                    events += self._hear_channel(child)
+                    events += self._read_channel(worker)
         return events
 
     def _command(self, kind: bytes, number: int, descriptors: list[int]) -> None:
         try:
             socket.send_fds(self._control, [COMMAND.pack(kind, number)], descriptors)
         except OSError as error:
-            raise PoolError(self._why_gone()) from error
+            raise self._supervisor_error() from error
 
-    def _hear_keeper(self) -> list[Event]:
+    def _read_reports(self) -> list[Event]:
+        """Read the supervisor's reports."""
         try:
             data = self._control.recv(4096)
         except ConnectionResetError:
             data = b""
         if not data:
-            raise PoolError(self._why_gone())
+            raise self._supervisor_error()
         self._reports += data
         events: list[Event] = []
         while len(self._reports) >= REPORT.size:
             kind, number, status = REPORT.unpack_from(self._reports)
             del self._reports[: REPORT.size]
             if kind == b"E":
-                events += self._ended(self.children[number], status)
+                events += self._remove(self.workers[number], status)
         return events
 
-    def _why_gone(self) -> str:
+    def _supervisor_error(self) -> PoolError:
         with suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(1.0)
-        code = self._keeper.returncode
-        return f"the keeper of the reward processes ended (exit status {code}); its words are in the rank's log"
+            self._supervisor.wait(1.0)
+        code = self._supervisor.returncode
+        return PoolError(
+            f"the supervisor of the reward processes exited (status {code}); its error output is in the rank's log"
+        )
 
-    def _ended(self, child: Child, status: int) -> list[Event]:
-        """Take what a child said last, and let go of it."""
-        said = self._hear_channel(child, last=True)
-        self._hear_output(child)
-        for end in (child.channel, child.output):
+    def _remove(self, worker: WorkerHandle, status: int) -> list[Event]:
+        """Read the last messages of a worker that exited, and close its descriptors."""
+        last = self._read_channel(worker, exited=True)
+        self._read_output(worker)
+        for end in (worker.channel, worker.output):
             with suppress(KeyError):
                 self._selector.unregister(end)
-        del self.children[child.number]
-        child.is_dying = True
-        _let_go(child)
-        return [*(event for event in said if event.kind == "message"), Event("ended", child, text=_ending(status))]
+        del self.workers[worker.number]
+        worker.is_dying = True
+        _close_descriptors(worker)
+        messages = [event for event in last if event.kind == "message"]
+        return [*messages, Event("exited", worker, text=_describe_exit(status))]
 
-    def _hear_channel(self, child: Child, *, last: bool = False) -> list[Event]:
-        gone = False
-        while not gone:
+    def _read_channel(self, worker: WorkerHandle, *, exited: bool = False) -> list[Event]:
+        closed = False
+        while not closed:
             try:
-                data = child.channel.recv(_PIECE)
+                data = worker.channel.recv(_CHUNK_BYTES)
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionResetError:
                 data = b""
-            child.reader.feed(data)
-            gone = not data
-        found: list[Event] = []
+            worker.frames.feed(data)
+            closed = not data
+        events: list[Event] = []
         try:
-            found += [Event("message", child, message) for message in child.reader]
+            events += [Event("message", worker, message) for message in worker.frames]
         except wire.WireError as error:
-            found.append(Event("garbage", child, text=str(error)))
-        if gone and not last:  # it closed its end, so nothing more can come of it
-            self._selector.unregister(child.channel)
-            self.kill(child)
-        return found
+            events.append(Event("invalid", worker, text=str(error)))
+        if closed and not exited:  # no further message can arrive
+            self._selector.unregister(worker.channel)
+            self.kill(worker)
+        return events
 
-    def _hear_output(self, child: Child) -> None:
-        """Count what a child writes and keep its end, a piece at a time so that others get their turn."""
+    def _read_output(self, worker: WorkerHandle) -> None:
+        """Count a worker's output and keep its end; a few chunks at a time, for fairness to the other workers."""
         for _ in range(8):
             try:
-                data = os.read(child.output, _PIECE)
+                data = os.read(worker.output, _CHUNK_BYTES)
             except (BlockingIOError, InterruptedError):
                 return
             if not data:
                 with suppress(KeyError):
-                    self._selector.unregister(child.output)
+                    self._selector.unregister(worker.output)
                 return
             self.output_bytes += len(data)
-            child.tail = (child.tail + data)[-_TAIL_BYTES:]
+            worker.tail = (worker.tail + data)[-_TAIL_BYTES:]
 
-    def _write(self, child: Child) -> None:
+    def _write(self, worker: WorkerHandle) -> None:
         try:
-            sent = child.channel.send(child.outgoing[:_PIECE])
+            count = worker.channel.send(worker.outgoing[:_CHUNK_BYTES])
         except (BlockingIOError, InterruptedError):
             return
         except (BrokenPipeError, ConnectionResetError):
-            sent = len(child.outgoing)
-        del child.outgoing[:sent]
-        if not child.outgoing:
-            self._selector.modify(child.channel, selectors.EVENT_READ, child)
+            count = len(worker.outgoing)
+        del worker.outgoing[:count]
+        if not worker.outgoing:
+            self._selector.modify(worker.channel, selectors.EVENT_READ, worker)
 
 
 def printable(text: str) -> str:
-    """Return a text of whatever origin as one line without control characters.
+    """Return untrusted text as one line without control characters.
 
     >>> printable(f"a{chr(27)}[31m{chr(10)}b ")
     'a [31m b'
     """
-    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
-def _ending(status: int) -> str:
-    """Say how a process ended, from its exit status or minus the signal that ended it."""
+def _describe_exit(status: int) -> str:
+    """Describe how a process ended, from its exit status or the negated signal number."""
     if status >= 0:
-        return f"its process ended itself with exit status {status}"
-    known = {one.value: one.name for one in signal.Signals}  # of the real-time ones only the first and the last
-    name = known.get(-status, f"signal {-status}")
+        return f"its process exited with status {status}"
+    names = {number.value: number.name for number in signal.Signals}  # only the first and last real-time signals
+    name = names.get(-status, f"signal {-status}")
     hint = {
-        "SIGXCPU": ", having used twice its deadline in CPU time",
-        "SIGKILL": ", by itself, for too many processes, or for want of memory",
+        "SIGXCPU": " after using twice its deadline in CPU time",
+        "SIGKILL": ", by itself, for too many processes, or for lack of memory",
     }.get(name, "")
-    return f"its process was ended by {name}{hint}"
+    return f"its process was killed by {name}{hint}"
 
 
-def _let_go(child: Child) -> None:
-    child.channel.close()
-    os.close(child.output)
+def _close_descriptors(worker: WorkerHandle) -> None:
+    worker.channel.close()
+    os.close(worker.output)
 
 
-def _close(keeper: subprocess.Popen[bytes], control: socket.socket, scratch: Path, children: dict[int, Child]) -> None:
-    """End everything: the keeper sees that its pool is gone, ends the children, and goes."""
+def _close(
+    supervisor: subprocess.Popen[bytes], control: socket.socket, scratch: Path, workers: dict[int, WorkerHandle]
+) -> None:
+    """Close the control socket, upon which the supervisor kills the workers and exits."""
     control.close()
-    for child in children.values():
-        _let_go(child)
-    children.clear()
+    for worker in workers.values():
+        _close_descriptors(worker)
+    workers.clear()
     try:
-        keeper.wait(_CLOSE_S)
+        supervisor.wait(_CLOSE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        keeper.kill()
-        keeper.wait(_CLOSE_S)
+        supervisor.kill()
+        supervisor.wait(_CLOSE_TIMEOUT_S)
     shutil.rmtree(scratch, ignore_errors=True)

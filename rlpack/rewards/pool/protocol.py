@@ -1,7 +1,7 @@
-"""How the pool and its processes talk: JSON objects with their length before them, over a socket.
+"""The wire protocol of the pool: length-prefixed JSON objects over a socket.
 
-JSON and no pickle, since what a process answers may have been written by whatever took it over. A message over
-the reader's limit, or one that is no JSON object, is an error and never a guess.
+JSON instead of pickle, since user code may have taken over the process that answers. A message over the reader's limit,
+or one that is not a JSON object, is an error.
 """
 
 import json
@@ -10,90 +10,91 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-Message = dict[str, Any]
+WireMessage = dict[str, Any]
 
-_HEAD = struct.Struct("!I")
-LARGEST_MESSAGE = 1 << 30
+MAX_MESSAGE_BYTES = 1 << 30
+_HEADER = struct.Struct("!I")
 
 
 class WireError(RuntimeError):
-    """What came is no message."""
+    """The received bytes are not a valid message."""
 
 
-def pack(message: Message) -> bytes:
-    """Return a message as it is sent.
+def pack(message: WireMessage) -> bytes:
+    """Return the bytes that encode a message.
 
     >>> pack({"a": 1})[4:]
     b'{"a": 1}'
 
     Raises:
-        TypeError: it holds what JSON has no form for.
+        TypeError: it holds a value that JSON can't represent.
     """
     text = json.dumps(message, ensure_ascii=True).encode("ascii")
-    return _HEAD.pack(len(text)) + text
+    return _HEADER.pack(len(text)) + text
 
 
-class Reader:
-    """Puts messages together from the bytes that come.
+class FrameReader:
+    """Reassembles messages from a byte stream.
 
-    >>> reader = Reader(limit=100)
+    >>> reader = FrameReader(limit=100)
     >>> reader.feed(pack({"a": 1}) + pack({"b": 2})[:5])
     >>> list(reader)
     [{'a': 1}]
     """
 
-    def __init__(self, limit: int = LARGEST_MESSAGE) -> None:
+    def __init__(self, limit: int = MAX_MESSAGE_BYTES) -> None:
+        """Refuse messages of more than `limit` bytes."""
         self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take the bytes that came next."""
+        """Append received bytes."""
         self._buffer += data
 
-    def __iter__(self) -> Iterator[Message]:
-        """Yield the messages that are whole.
+    def __iter__(self) -> Iterator[WireMessage]:
+        """Yield the complete messages.
 
         Raises:
-            WireError: one is too long, or no JSON object.
+            WireError: one is too long, or not a JSON object.
         """
-        while len(self._buffer) >= _HEAD.size:
-            (length,) = _HEAD.unpack_from(self._buffer)
+        while len(self._buffer) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._buffer)
             if length > self._limit:
-                raise WireError(f"a message of {length} bytes, over the limit of {self._limit}")
-            if len(self._buffer) < _HEAD.size + length:
+                raise WireError(f"a message of {length} bytes exceeds the limit of {self._limit}")
+            if len(self._buffer) < _HEADER.size + length:
                 return
-            text = bytes(self._buffer[_HEAD.size : _HEAD.size + length])
-            del self._buffer[: _HEAD.size + length]
-            yield _parsed(text)
+            text = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
+            del self._buffer[: _HEADER.size + length]
+            yield _parse(text)
 
 
-def receive(sock: socket.socket) -> Message | None:
-    """Wait for one message on a blocking socket; None when the other side is gone."""
-    head = _exactly(sock, _HEAD.size)
-    if head is None:
+def receive(sock: socket.socket) -> WireMessage | None:
+    """Receive one message from a blocking socket; None once the other side has closed it."""
+    header = _receive_exactly(sock, _HEADER.size)
+    if header is None:
         return None
-    text = _exactly(sock, _HEAD.unpack(head)[0])
-    return None if text is None else _parsed(text)
+    text = _receive_exactly(sock, _HEADER.unpack(header)[0])
+    return None if text is None else _parse(text)
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
+def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < count:
         try:
-            part = sock.recv(min(count - len(parts), 1 << 20))
+            chunk = sock.recv(min(count - len(received), 1 << 20))
         except ConnectionResetError:
             return None
-        if not part:
+        if not chunk:
             return None
-        parts += part
-    return bytes(parts)
+        received += chunk
+    return bytes(received)
 
 
-def _parsed(text: bytes) -> Message:
+def _parse(text: bytes) -> WireMessage:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"no JSON: {error}") from error
+        raise WireError(f"not JSON: {error}") from error
     if not isinstance(message, dict):
-        raise WireError(f"a {type(message).__name__} and no object")
+        raise WireError(f"a {type(message).__name__} instead of an object")
     return message

@@ -1,9 +1,9 @@
-"""Confine a process for good: no network, no writing outside its scratch directory, no signals to others.
+"""Permanently confine a process: no network, no writes outside its scratch directory, no signals to other processes.
 
-Two means of the Linux kernel that need no privilege and that containers leave on: Landlock (files, signals, other
-processes' memory and environment) and a seccomp filter (sockets, process groups, new processes). What a process
-takes on holds for everything that it starts, and nothing takes it off. `python -m rlpack.rewards.pool.sandbox` tries
-it on this machine and says why not, if not.
+Uses two unprivileged mechanisms of the Linux kernel that containers leave enabled: Landlock (files, signals, other
+processes' memory and environment) and a seccomp filter (sockets, process groups, new processes). The confinement is
+inherited by every descendant and can't be lifted. `python -m rlpack.rewards.pool.sandbox` tests it on this machine and
+prints what fails, if anything.
 
 Landlock: https://docs.kernel.org/userspace-api/landlock.html; the numbers are those of linux/landlock.h,
 linux/seccomp.h and linux/filter.h.
@@ -34,7 +34,7 @@ _ABI_TRUNCATE, _ABI_SCOPES = 3, 6
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _CLONE_THREAD = 0x00010000
-# machine -> (audit architecture, numbers of the calls)
+# machine -> (audit architecture, system call numbers)
 _CALLS = {
     "x86_64": (
         0xC000003E,
@@ -46,63 +46,65 @@ _CALLS = {
         {"socket": 198, "io_uring_setup": 425, "setsid": 157, "setpgid": 154, "clone": 220, "clone3": 435},
     ),
 }  # fmt: skip
-_X32 = 0x40000000  # a second set of calls on x86_64, which would pass by the numbers above
+_X32 = 0x40000000  # flags a second set of system calls on x86_64, which would bypass the numbers above
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE, _CAP_SYS_RESOURCE = 1, 2, 19, 24
 _CAPABILITY_VERSION = 0x20080522
 
-_TRIAL_S = 20.0
+_TEST_TIMEOUT_S = 20.0
 
 
 class SandboxError(RuntimeError):
-    """The kernel doesn't give what was asked for; the text says what."""
+    """The kernel doesn't support the confinement; the message says which part."""
 
 
 def is_linux() -> bool:
-    """Whether the means of this file exist at all."""
+    """Whether this module can confine anything."""
     return sys.platform == "linux"
 
 
 def landlock_version() -> int:
-    """Return which Landlock this kernel has, 0 for none."""
+    """Return the kernel's Landlock ABI version, 0 for none."""
     if not is_linux():
         return 0
-    found = _libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    return max(0, found)
+    version = _libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+    return max(0, version)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however that ends."""
+    """Have the kernel kill this process when its parent exits."""
     if is_linux():
         _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphans below this process, so that none gets out of sight."""
+    """Make this process a subreaper: the new parent of all its orphaned descendants."""
     if is_linux():
         _prctl(_PR_SET_SUBREAPER, 1)
 
 
 def confine(scratch: Path, *, strict: bool, processes: bool) -> None:
-    """Give up rights for good, this process and all that it starts.
+    """Permanently drop the rights of this process and its descendants.
 
     Args:
-        scratch: the one directory that `strict` leaves writable.
-        strict: close the network and refuse writes elsewhere. Otherwise only what no function can miss goes, where
-            the kernel can take it: the right to raise limits, and to look into other processes or to end them.
-        processes: whether new processes may be started; `strict` keeps them in this process' group.
+        scratch: the only directory that stays writable with `strict`.
+        strict: close the network and refuse writes elsewhere. Without it, and as far as the kernel allows, drop only
+            rights that no reward function needs: to raise limits, and to read or signal other processes.
+        processes: allow new processes; `strict` keeps them in this process' group.
 
     Raises:
-        SandboxError: the kernel can't do what `strict` promises.
+        SandboxError: the kernel can't provide what `strict` promises.
     """
     if not is_linux():
         if strict:
-            raise SandboxError(f"it needs Linux, and this is {sys.platform}")
+            raise SandboxError(f"the strict sandbox needs Linux; this is {sys.platform}")
         return
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _drop_capabilities(strict=strict)
     version = landlock_version()
     if strict and version < _ABI_TRUNCATE:
-        raise SandboxError(f"the kernel has Landlock version {version}; 3 or newer is needed (Linux 6.2)")
+        raise SandboxError(
+            f"the kernel has Landlock version {version}; the strict sandbox needs 3 or newer (Linux 6.2)"
+        )
     if version:
         _restrict_files(scratch if strict else None, version)
     denied = ["socket", "io_uring_setup", "setsid", "setpgid"] if strict else []
@@ -110,35 +112,35 @@ def confine(scratch: Path, *, strict: bool, processes: bool) -> None:
     if machine in _CALLS:
         _filter_calls(machine, denied, processes=processes)
     elif strict:
-        raise SandboxError(f"there is no seccomp filter for {machine}; it knows {', '.join(_CALLS)}")
+        raise SandboxError(f"the seccomp filter doesn't support {machine}; supported are {', '.join(_CALLS)}")
 
 
 def why_not_strict() -> str | None:
-    """Try `strict` in a process of its own; return why it can't be had on this machine, None if it can."""
+    """Test `strict` in a separate process; return why this machine doesn't support it, None if it does."""
     command = [sys.executable, "-m", "rlpack.rewards.pool.sandbox"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_TRIAL_S, env=environment, check=False)
+        test = subprocess.run(command, capture_output=True, text=True, timeout=_TEST_TIMEOUT_S, env=env, check=False)
     except subprocess.TimeoutExpired:
-        return f"a trial of it did not end within {_TRIAL_S:g} s"
-    said = (tried.stderr.strip() or tried.stdout.strip()).splitlines()
-    return None if tried.returncode == 0 else (said or ["a trial of it died"])[-1]
+        return f"a test of it did not finish within {_TEST_TIMEOUT_S:g} s"
+    output = (test.stderr.strip() or test.stdout.strip()).splitlines()
+    return None if test.returncode == 0 else (output or ["a test of it crashed"])[-1]
 
 
 def broken_promises(scratch: Path, outside: Path) -> list[str]:
-    """Return what this process can do although it is confined: reach the network, or write into `outside`."""
-    found = []
+    """Return what this confined process can still do: open a socket, or write into `outside`."""
+    broken = []
     try:
         socket.socket(socket.AF_INET).close()
-        found.append("a socket could be opened")
+        broken.append("a socket could be opened")
     except OSError:
         pass
     try:
         (outside / "written").write_text("x")
-        found.append(f"a file could be written outside of {scratch}")
+        broken.append(f"a file could be written outside {scratch}")
     except OSError:
         pass
-    return found
+    return broken
 
 
 def _libc() -> ctypes.CDLL:
@@ -152,31 +154,31 @@ def _prctl(option: int, value: int, *, needed: bool = True) -> None:
 
 
 def _drop_capabilities(*, strict: bool) -> None:
-    """Give up root's powers over the machine: to raise limits, to read other processes; Landlock sees to files.
+    """Drop root's capabilities to raise limits and to read other processes; Landlock restricts files.
 
-    Without the bounding set, a program that root starts gets them no more either.
+    Dropping them from the bounding set keeps programs that root starts from regaining them.
     """
-    kept = (
+    retained = (
         {_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH} if strict else set(range(64)) - {_CAP_SYS_PTRACE, _CAP_SYS_RESOURCE}
     )
-    for capability in set(range(41)) - kept:
-        _prctl(_PR_CAPBSET_DROP, capability, needed=False)  # needs a capability that only root has to lose
+    for capability in set(range(41)) - retained:
+        _prctl(_PR_CAPBSET_DROP, capability, needed=False)  # fails without CAP_SETPCAP, when there is nothing to drop
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     data = ctypes.create_string_buffer(24)
     if _libc().capget(header, data) != 0:
         raise SandboxError(f"capget failed: {os.strerror(ctypes.get_errno())}")
-    mask = sum(1 << capability for capability in kept)
+    mask = sum(1 << capability for capability in retained)
     words = struct.unpack("=6I", data.raw)
-    limited = [word & (mask >> (32 * (place // 3))) & 0xFFFFFFFF for place, word in enumerate(words)]
+    limited = [word & (mask >> (32 * (index // 3))) & 0xFFFFFFFF for index, word in enumerate(words)]
     if _libc().capset(header, ctypes.create_string_buffer(struct.pack("=6I", *limited), 24)) != 0:
         raise SandboxError(f"capset failed: {os.strerror(ctypes.get_errno())}")
 
 
 def _restrict_files(scratch: Path | None, version: int) -> None:
-    """Refuse writes outside of `scratch`; with None only device nodes, for what else comes with a domain.
+    """Enter a Landlock domain that refuses writes outside `scratch`; with None, only the making of device nodes.
 
-    A process in a domain can't look into processes outside of it (their memory, their environment) and, from version
-    6 on, can't send them signals.
+    A process in a domain can't read the memory or environment of processes outside it and, from version 6 on, can't
+    signal them.
     """
     handled = _WRITES if scratch else _MAKE_CHAR
     scoped = (_SCOPE_SIGNALS | (_SCOPE_ABSTRACT_SOCKETS if scratch else 0)) if version >= _ABI_SCOPES else 0
@@ -185,29 +187,29 @@ def _restrict_files(scratch: Path | None, version: int) -> None:
     libc = _libc()
     ruleset = libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
     if ruleset < 0:
-        raise SandboxError(f"Landlock takes no rules: {os.strerror(ctypes.get_errno())}")
+        raise SandboxError(f"Landlock refused the ruleset: {os.strerror(ctypes.get_errno())}")
     try:
         if scratch:
             _allow(libc, ruleset, scratch, _WRITES)
             _allow(libc, ruleset, Path(os.devnull), _WRITE_FILE | _TRUNCATE)
         if libc.syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) != 0:
-            raise SandboxError(f"Landlock doesn't take hold: {os.strerror(ctypes.get_errno())}")
+            raise SandboxError(f"Landlock could not be enabled: {os.strerror(ctypes.get_errno())}")
     finally:
         os.close(ruleset)
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        rule = struct.pack("=Qi", rights, place)
+        rule = struct.pack("=Qi", rights, descriptor)
         if libc.syscall(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0)) != 0:
-            raise SandboxError(f"Landlock doesn't take {path}: {os.strerror(ctypes.get_errno())}")
+            raise SandboxError(f"Landlock refused the rule for {path}: {os.strerror(ctypes.get_errno())}")
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> None:
-    """Install a seccomp filter: the `denied` calls fail with EPERM, and so do new processes where they may not be."""
+    """Install a seccomp filter: the `denied` calls fail with EPERM; so do new processes unless allowed."""
     architecture, numbers = _CALLS[machine]
     code = [
         (_LOAD, 0, 0, 4),
@@ -221,7 +223,7 @@ def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> No
         if name in numbers:
             code += [(_JUMP_EQUAL, 0, 1, numbers[name]), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
     if not processes:
-        # What clone3 is to make lies in memory, which a filter can't read; without it, libc takes clone.
+        # The flags of clone3 are in memory, which a filter can't read; if it fails, libc falls back to clone.
         code += [(_JUMP_EQUAL, 0, 1, numbers["clone3"]), (_RETURN, 0, 0, _FAIL | errno.ENOSYS)]
         code += [
             (_JUMP_EQUAL, 0, 4, numbers["clone"]),
@@ -235,11 +237,11 @@ def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> No
     header = ctypes.create_string_buffer(struct.pack("=H6xQ", len(code), ctypes.addressof(program)))
     filter_mode, zero = 2, ctypes.c_ulong(0)
     if _libc().prctl(_PR_SET_SECCOMP, ctypes.c_ulong(filter_mode), header, zero, zero) != 0:
-        raise SandboxError(f"the kernel takes no seccomp filter: {os.strerror(ctypes.get_errno())}")
+        raise SandboxError(f"the kernel refused the seccomp filter: {os.strerror(ctypes.get_errno())}")
 
 
-def _try() -> None:
-    """Confine this process and see that it holds; the exit code and the last line of the output say so."""
+def _self_test() -> None:
+    """Confine a process and check that it holds; the last line of the output says what doesn't."""
     with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as scratch:
         child = os.fork()
         if child == 0:
@@ -257,4 +259,4 @@ def _try() -> None:
 
 
 if __name__ == "__main__":
-    _try()
+    _self_test()

@@ -1,6 +1,6 @@
-"""The hostile functions of the reward pool's tests: what a reward function, or what runs in one, may do to its host.
+"""Hostile reward functions: what user code may do to its host.
 
-Each is named in the configuration like any other, so it is loaded by the pool's processes and never by the tests.
+They are configured by name like any other, so only the pool's workers load them, never the tests.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def forks_for_ever(completion):
 
 
 def forks_away(completion):
-    """Leave processes that have lost their parent and, where it may be, left their group."""
+    """Leave orphans behind, outside the process group if possible."""
     for _ in range(4):
         child = os.fork()
         if child == 0:
@@ -152,7 +152,7 @@ def changes_its_inputs(prompts, completions, answer):
 
 
 def reads_secrets(completion):
-    """Return 1 where any variable holds the secret, its own or its parents'."""
+    """Return 1 if the secret is in the environment of this process or its ancestors."""
     seen = [value for value in os.environ.values() if "hush" in value]
     for pid in (
         os.getpid(),
@@ -233,8 +233,8 @@ def writes_nonsense_to_the_pool(completion):
     return 1.0
 
 
-def forges_a_verdict(completion):
-    text = json.dumps({"row": 0, "verdict": [10**400, None, ""]}).encode()
+def forges_a_result(completion):
+    text = json.dumps({"row": 0, "result": [10**400, None, ""]}).encode()
     for descriptor in range(3, 64):
         try:
             os.write(descriptor, len(text).to_bytes(4, "big") + text)

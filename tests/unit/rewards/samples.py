@@ -1,4 +1,4 @@
-"""Reward functions of every form, for tests that run them in the pool's processes."""
+"""Reward functions of every signature, for tests that run them in the pool's workers."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ def broken(completions):
 
 
 def fails_on_some(completions):
-    """Raise where any text says so, so that a caller has to find out which one it is."""
+    """Raise if any text is "raise", so that the pool has to find out which row it is."""
     if any(text == "raise" for text in completions):
         raise ValueError("such a text")
     return [1.0] * len(completions)

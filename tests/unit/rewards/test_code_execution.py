@@ -1,4 +1,4 @@
-"""Programs of a policy, which are not to be trusted, in their own processes."""
+"""Untrusted programs of a policy, in confined processes."""
 
 import os
 import time
@@ -8,11 +8,11 @@ import pytest
 
 from rlpack.rewards.code_execution import unit_tests
 from rlpack.rewards.errors import RewardError
-from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
-from rlpack.rewards.pool.pool import Pool
+from rlpack.rewards.pool.pool import RewardPool
 
-pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="programs are confined by Linux's means")
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the sandbox needs Linux")
 DOUBLE = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
 ADD = "```\na, b = map(int, input().split())\nprint(a + b)\n```"
 HOLDS, FAILS = "assert double(2) == 4", "assert double(2) == 5"
@@ -86,14 +86,14 @@ def test_a_program_that_does_not_end_is_ended():
 def test_programs_run_in_the_pool_where_processes_are_allowed(strict):
     for processes, problem in ((1, None), (0, "error")):
         settings = PoolSettings(limits=Limits(processes=processes), strict=strict)
-        pool = Pool({"tests": Target("rlpack.rewards.code_execution:unit_tests")}, settings)
+        pool = RewardPool({"tests": FunctionSpec("rlpack.rewards.code_execution:unit_tests")}, settings)
         try:
             columns = {"prompt": ["p"] * 2, "completion": [DOUBLE, "while True: fork()"], "tests": [HOLDS, HOLDS]}
             found = pool.run(columns, 2)["tests"]
         finally:
             pool.close()
-        assert [verdict.problem for verdict in found] == [problem] * 2
+        assert [result.problem for result in found] == [problem] * 2
         if problem:
-            assert "set reward.subprocesses=1" in found[0].text
+            assert "set reward.subprocesses=1" in found[0].detail
         else:
-            assert [verdict.value for verdict in found] == [1.0, 0.0]
+            assert [result.value for result in found] == [1.0, 0.0]

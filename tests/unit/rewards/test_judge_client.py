@@ -1,4 +1,4 @@
-"""The judge against a server on this machine that answers well, badly or never."""
+"""The judge client against a local server that answers well, badly or never."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from rlpack.rewards.errors import RewardError
-from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, check_prompt_template, placeholders, score_in
+from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, check_prompt_template, parse_score, placeholders
 
 TIMEOUT_S = 0.4
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request as its text asks for."""
+    """A server that behaves as the text of each request says."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -76,13 +76,13 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server(("127.0.0.1", 0), Handler) as found:
-        found.released, found.requests = threading.Event(), []
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
+    with Server(("127.0.0.1", 0), Handler) as started:
+        started.released, started.requests = threading.Event(), []
+        thread = threading.Thread(target=started.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        yield found
-        found.released.set()
-        found.shutdown()
+        yield started
+        started.released.set()
+        started.shutdown()
         thread.join()
 
 
@@ -95,7 +95,7 @@ def settings(server: Server, **values: Any) -> JudgeSettings:
 def ask(settings: JudgeSettings, *texts: str, allowed: float = float("inf")):
     async def asked():
         judge = JudgeClient(settings, allowed)
-        return await judge.scores({"completion": texts}, len(texts)), judge.retries
+        return await judge.score({"completion": texts}, len(texts)), judge.num_retries
 
     return asyncio.run(asked())
 
@@ -108,15 +108,15 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def test_scores_come_back_in_order_as_shares_of_the_largest(server):
-    verdicts, retries = ask(settings(server, api_key="hush", max_tokens=7), *"0589")
-    assert [verdict.value for verdict in verdicts] == [0.0, 0.5, 0.8, 0.9]
+    results, retries = ask(settings(server, api_key="hush", max_tokens=7), *"0589")
+    assert [result.value for result in results] == [0.0, 0.5, 0.8, 0.9]
     assert retries == 0
     (request,) = {(r["path"], r["key"], r["model"], r["max_tokens"], r["temperature"]) for r in server.requests}
     assert request == ("/v1/chat/completions", "Bearer hush", "model", 7, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("text", "problem", "retries", "said"),
+    ("text", "problem", "retries", "detail"),
     [
         ("500", "error", 1, "answered 500"),
         ("503", "error", 1, "answered 503"),
@@ -129,20 +129,20 @@ def test_scores_come_back_in_order_as_shares_of_the_largest(server):
         ("never", "timeout", 1, "did not answer within 0.4 s"),
     ],
 )
-def test_an_answer_without_a_score_is_a_counted_failure_of_its_row_alone(server, text, problem, retries, said):
+def test_an_answer_without_a_score_is_a_counted_failure_of_its_row_alone(server, text, problem, retries, detail):
     with at_most(2 * TIMEOUT_S + 1.0):
         (bad, good), counted = ask(settings(server), text, "7")
     assert (bad.problem, bad.failed, good.value, counted) == (problem, True, 0.7, retries)
-    assert said in bad.text
+    assert detail in bad.detail
 
 
 def test_a_server_that_recovers_is_asked_again(server):
-    (verdict,), retries = ask(settings(server, retries=3), "500 once 6")
-    assert (verdict.value, retries) == (0.6, 1)
+    (result,), retries = ask(settings(server, retries=3), "500 once 6")
+    assert (result.value, retries) == (0.6, 1)
 
 
 def test_a_wrong_key_is_one_error_and_not_asked_again(server):
-    with pytest.raises(RewardError, match=r"answered 401 .*look at judge\.url, judge\.model and judge\.api_key_env"):
+    with pytest.raises(RewardError, match=r"answered 401 .*check judge\.url, judge\.model and judge\.api_key_env"):
         ask(settings(server, api_key="hush", concurrency=1), "401", "7", "7")
     assert len(server.requests) == 1
 
@@ -150,16 +150,16 @@ def test_a_wrong_key_is_one_error_and_not_asked_again(server):
 def test_nobody_listening_is_a_counted_failure(server):
     nowhere = settings(server, url="http://127.0.0.1:9/v1")
     with at_most(2.0):
-        (verdict,), retries = ask(nowhere, "7")
-    assert (verdict.problem, retries) == ("error", 1)
-    assert "ConnectError" in verdict.text
+        (result,), retries = ask(nowhere, "7")
+    assert (result.problem, retries) == ("error", 1)
+    assert "ConnectError" in result.detail
 
 
 def test_a_hopeless_batch_is_not_asked_to_its_end(server):
     with at_most(3 * TIMEOUT_S + 1.0):
-        verdicts, _ = ask(settings(server, retries=0, concurrency=2), *["never"] * 40, allowed=2)
+        results, _ = ask(settings(server, retries=0, concurrency=2), *["never"] * 40, allowed=2)
     assert len(server.requests) <= 4
-    assert Counter(verdict.problem for verdict in verdicts)["error"] >= 36
+    assert Counter(result.problem for result in results)["error"] >= 36
 
 
 def test_the_key_is_not_shown(server):
@@ -168,8 +168,8 @@ def test_the_key_is_not_shown(server):
 
 def test_requests_wait_side_by_side(server):
     with at_most(TIMEOUT_S + 1.0):
-        verdicts, _ = ask(settings(server, retries=0, concurrency=8), *["never"] * 8)
-    assert [verdict.problem for verdict in verdicts] == ["timeout"] * 8
+        results, _ = ask(settings(server, retries=0, concurrency=8), *["never"] * 8)
+    assert [result.problem for result in results] == ["timeout"] * 8
 
 
 @pytest.mark.parametrize(
@@ -189,18 +189,18 @@ def test_requests_wait_side_by_side(server):
     ],
 )
 def test_the_last_score_counts_if_it_is_in_bounds(answer, score):
-    assert score_in(answer, 10.0) == score
+    assert parse_score(answer, 10.0) == score
 
 
 @pytest.mark.parametrize(
     "prompt_template", ["{", "{completion.__class__}", "{0}", "{completion!r}", "{}", "{completion:9}"]
 )
-def test_instructions_that_hold_more_than_names_are_refused(prompt_template):
+def test_a_template_with_more_than_names_is_refused(prompt_template):
     with pytest.raises(RewardError, match=r"judge\.prompt_template"):
         placeholders(prompt_template)
 
 
-def test_instructions_name_columns_that_are_there():
+def test_a_template_names_columns_that_exist():
     check_prompt_template("{prompt} {completion} {answer} {{}}", ["answer"])
     with pytest.raises(RewardError, match=r"names \{anser\}; the dataset has the columns \['answer', 'completion'"):
         check_prompt_template("{completion} {anser}", ["answer"])

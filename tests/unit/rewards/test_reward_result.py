@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlpack.rewards.reward_result import verdict_of, verdicts_of
+from rlpack.rewards.reward_result import parse_reward, parse_rewards
 
 
 @pytest.mark.parametrize("reward", [0.5, np.float64(0.5), np.float32(0.5), np.float16(0.5)])
 def test_numbers_of_any_kind_are_rewards(reward):
-    assert verdict_of(reward).value == 0.5
+    assert parse_reward(reward).value == 0.5
 
 
 @pytest.mark.parametrize("reward", [True, np.True_, 1, np.int64(1)])
 def test_a_comparison_is_a_reward_of_one_or_zero(reward):
-    assert verdict_of(reward).value == 1.0
+    assert parse_reward(reward).value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_a_comparison_is_a_reward_of_one_or_zero(reward):
     ],
 )
 def test_what_is_no_finite_number_is_named(reward, problem):
-    assert (verdict_of(reward).problem, verdict_of(reward).failed) == (problem, False)
+    assert (parse_reward(reward).problem, parse_reward(reward).failed) == (problem, False)
 
 
 @pytest.mark.parametrize("reward", ["1", [1.0], {"score": 1.0}, 1j, torch.tensor(1.0), np.ones(1), object()])
 def test_what_is_no_number_is_a_failure(reward):
-    assert (verdict_of(reward).problem, verdict_of(reward).failed) == ("invalid", True)
-    assert type(reward).__name__ in verdict_of(reward).text
+    assert (parse_reward(reward).problem, parse_reward(reward).failed) == ("invalid", True)
+    assert type(reward).__name__ in parse_reward(reward).detail
 
 
 @pytest.mark.parametrize(
@@ -52,17 +52,17 @@ def test_what_is_no_number_is_a_failure(reward):
     ],
 )
 def test_what_is_no_list_of_one_reward_a_row_fails_on_every_row(rewards, text):
-    found = verdicts_of(rewards, 2)
-    assert [verdict.problem for verdict in found] == ["invalid"] * 2
-    assert text in found[0].text
+    found = parse_rewards(rewards, 2)
+    assert [result.problem for result in found] == ["invalid"] * 2
+    assert text in found[0].detail
 
 
 @pytest.mark.parametrize("rewards", [[1.0, "1"], (1.0, [1.0]), [1.0, 1j]])
 def test_one_bad_entry_fails_on_its_own_row_alone(rewards):
-    assert [verdict.problem for verdict in verdicts_of(rewards, 2)] == [None, "invalid"]
+    assert [result.problem for result in parse_rewards(rewards, 2)] == [None, "invalid"]
 
 
 def test_an_array_is_a_list():
-    assert [verdict.value for verdict in verdicts_of(np.array([1.0, 2.0]), 2)] == [1.0, 2.0]
-    assert [verdict.problem for verdict in verdicts_of(np.ones((2, 2)), 2)] == ["invalid"] * 2
-    assert verdicts_of([], 0) == []
+    assert [result.value for result in parse_rewards(np.array([1.0, 2.0]), 2)] == [1.0, 2.0]
+    assert [result.problem for result in parse_rewards(np.ones((2, 2)), 2)] == ["invalid"] * 2
+    assert parse_rewards([], 0) == []

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rlpack.rewards.errors import PoolError, RewardError, TooManyFailuresError
-from rlpack.rewards.pool.call_queue import PoolSettings, Target
-from rlpack.rewards.reward_result import FAILURES, Verdict
-from rlpack.rewards.scoring import FailureRate, Scorer
+from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
+from rlpack.rewards.reward_result import FAILURES, RewardResult
+from rlpack.rewards.scoring import FailureRate, RewardScorer
 from tests.unit.rewards import samples
 
-ERROR = Verdict(problem="error", text="such")
+ERROR = RewardResult(problem="error", detail="such")
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,11 @@ def scorers():
     def scorer(*names, weights=None, max_failures=1.0, arguments=None, timeout_s=10.0, **settings):
         key = repr((names, weights, max_failures, arguments, timeout_s, settings))
         if key not in opened:
-            targets = {name: Target(f"tests.unit.rewards.samples:{name}", arguments or {}, timeout_s) for name in names}
+            targets = {
+                name: FunctionSpec(f"tests.unit.rewards.samples:{name}", arguments or {}, timeout_s) for name in names
+            }
             weights = weights or dict.fromkeys(names, 1.0)
-            opened[key] = Scorer(targets, weights, PoolSettings(**settings), max_failures=max_failures)
+            opened[key] = RewardScorer(targets, weights, PoolSettings(**settings), max_failures=max_failures)
         return opened[key]
 
     yield scorer
@@ -41,11 +43,11 @@ def score(scorer, *completions, **columns):
     return scorer.score(texts(*completions, **columns), len(completions))
 
 
-def test_functions_of_every_form_are_called_with_what_they_name(scorers):
+def test_functions_of_every_signature_get_the_columns_that_they_name(scorers):
     names = ("batched", "everything", "single", "single_completion", "answers_alone", "waiting", "waiting_batch",
              "gives_an_awaitable", "instance")  # fmt: skip
     found = score(scorers(*names, rows_per_call=4), "b", "cc", "b", answer=["ab", "x", "bb"], level=[1, 2, 3])
-    parts = {name: part.tolist() for name, part in found.parts.items()}
+    parts = {name: part.tolist() for name, part in found.by_function.items()}
     assert parts.pop("everything")[0] in (1.0, 2.0)  # of a call, which has a part of the rows
     assert parts == {
         "batched": [2, 4, 4],
@@ -84,7 +86,7 @@ def test_rewards_are_summed_with_weights_and_each_function_has_its_own_column(sc
     found = score(scorers("half", "single_completion", weights={"half": 2.0, "single_completion": -0.25}), "b", "c")
     assert found.values.dtype == torch.float32
     assert found.values.tolist() == [0.75, 1.0]
-    assert found.parts["half"].tolist() == [0.5, 0.5]
+    assert found.by_function["half"].tolist() == [0.5, 0.5]
 
 
 def test_what_a_function_has_nothing_to_say_of_adds_nothing_and_what_it_broke_is_quarantined(scorers, caplog):
@@ -94,7 +96,7 @@ def test_what_a_function_has_nothing_to_say_of_adds_nothing_and_what_it_broke_is
     assert found.counts == {"nan": 1, "invalid": 1}
     assert found.failures.tolist() == [0, 0, 1 + FAILURES.index("invalid"), 0]
     assert "2 of 4 rows are quarantined (invalid: 1, nan: 1); they don't train" in caplog.text
-    assert found.parts["seldom"].isnan().tolist() == [True, True, True, False]
+    assert found.by_function["seldom"].isnan().tolist() == [True, True, True, False]
 
 
 def test_rows_that_nobody_judges_are_quarantined_and_named_every_time(scorers, caplog):
@@ -136,38 +138,38 @@ def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers)
 
 def test_the_rate_of_failures_is_that_of_the_last_hundred_rows():
     rate = FailureRate(0.1)
-    good = [Verdict(1.0)] * 5
+    good = [RewardResult(1.0)] * 5
     for _ in range(10):
-        rate.take([*good, ERROR], "f")
+        rate.record([*good, ERROR], "f")
     with pytest.raises(TooManyFailuresError, match=r"failed on 1 of 6 rows \(error: 1\), 11 of the last 66;.*is 0\.1"):
-        rate.take([*good, ERROR], "f")
+        rate.record([*good, ERROR], "f")
     seldom = FailureRate(0.1)
     for _ in range(100):
-        seldom.take([*good * 3, ERROR], "f")
+        seldom.record([*good * 3, ERROR], "f")
 
 
 @pytest.mark.parametrize(("rows", "allowed"), [(10, 10), (100, 10), (200, 20)])
 def test_the_first_batch_may_fail_as_often_as_a_hundred_rows(rows, allowed):
     assert FailureRate(0.1).allowed(rows) == allowed
     assert FailureRate(1.0).allowed(rows) == float("inf")
-    FailureRate(1.0).take([ERROR] * rows, "f")
+    FailureRate(1.0).record([ERROR] * rows, "f")
 
 
 def test_a_few_rows_that_all_fail_end_the_run_at_its_start_alone():
     later = FailureRate(0.1)
-    later.take([Verdict(1.0)] * 50, "f")
-    later.take([ERROR] * 9, "f")
+    later.record([RewardResult(1.0)] * 50, "f")
+    later.record([ERROR] * 9, "f")
     hard_group = FailureRate(0.2)
-    hard_group.take([ERROR] * 8, "f")
+    hard_group.record([ERROR] * 8, "f")
     with pytest.raises(TooManyFailuresError, match="failed on 8 of 8 rows"):
-        hard_group.take([ERROR] * 8, "f")
+        hard_group.record([ERROR] * 8, "f")
 
 
 def test_no_failure_is_too_many_where_none_may_be():
     rate = FailureRate(0.0)
-    rate.take([Verdict(1.0)], "f")
+    rate.record([RewardResult(1.0)], "f")
     with pytest.raises(TooManyFailuresError):
-        rate.take([Verdict(1.0), ERROR], "f")
+        rate.record([RewardResult(1.0), ERROR], "f")
 
 
 def test_output_is_shown_once_without_its_control_characters_and_counted(scorers, caplog):
@@ -208,9 +210,9 @@ def test_a_function_that_can_not_be_loaded_is_named(tmp_path, monkeypatch):
             RewardError,
             "reward.function is 'raising:f', .* can't be imported: OSError: no licence",
         ),
-        ("exiting:f", PoolError, "a reward process could not start: its process ended itself with exit status 4"),
+        ("exiting:f", PoolError, "a reward process could not start: its process exited with status 4"),
     ):
-        scorer = Scorer({"f": Target(target)}, {"f": 1.0}, PoolSettings(processes=1))
+        scorer = RewardScorer({"f": FunctionSpec(target)}, {"f": 1.0}, PoolSettings(processes=1))
         try:
             with pytest.raises(error, match=text):
                 scorer.score(texts("a"), 1)
@@ -218,15 +220,15 @@ def test_a_function_that_can_not_be_loaded_is_named(tmp_path, monkeypatch):
             scorer.close()
 
 
-def test_a_pool_whose_keeper_is_killed_says_so():
+def test_a_pool_whose_supervisor_is_killed_says_so():
     before = psutil.Process().children()
-    scorer = Scorer({"half": Target("tests.unit.rewards.samples:half")}, {"half": 1.0}, PoolSettings())
+    scorer = RewardScorer({"half": FunctionSpec("tests.unit.rewards.samples:half")}, {"half": 1.0}, PoolSettings())
     try:
         score(scorer, "a")
-        (keeper,) = set(psutil.Process().children()) - set(before)
-        keeper.kill()
-        keeper.wait(5.0)
-        with pytest.raises(PoolError, match="the keeper of the reward processes ended"):
+        (supervisor,) = set(psutil.Process().children()) - set(before)
+        supervisor.kill()
+        supervisor.wait(5.0)
+        with pytest.raises(PoolError, match="the supervisor of the reward processes exited"):
             score(scorer, *["a"] * 4)
     finally:
         scorer.close()

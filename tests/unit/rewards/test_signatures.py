@@ -5,7 +5,7 @@ import pytest
 
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.functions import final_answer
-from rlpack.rewards.signatures import check_signature, form_of, resolve
+from rlpack.rewards.signatures import check_signature, read_signature, resolve
 from tests.unit.rewards import samples
 
 
@@ -23,25 +23,25 @@ from tests.unit.rewards import samples
     ],
 )
 def test_a_signature_says_how_its_function_is_called(function, kind, is_async):
-    form = form_of(function)
-    assert (form.kind, form.is_async) == (kind, is_async)
+    signature = read_signature(function)
+    assert (signature.kind, signature.is_async) == (kind, is_async)
 
 
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (samples.mixed, r"names completions \(batched\) and prompt \(single\), which are of several forms"),
-        (samples.silent, "doesn't say which texts it takes; write it as def f"),
-        (math.sqrt, "math:sqrt doesn't say which texts it takes"),
-        (print, "doesn't say which texts it takes"),
-        (dict, "doesn't say what it takes"),
-        (samples.positional, "can't take 'prompts' by its name; remove the /"),
-        (lambda solution_str, ground_truth: 1.0, "doesn't say which texts it takes"),
+        (samples.mixed, r"mixes completions \(batched\) and prompt \(single\); write it as def f"),
+        (samples.silent, "doesn't name the texts that it takes; write it as def f"),
+        (math.sqrt, "math:sqrt doesn't name the texts that it takes"),
+        (print, "doesn't name the texts that it takes"),
+        (dict, "has no readable signature"),
+        (samples.positional, "can't take 'prompts' by keyword; remove the /"),
+        (lambda solution_str, ground_truth: 1.0, "doesn't name the texts that it takes"),
     ],
 )
-def test_a_signature_of_no_form_or_of_two_is_refused(function, text):
+def test_a_signature_that_follows_no_convention_or_two_is_refused(function, text):
     with pytest.raises(RewardError, match=text):
-        form_of(function)
+        read_signature(function)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_signature_of_no_form_or_of_two_is_refused(function, text):
         (lambda completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument .*; remove it$"),
         (final_answer, {"maker": "="}, r"reward\.arguments\.maker is not .*:final_answer; did you mean 'marker'\?$"),
         (lambda completion, answr: 0.0, {}, r"^reward\.function=.* needs 'answr'; .*; did you mean 'answer'\?$"),
-        (samples.single, {"prompt": "x"}, r"reward\.arguments\.prompt is what a response says"),
+        (samples.single, {"prompt": "x"}, r"reward\.arguments\.prompt is filled from the response"),
     ],
 )
 def test_what_a_function_can_not_take_is_known_before_it_is_called(function, arguments, text):
@@ -81,7 +81,7 @@ def test_arguments_and_columns_that_a_function_names_are_taken():
         ("rlpack.rewards.functions:a b", "package.module:function"),
         ("no_such_package.rewards:f", "can't be imported: ModuleNotFoundError"),
         ("rlpack.rewards.functions:final_answr", "its functions are: .*final_answer"),
-        ("rlpack.rewards.reward_result:LARGEST", "is a float and not a function"),
+        ("rlpack.rewards.reward_result:MAX_REWARD", "is a float and not a function"),
     ],
 )
 def test_a_target_that_names_no_function_is_refused_with_the_way_out(target, text):

@@ -164,7 +164,7 @@ def score_by_level(prompts: list[str], completions: list[str], level: list[int])
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (Reward(function="math:sqrt"), "math:sqrt doesn't say which texts it takes"),
+        (Reward(function="math:sqrt"), "math:sqrt doesn't name the texts that it takes"),
         (
             Reward(function="tests.unit.recipes.preflight.test_config_checks:score_by_level"),
             r"needs 'level'; the dataset has .*'answer'",

@@ -1,4 +1,4 @@
-"""The pool against functions that do what nobody hopes for."""
+"""The pool against hostile functions."""
 
 import os
 import socket
@@ -10,23 +10,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlpack.rewards.pool.call_queue import PoolSettings, Target
+from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
-from rlpack.rewards.pool.pool import Pool
+from rlpack.rewards.pool.pool import RewardPool
 
 TIMEOUT_S = 0.5
 SLACK_S = 1.0
 REFILL_S = 2.0
-pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the kernel's means are Linux's")
+pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the sandbox needs Linux")
 
 
 @contextmanager
 def opened(*names, timeout_s=TIMEOUT_S, arguments=None, **settings):
     targets = {
-        name: Target(name if ":" in name else f"tests.unit.rewards.hostile:{name}", arguments or {}, timeout_s)
+        name: FunctionSpec(name if ":" in name else f"tests.unit.rewards.hostile:{name}", arguments or {}, timeout_s)
         for name in names
     }
-    pool = Pool(targets, PoolSettings(**{"limits": Limits(memory_gb=2.0)} | settings))
+    pool = RewardPool(targets, PoolSettings(**{"limits": Limits(memory_gb=2.0)} | settings))
     try:
         pool.wait()
         yield pool
@@ -38,13 +38,13 @@ def columns(completions, **more):
     return {"prompt": ["p"] * len(completions), "completion": list(completions), **more}
 
 
-def problems(verdicts):
-    return dict(Counter(verdict.problem for verdict in verdicts))
+def problems(results):
+    return dict(Counter(result.problem for result in results))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def others():
-    """Note what other modules' tests have running, their fork server for one."""
+    """Record processes that other test modules left running, such as a fork server."""
     OTHERS.update(process.pid for process in psutil.Process().children(recursive=True))
 
 
@@ -56,7 +56,7 @@ def descendants():
 
 
 def assert_small(pool):
-    """Only the keeper and two children are there, in a moment: who cleans up after a child has its own process."""
+    """Wait until only the supervisor and two workers run; deleting a worker's directory takes another process."""
     deadline = time.monotonic() + REFILL_S
     while len(descendants()) > 3 and time.monotonic() < deadline:
         pool.wait()
@@ -94,7 +94,7 @@ OUTCOMES = {
     "forgets_a_coroutine": "none",
     "writes_nonsense_to_the_pool": "killed",
     "closes_everything": "killed",
-    "forges_a_verdict": "killed",
+    "forges_a_result": "killed",
     "shuts_every_socket": "killed",
     "ends_by_a_real_time_signal": "killed",
     "writes_inside": 1.0,
@@ -108,10 +108,10 @@ def test_a_hostile_function_ends_by_its_deadline_is_counted_and_leaves_nothing(n
     timeout_s = TIMEOUT_S if expected == "timeout" else 10.0
     with opened(name, strict=strict, timeout_s=timeout_s) as pool:
         began = time.monotonic()
-        (verdict,) = pool.run(columns(["text"]), 1)[name]
+        (result,) = pool.run(columns(["text"]), 1)[name]
         took = time.monotonic() - began
         assert took < timeout_s + SLACK_S
-        assert (verdict.problem or verdict.value) == expected, verdict.text
+        assert (result.problem or result.value) == expected, result.detail
         began = time.monotonic()
         pool.wait(timeout_s=REFILL_S)
         assert time.monotonic() - began < REFILL_S
@@ -121,14 +121,14 @@ def test_a_hostile_function_ends_by_its_deadline_is_counted_and_leaves_nothing(n
 
 def test_a_tensor_is_no_number():
     with opened("gives_a_tensor_on_the_graph", timeout_s=60.0) as pool:
-        (verdict,) = pool.run(columns(["text"]), 1)["gives_a_tensor_on_the_graph"]
-    assert (verdict.problem, verdict.text) == ("invalid", "gave a Tensor; a reward is a number, or None")
+        (result,) = pool.run(columns(["text"]), 1)["gives_a_tensor_on_the_graph"]
+    assert (result.problem, result.detail) == ("invalid", "gave a Tensor; a reward is a number or None")
 
 
 def test_a_gigabyte_of_output_is_cut_and_counted():
     with opened("prints", timeout_s=30.0) as pool:
-        (verdict,) = pool.run(columns(["text"]), 1)["prints"]
-        assert verdict.value == 1.0
+        (result,) = pool.run(columns(["text"]), 1)["prints"]
+        assert result.value == 1.0
         assert pool.output_bytes >= 1 << 30
         assert len(pool.output) <= 4000
 
@@ -139,37 +139,37 @@ def test_what_a_function_does_to_its_inputs_stays_with_it():
     with opened("changes_its_inputs", "fine") as pool:
         found = pool.run(given, 2)
     assert given == kept
-    assert [verdict.value for verdict in found["fine"]] == [1.0, 2.0]
+    assert [result.value for result in found["fine"]] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
 def test_no_secret_of_the_environment_is_seen(strict, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hush")
     with opened("reads_secrets", strict=strict) as pool:
-        (verdict,) = pool.run(columns(["text"]), 1)["reads_secrets"]
-    assert verdict.value == 0.0
+        (result,) = pool.run(columns(["text"]), 1)["reads_secrets"]
+    assert result.value == 0.0
 
 
 def test_a_variable_that_is_asked_for_is_seen(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hush")
-    with opened("reads_secrets", environment=("WANDB_API_KEY",)) as pool:
-        (verdict,) = pool.run(columns(["text"]), 1)["reads_secrets"]
-    assert verdict.value == 1.0
+    with opened("reads_secrets", env_vars=("WANDB_API_KEY",)) as pool:
+        (result,) = pool.run(columns(["text"]), 1)["reads_secrets"]
+    assert result.value == 1.0
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
 def test_the_network_is_closed_in_the_strict_sandbox_alone(strict):
     with socket.create_server(("127.0.0.1", 0)) as server, opened("connects", strict=strict) as pool:
-        (verdict,) = pool.run(columns([str(server.getsockname()[1])]), 1)["connects"]
-    assert (verdict.problem or verdict.value) == ("error" if strict else 1.0)
-    assert ("PermissionError" in verdict.text) == strict
+        (result,) = pool.run(columns([str(server.getsockname()[1])]), 1)["connects"]
+    assert (result.problem or result.value) == ("error" if strict else 1.0)
+    assert ("PermissionError" in result.detail) == strict
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["limits", "strict"])
 def test_files_outside_of_scratch_are_refused_in_the_strict_sandbox_alone(strict, tmp_path):
     with opened("writes_outside", strict=strict) as pool:
-        (verdict,) = pool.run(columns([str(tmp_path / "file")]), 1)["writes_outside"]
-    assert (verdict.problem or verdict.value) == ("error" if strict else 1.0)
+        (result,) = pool.run(columns([str(tmp_path / "file")]), 1)["writes_outside"]
+    assert (result.problem or result.value) == ("error" if strict else 1.0)
     assert (tmp_path / "file").exists() != strict
 
 
@@ -179,10 +179,10 @@ def test_processes_are_bounded_and_go_with_their_row_where_they_are_allowed(name
     limits = Limits(memory_gb=2.0, processes=12)
     with opened(name, strict=strict, limits=limits) as pool:
         began = time.monotonic()
-        (verdict,) = pool.run(columns(["text"]), 1)[name]
+        (result,) = pool.run(columns(["text"]), 1)[name]
         assert time.monotonic() - began < TIMEOUT_S + SLACK_S
         if name == "forks_for_ever":
-            assert verdict.problem in {"killed", "timeout"}
+            assert result.problem in {"killed", "timeout"}
         pool.wait(timeout_s=REFILL_S)
         assert_small(pool)
     assert descendants() == []
@@ -193,13 +193,13 @@ def test_one_bad_row_takes_no_other_with_it():
     texts[7] = "hang"
     with opened("never_comes_back", rows_per_call=5) as pool:
         found = pool.run(columns(texts), 20)["never_comes_back"]
-    assert [verdict.problem for verdict in found] == [None] * 7 + ["timeout"] + [None] * 12
+    assert [result.problem for result in found] == [None] * 7 + ["timeout"] + [None] * 12
 
 
 def test_a_batch_that_fails_too_often_is_given_up_and_every_row_has_its_verdict():
     with opened("sleeps", timeout_s=0.2, rows_per_call=4) as pool:
         began = time.monotonic()
-        found = pool.run(columns(["x"] * 100), 100, allowed=3)["sleeps"]
+        found = pool.run(columns(["x"] * 100), 100, max_failed_rows=3)["sleeps"]
         assert time.monotonic() - began < 3.0
     assert len(found) == 100
     assert problems(found[-1:]) == {"error": 1}
@@ -212,17 +212,18 @@ def test_a_batch_has_a_deadline_of_its_own():
         found = pool.run(columns(["x"] * 9), 9)["sleeps"]
         assert time.monotonic() - began < 0.5 + SLACK_S
     assert problems(found) == {"timeout": 9}
-    assert "reward.batch_timeout_s=0.5" in found[0].text
+    assert "reward.batch_timeout_s=0.5" in found[0].detail
 
 
 def test_nothing_outlives_the_process_that_owns_the_pool(tmp_path):
-    """A SIGKILL of the owner takes the keeper, the children, what they started, and their files along."""
+    """A SIGKILL of the owner ends the supervisor, the workers and their descendants, and removes their files."""
     script = tmp_path / "owner.py"
     script.write_text(
         "import time\n"
-        "from tests.unit.rewards.test_pool import Limits, Pool, PoolSettings, Target\n"
-        "pool = Pool({'f': Target('tests.unit.rewards.hostile:leaves_a_process', {}, 60.0),"
-        " 'g': Target('tests.unit.rewards.hostile:sleeps', {}, 60.0)}, PoolSettings(limits=Limits(processes=8)))\n"
+        "from tests.unit.rewards.pool.test_pool import FunctionSpec, Limits, PoolSettings, RewardPool\n"
+        "pool = RewardPool({'f': FunctionSpec('tests.unit.rewards.hostile:leaves_a_process', {}, 60.0),"
+        " 'g': FunctionSpec('tests.unit.rewards.hostile:sleeps', {}, 60.0)},"
+        " PoolSettings(limits=Limits(processes=8)))\n"
         "pool.run({'prompt': ['p'] * 2, 'completion': ['c'] * 2}, 2)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "TMPDIR": str(tmp_path)}

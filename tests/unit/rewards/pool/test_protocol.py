@@ -4,14 +4,14 @@ import struct
 
 import pytest
 
-from rlpack.rewards.pool.protocol import Reader, WireError, pack, receive
+from rlpack.rewards.pool.protocol import FrameReader, WireError, pack, receive
 
 ODD = {"text": "é🙂\x00\ud800", "number": 0.1, "nothing": None, "list": [1, [2.5, True]], "nan": "NaN"}
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_messages_arrive_whole_however_they_are_cut(size):
-    sent, reader, found = pack(ODD) + pack({"a": 1}), Reader(), []
+    sent, reader, found = pack(ODD) + pack({"a": 1}), FrameReader(), []
     for start in range(0, len(sent), size):
         reader.feed(sent[start : start + size])
         found += list(reader)
@@ -21,15 +21,15 @@ def test_messages_arrive_whole_however_they_are_cut(size):
 @pytest.mark.parametrize(
     ("sent", "text"),
     [
-        (struct.pack("!I", 2000), "over the limit of 1000"),
-        (struct.pack("!I", 5) + b"hello", "no JSON"),
-        (struct.pack("!I", 2) + b"\xff\xff", "no JSON"),
-        (struct.pack("!I", 3) + b"[1]", "a list and no object"),
-        (struct.pack("!I", 900) + b"[" * 900, "no JSON"),
+        (struct.pack("!I", 2000), "exceeds the limit of 1000"),
+        (struct.pack("!I", 5) + b"hello", "not JSON"),
+        (struct.pack("!I", 2) + b"\xff\xff", "not JSON"),
+        (struct.pack("!I", 3) + b"[1]", "a list instead of an object"),
+        (struct.pack("!I", 900) + b"[" * 900, "not JSON"),
     ],
 )
 def test_what_is_no_message_is_an_error(sent, text):
-    reader = Reader(limit=1000)
+    reader = FrameReader(limit=1000)
     reader.feed(sent)
     with pytest.raises(WireError, match=text):
         list(reader)
