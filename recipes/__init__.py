@@ -1,1 +1,6 @@
-"""One file an algorithm: the driver's loop, which reads like the paper's pseudo-code."""
+"""Recipes: one file per algorithm, whose loop runs on the driver and reads like the paper's pseudo-code.
+
+- `grpo`, `ppo`, `dapo`, `remax`, `sft`: the recipes.
+- `driver`: what the loops are made of: the session, the stages of a step, evaluation and resuming.
+- `preflight`: checks that run before any process starts.
+"""

@@ -1,26 +1,35 @@
 """GRPO (Shao et al., 2024, arXiv:2402.03300).
 
 for each step:
+    prompts    = draw()
     rollouts   = rollout.generate(prompts × n)
-    reward     = reward.score(rollouts)         # beside the line before and the next one
+    reward     = reward.score(rollouts)         # in the background, from the first generated part on
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     advantages = group_relative(reward)
-    actor.update(rollouts)            # every mini-batch, μ times
+    actor.update(rollouts)                      # every mini-batch, μ times
     rollout.load(actor.weights)
 
-Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model what answers look like.
+Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model the answers' format.
 """
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
-from rlpack.recipes.driver import stages
 from rlpack.recipes.driver.evaluation import evaluate
-from rlpack.recipes.driver.reward_stages import Scoring, finish_scoring
+from rlpack.recipes.driver.policy_stages import (
+    compute_advantages,
+    compute_old_logprobs,
+    compute_reference_logprobs,
+    freeze_reference,
+    sync_weights,
+    update_actor,
+)
+from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
+from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
 from rlpack.recipes.driver.session import Session, open_session
 
 
 def main(config: Config) -> None:
-    """Run the recipe from start, or from where its run directory stopped, to its report."""
+    """Run the recipe from its start, or from its last checkpoint, to the report."""
     with open_session(config) as session:
         sft.sft_warmup(session)
         train(session)
@@ -28,15 +37,15 @@ def main(config: Config) -> None:
 
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
-    stages.freeze_reference(session)
-    stages.load_rollout_weights(session)
+    freeze_reference(session)
+    sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        prompts = stages.draw_prompts(session, step)
-        scoring = Scoring(session.scorers)
-        rollouts = stages.generate(session, prompts, scoring.begin)
-        rollouts = stages.old_logprobs(session, rollouts)
-        rollouts = stages.reference_logprobs(session, rollouts)
-        rollouts = finish_scoring(session, rollouts, scoring)
-        rollouts = stages.advantages(session, rollouts)
-        stages.update(session, rollouts)
-        stages.load_rollout_weights(session)
+        prompts = draw_prompts(session, step)
+        rewards = PendingRewards(session.scorers)
+        rollouts = generate(session, step, prompts, rewards.submit)
+        rollouts = compute_old_logprobs(session, step, rollouts)
+        rollouts = compute_reference_logprobs(session, step, rollouts)
+        rollouts = collect_rewards(session, step, rollouts, rewards)
+        rollouts = compute_advantages(session, step, rollouts)
+        update_actor(session, step, rollouts)
+        sync_weights(session, step)

@@ -1,30 +1,43 @@
 """PPO with a critic (Schulman et al., 2017, arXiv:1707.06347).
 
 for each step:
+    prompts    = draw()
     rollouts   = rollout.generate(prompts × n)
-    reward     = reward.score(rollouts)         # beside the line before and the next one
+    reward     = reward.score(rollouts)         # in the background, from the first generated part on
     old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     values     = critic.values(rollouts)
     advantages = gae(reward - β·KL, values)
-    critic.update(rollouts)           # every mini-batch, μ times
-    actor.update(rollouts)            # likewise, once the critic is warm
+    critic.update(rollouts)                     # every mini-batch, μ times
+    actor.update(rollouts)                      # likewise, after the critic's warm-up
     rollout.load(actor.weights)
 
-Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model what answers look like.
+Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model the answers' format.
 The critic is initialized from that policy.
 """
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
-from rlpack.recipes.driver import critic_stages as valuing
-from rlpack.recipes.driver import stages
+from rlpack.recipes.driver.critic_stages import (
+    compute_token_advantages,
+    compute_values,
+    initialize_critic,
+    update_actor,
+    update_critic,
+)
 from rlpack.recipes.driver.evaluation import evaluate
-from rlpack.recipes.driver.reward_stages import Scoring, finish_scoring
+from rlpack.recipes.driver.policy_stages import (
+    compute_old_logprobs,
+    compute_reference_logprobs,
+    freeze_reference,
+    sync_weights,
+)
+from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
+from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
 from rlpack.recipes.driver.session import Session, open_session
 
 
 def main(config: Config) -> None:
-    """Run the recipe from start, or from where its run directory stopped, to its report."""
+    """Run the recipe from its start, or from its last checkpoint, to the report."""
     with open_session(config) as session:
         sft.sft_warmup(session)
         train(session)
@@ -32,19 +45,18 @@ def main(config: Config) -> None:
 
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
-    stages.freeze_reference(session)
-    valuing.begin_critic(session)
-    stages.load_rollout_weights(session)
+    freeze_reference(session)
+    initialize_critic(session)
+    sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        prompts = stages.draw_prompts(session, step)
-        scoring = Scoring(session.scorers)
-        rollouts = stages.generate(session, prompts, scoring.begin)
-        rollouts = stages.old_logprobs(session, rollouts)
-        rollouts = stages.reference_logprobs(session, rollouts)
-        rollouts = finish_scoring(session, rollouts, scoring)
-        rollouts = valuing.values(session, rollouts)
-        rollouts = valuing.advantages(session, rollouts)
-        valuing.update_critic(session, rollouts)
-        if step > session.config.critic.warmup_steps:
-            stages.update(session, rollouts)
-            stages.load_rollout_weights(session)
+        prompts = draw_prompts(session, step)
+        rewards = PendingRewards(session.scorers)
+        rollouts = generate(session, step, prompts, rewards.submit)
+        rollouts = compute_old_logprobs(session, step, rollouts)
+        rollouts = compute_reference_logprobs(session, step, rollouts)
+        rollouts = collect_rewards(session, step, rollouts, rewards)
+        rollouts = compute_values(session, step, rollouts)
+        rollouts = compute_token_advantages(session, step, rollouts)
+        update_critic(session, step, rollouts)
+        update_actor(session, step, rollouts)
+        sync_weights(session, step)

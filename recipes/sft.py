@@ -1,42 +1,45 @@
 """Supervised fine-tuning on demonstrations.
 
 for each step:
-    batch = demonstrations(prompts)
-    actor.train_step(batch, SFTLoss())     # one optimizer step
+    batch = draw_demonstrations()
+    actor.train_step(batch, SFTLoss())           # one optimizer step
 
-The held-out demonstrations are scored now and then.
+The loss on the held-out demonstrations is measured every `evaluation.every` steps.
 """
 
 import math
 
 from rlpack.config.schema import Config, SFTWarmup
-from rlpack.recipes.driver import stages
 from rlpack.recipes.driver.evaluation import evaluate_loss
-from rlpack.recipes.driver.session import Progress, Session, open_session
+from rlpack.recipes.driver.learning_rate import learning_rate
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.sft_stages import draw_demonstrations, reset_optimizer, sft_step
 from rlpack.recipes.preflight.reward_smoke_test import score_demonstrations
 
 
 def main(config: Config) -> None:
     """Take `trainer.steps` steps of `trainer.prompts_per_step` sequences."""
+    trainer, optimizer = config.trainer, config.actor.optimizer
     with open_session(config) as session:
-        for _ in session.steps("train", config.trainer.steps, evaluate_loss):
-            batch = stages.demonstrations(session, config.trainer.prompts_per_step)
-            stages.sft_step(session, batch, session.learning_rate)
+        for step in session.steps("train", trainer.steps, evaluate_loss):
+            batch = draw_demonstrations(session, step, trainer.prompts_per_step)
+            sft_step(session, step, batch, learning_rate(optimizer, step.number, trainer.steps))
 
 
 def sft_warmup(session: Session) -> None:
-    """Take `sft_warmup.steps` steps before another recipe begins; its optimizer starts anew.
+    """Take `sft_warmup.steps` steps before another recipe begins, which starts with a new optimizer.
 
-    Roles that score are tried before the first one.
+    The scoring roles are tested before the first step.
     """
     settings = session.config.sft_warmup
     if settings.steps > 0 and session.progress == Progress():
         score_demonstrations(session)
     for step in session.steps("sft_warmup", settings.steps):
-        batch = stages.demonstrations(session, settings.batch_size)
-        stages.sft_step(session, batch, sft_warmup_rate(settings, step))
-        if step == settings.steps:
-            stages.reset_optimizer(session)
+        batch = draw_demonstrations(session, step, settings.batch_size)
+        sft_step(session, step, batch, sft_warmup_rate(settings, step.number))
+        if step.number == settings.steps:
+            reset_optimizer(session)
 
 
 def sft_warmup_rate(settings: SFTWarmup, step: int) -> float:

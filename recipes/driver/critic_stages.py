@@ -1,81 +1,91 @@
-"""The stages of a step that have to do with a critic."""
+"""Critic stages: values, token advantages and the critic's update (PPO)."""
 
 import math
 
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.recipes.driver import stages
+from rlpack.recipes.driver import policy_stages
+from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import step_weights
-from rlpack.recipes.driver.reward_stages import SCORED
+from rlpack.recipes.driver.rollout_stages import TOKENS
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
 from rlpack.workers.loss import ValueLoss
 
-_ESTIMATED = ("response_mask", "values", "rewards", "valid")
+# Columns that advantages are estimated from.
+_ESTIMATE = ("response_mask", "values", "rewards", "valid")
 
 
-def begin_critic(session: Session) -> None:
-    """Give a new critic the policy that the recipe begins with, unless it has a model of its own."""
+def initialize_critic(session: Session) -> None:
+    """Copy the policy that the recipe begins with into a new critic, unless `critic.path` names its model."""
     if not session.progress.took_recipe_steps and session.config.critic.path is None:
         version = session.progress.policy_version
         session.actor.transfer(ActorWorker.export_weights, session.critic, CriticWorker.load_weights, version)
 
 
-def values(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `values` f32 [T], the critic's own before its update, and `value_tokens` int64 [B], those its plan keeps."""
-    with session.run.timer("values"):
-        return rollouts.union(session.critic.run(CriticWorker.values, rollouts.keep(SCORED)))
+def compute_values(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `values` f32 [T], before the critic's update, and `value_tokens` int64 [B], the tokens its plan keeps."""
+    with step.timer("values"):
+        return rollouts.union(session.critic.run(CriticWorker.values, rollouts.keep(TOKENS)))
 
 
-def advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `advantages` and `returns` f32 [T] by generalised advantage estimation, and the actor's weights f32 [B].
+def compute_token_advantages(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `advantages` and `returns` f32 [T] by generalized advantage estimation, and the actor's weights f32 [B].
 
-    Whitened over the tokens of the batch that count. Tokens stay with the critic's ranks; the driver sees their sums.
+    Advantages are normalized over the counted tokens of the batch. Tokens stay with the critic's ranks; the driver
+    gets their sums.
     """
-    settings, coefficient = session.config.critic, stages.reward_kl_coef(session)
-    names = [*_ESTIMATED, *(["logprobs", "reference_logprobs"] if coefficient > 0 else [])]
+    settings, coefficient = session.config.critic, policy_stages.reward_kl_coef(session)
+    names = [*_ESTIMATE, *(["logprobs", "reference_logprobs"] if coefficient > 0 else [])]
     counts = rollouts["value_tokens"].where(rollouts["valid"], 0)
-    with session.run.timer("advantages"):
+    with step.timer("advantages"):
         # The plan counts tokens of input_ids, as for all of the critic's calls.
-        sent = rollouts.keep(["input_ids", *names])
-        found = session.critic.run(CriticWorker.advantages, sent, coefficient)
-        mean, std = _moments(found, "advantage", counts)
-        estimated = rollouts.union(found.keep(["advantages", "returns"]))
+        columns = rollouts.keep(["input_ids", *names])
+        estimates = session.critic.run(CriticWorker.advantages, columns, coefficient)
+        mean, std = _moments(estimates, "advantage", counts)
+        estimated = rollouts.union(estimates.keep(["advantages", "returns"]))
         if settings.normalize_advantages:
-            sent = estimated.keep(["input_ids", "response_mask", "advantages"])
-            whitened = session.critic.run(CriticWorker.normalize_advantages, sent, mean, std)
-            estimated = estimated.drop(["advantages"]).union(whitened)
-    errors, returns = _moments(found, "error", counts), _moments(found, "return", counts)
-    session.metrics |= {
+            columns = estimated.keep(["input_ids", "response_mask", "advantages"])
+            normalized = session.critic.run(CriticWorker.normalize_advantages, columns, mean, std)
+            estimated = estimated.drop(["advantages"]).union(normalized)
+    errors, returns = _moments(estimates, "error", counts), _moments(estimates, "return", counts)
+    step.metrics |= {
         "advantage/mean": mean,
         "advantage/std": std,
         "critic/return_mean": returns[0],
         "critic/explained_variance": 1.0 - (errors[1] / returns[1]) ** 2 if returns[1] > 0 else 0.0,
     }
-    return stages.weighed(session, estimated)
+    return policy_stages.add_loss_weights(session, step, estimated)
 
 
-def update_critic(session: Session, rollouts: BatchedDataDict) -> None:
-    """Take the critic's optimizer steps of every mini-batch, `trainer.updates_per_batch` times over the batch."""
+def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Take one optimizer step of the critic per mini-batch, `trainer.updates_per_batch` times over the batch."""
+    trainer = session.config.trainer
     plan = session.critic.plan(rollouts, mini_batches=True)
     weights = step_weights(rollouts["value_tokens"].where(rollouts["valid"], 0), plan, session.config.algorithm)
     loss = ValueLoss(session.config.critic.value_clip)
-    columns = [name for name in loss.reads if name != "loss_weight"]  # there, it is the actor's
+    columns = [name for name in loss.reads if name != "loss_weight"]  # the batch has the actor's
     batch = rollouts.keep(columns).union({"loss_weight": weights["token_weight"]})
-    with session.run.timer("update_critic"):
-        rate = session.critic_learning_rate
+    with step.timer("update_critic"):
+        rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
         updates = [
-            session.critic.run(CriticWorker.train_step, batch, loss, rate)
-            for _ in range(session.config.trainer.updates_per_batch)
+            session.critic.run(CriticWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)
         ]
-    session.took_steps([step for update in updates for step in update])
+    step.record_optimizer_steps([metrics for update in updates for metrics in update])
 
 
-def _moments(found: BatchedDataDict, name: str, counts: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation over the tokens that count, from their sums of each row."""
+def update_actor(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Update the actor as `policy_stages.update_actor`, after the first `critic.warmup_steps` steps."""
+    if step.number > session.config.critic.warmup_steps:
+        policy_stages.update_actor(session, step, rollouts)
+
+
+def _moments(estimates: BatchedDataDict, name: str, counts: Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation over the counted tokens, from the sums of each row."""
     tokens = counts.sum().clamp(min=1)
-    mean = (found[f"{name}_sum"].sum() / tokens).item()
-    square = (found[f"{name}_squares"].sum() / tokens).item()
+    mean = (estimates[f"{name}_sum"].sum() / tokens).item()
+    square = (estimates[f"{name}_squares"].sum() / tokens).item()
     return mean, math.sqrt(max(0.0, square - mean * mean))

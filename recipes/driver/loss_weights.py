@@ -1,7 +1,7 @@
-"""What each token counts for: weights that the driver fixes over whole optimizer steps, before the first microbatch.
+"""Loss weights: the driver fixes each token's weight over whole optimizer steps, before the first microbatch.
 
-So losses and metrics are plain sums wherever their rows land. All tokens of a row that count weigh the same, so the
-weights are numbers of rows, which ranks spread over the tokens of `response_mask`.
+Losses and metrics are therefore plain sums, on whichever ranks the rows are. All tokens of a row that count have the
+same weight, so weights are per-row columns, which ranks spread over the tokens of `response_mask`.
 """
 
 import torch
@@ -15,7 +15,7 @@ from rlpack.packing import MicrobatchPlan
 def step_weights(counts: Tensor, plan: MicrobatchPlan, settings: Algorithm) -> dict[str, Tensor]:
     """Return `loss_weight` and `token_weight` f32 [B]; over an optimizer step's counted tokens the latter add up to 1.
 
-    Rows that the plan drops weigh nothing.
+    Rows that the plan drops have weight 0.
 
     Args:
         counts: response tokens of each row that count, cut as the plan cuts them, int64 [B].

@@ -1,4 +1,4 @@
-"""The stage that runs in the background: scoring, from the first part of the rollouts to the last log-prob."""
+"""Reward stages: scoring runs in the background, from the first generated part to the last log-prob."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,28 +17,28 @@ from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import blank, check_scores
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import MicrobatchPlan
+from rlpack.recipes.driver.rollout_stages import TOKENS
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rewards.reward_result import FAILURES
 from rlpack.workers.reward import RewardWorker
 
-# The tokens that roles are sent, by which their batching counts.
-SCORED = ("input_ids", "response_mask")
-# What a scoring role says of itself, and where the words of its functions begin.
+# Columns in which a scoring role counts failures, output and retries.
 _COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
-_PART = "reward_"
-# What each of several roles gave, and where its words are logged.
+# Prefix of the columns of single reward functions, and of the rewards of each of several roles.
+_OF_FUNCTION = "reward_"
 _OF_ROLE = "rewards_of_"
 
 
-class Judgement(NamedTuple):
-    """What scoring roles say.
+class RowRewards(NamedTuple):
+    """The rewards of one or several scoring roles.
 
     Attributes:
         rewards: f32 [B].
         valid: whether all roles gave a finite reward, bool [B].
-        extras: the columns that they added; of several roles also `rewards_of_<role>` f32 [B], what each of them gave,
-            its weight included, and NaN where it gave no finite number.
-        counts: metrics: how many rows functions failed on in which way, what they wrote, what was tried again.
+        extras: columns that the roles added; with several roles also `rewards_of_<role>` f32 [B], the reward of each,
+            its weight included, NaN where it gave no finite number.
+        counts: metrics of the scoring: failed rows by kind, output bytes, retries.
     """
 
     rewards: Tensor
@@ -48,129 +48,145 @@ class Judgement(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows that one role is at work on: their pending result, and the plan they are sharded by."""
+    """Rows that one role is scoring, and the plan they are sharded by."""
 
     pending: Pending[BatchedDataDict]
     plan: MicrobatchPlan
 
 
-class Scoring:
-    """Scoring roles at work on one batch, which they may be given in parts.
+class PendingRewards:
+    """The rewards of one batch, which scoring roles compute in the background.
 
-    Each role begins on a part as soon as it comes; what waits for other processes or machines (a background
-    method), or has processes of its own, scores while more is generated and while log-probs are computed.
+    The batch may be submitted in parts. A role whose method runs in the background, or has processes of its own, scores
+    while more is generated and while log-probs are computed.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup[RewardWorker]]) -> None:
-        """Take the roles; none begins yet."""
+        """Take the scoring roles; nothing is submitted yet."""
         self._groups = groups
         self._parts: list[list[_Part]] = [[] for _ in groups]
         self._names: set[str] = set()
 
-    def begin(self, rollouts: BatchedDataDict) -> None:
-        """Let all roles begin on these rows: on all columns of texts, and on `input_ids` and `response_mask`."""
-        sent = rollouts.keep([*SCORED, *rollouts.names_of("list")])
+    def submit(self, rollouts: BatchedDataDict) -> None:
+        """Submit rows to all roles: all text columns, and `input_ids` and `response_mask`."""
+        columns = rollouts.keep([*TOKENS, *rollouts.names_of("list")])
         self._names.update(rollouts)
         for group, parts in zip(self._groups, self._parts, strict=True):
-            parts.append(_Part(group.submit(RewardWorker.score, sent), group.plan(sent)))
+            parts.append(_Part(group.submit(RewardWorker.score, columns), group.plan(columns)))
 
-    def finish(self, names: Iterable[str] = ()) -> Judgement:
-        """Return what all roles say of all rows, once; a row without a finite reward has 0.
+    def result(self, names: Iterable[str] = ()) -> RowRewards:
+        """Wait for all roles and return the rewards of all rows, once; a row without a finite reward gets 0.
 
         Args:
-            names: of columns that the batch has got since then, which no role may add.
+            names: columns that the batch got in the meantime, which no role may add.
 
         Raises:
-            RoleError: a role failed, or returned something else than rewards.
+            RoleError: a role failed, or returned something other than rewards.
         """
-        results: list[Judgement] = []
-        of_roles = [f"{_OF_ROLE}{group.role}" for group in self._groups]
-        taken = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *of_roles}
+        of_roles: list[RowRewards] = []
+        role_columns = [f"{_OF_ROLE}{group.role}" for group in self._groups]
+        reserved = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *role_columns}
         for group, parts in zip(self._groups, self._parts, strict=True):
-            results.append(_judged(group, parts, taken))
-            taken |= set(results[-1].extras)
-        valid = torch.stack([result.valid for result in results]).all(0)
-        rewards = torch.stack([result.rewards for result in results]).sum(0)
-        valid &= rewards.isfinite()  # two finite ones may add up to more than a number holds
-        extras = results[0].extras
-        for result in results[1:]:
+            of_roles.append(_rewards_of_role(group, parts, reserved))
+            reserved |= set(of_roles[-1].extras)
+        valid = torch.stack([result.valid for result in of_roles]).all(0)
+        rewards = torch.stack([result.rewards for result in of_roles]).sum(0)
+        valid &= rewards.isfinite()  # the sum of two finite rewards may overflow
+        extras = of_roles[0].extras
+        for result in of_roles[1:]:
             extras = extras.union(result.extras)
-        if len(results) > 1:
-            given = (result.rewards.where(result.valid, torch.nan) for result in results)
-            extras = extras.union(dict(zip(of_roles, given, strict=True)))
-        return Judgement(rewards.where(valid, 0.0), valid, extras, merge(result.counts for result in results))
+        if len(of_roles) > 1:
+            single = (result.rewards.where(result.valid, torch.nan) for result in of_roles)
+            extras = extras.union(dict(zip(role_columns, single, strict=True)))
+        return RowRewards(rewards.where(valid, 0.0), valid, extras, merge(result.counts for result in of_roles))
 
 
-def finish_scoring(session: Session, rollouts: BatchedDataDict, scoring: Scoring) -> BatchedDataDict:
-    """Add `rewards` f32 [B] and `valid` bool [B], once all scoring roles are done, and the columns that roles add.
+def collect_rewards(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, pending: PendingRewards
+) -> BatchedDataDict:
+    """Wait for all scoring roles; add `rewards` f32 [B], `valid` bool [B], and the columns that the roles add.
 
-    A quarantined row stays in the batch, for order's sake, but none of its tokens counts: it adds to no loss, no
+    A quarantined row stays in the batch to keep the order, but none of its tokens counts: it adds to no loss, no
     denominator and no baseline.
     """
-    with session.run.timer("reward"):
-        rewards, valid, extras, counts = scoring.finish(rollouts)
-    count_failures(session, counts)
+    with step.timer("reward"):
+        rewards, valid, extras, counts = pending.result(rollouts)
+    count_failures(step, counts)
     scored = rollouts.union({"rewards": rewards, "valid": valid}).union(extras)
-    report_rewards(session, scored)
+    report_rewards(step, scored)
     return scored
 
 
-def count_failures(session: Session, counts: dict[str, float]) -> None:
-    """Add what scoring roles failed on to the figures of the step, which may score more than once."""
-    session.metrics |= {name: session.metrics.get(name, 0.0) + count for name, count in counts.items()}
+def collect_greedy_rewards(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, pending: PendingRewards
+) -> BatchedDataDict:
+    """Add `greedy_rewards` f32 [B], the reward of the prompt's greedy response; without one its rows are not valid."""
+    with step.timer("reward"):
+        rewards, valid, _, counts = pending.result()
+    count_failures(step, counts)
+    step.metrics["reward/greedy_mean"] = rewards[valid].mean().item() if valid.any() else 0.0
+    samples = session.config.trainer.group_size
+    both = rollouts["valid"] & valid.repeat_interleave(samples)
+    return rollouts.drop(["valid"]).union({"valid": both, "greedy_rewards": rewards.repeat_interleave(samples)})
 
 
-def report_rewards(session: Session, rollouts: BatchedDataDict) -> None:
-    """Take over the figures of the step's `rewards`, f32 [B], without quarantined rows, and of functions and roles."""
+def count_failures(step: StepContext, counts: dict[str, float]) -> None:
+    """Add the failures of scoring roles to the metrics of the step, which may score more than once."""
+    step.metrics |= {name: step.metrics.get(name, 0.0) + count for name, count in counts.items()}
+
+
+def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Record the metrics of `rewards` without quarantined rows, and those of single functions and roles."""
     rewards, valid = rollouts["rewards"], rollouts["valid"]
     for name, column in rollouts.items():
-        for prefix, place in ((_PART, "reward/functions/"), (_OF_ROLE, "reward/roles/")):
-            if name.startswith(prefix) and isinstance(column, Tensor) and column.ndim == 1:  # several lie elsewhere
-                given = column[~column.isnan()].float()
-                mean = given.mean().item() if given.numel() else 0.0
-                session.metrics[place + name.removeprefix(prefix)] = mean
-    kept = rewards[valid]
-    session.metrics |= {
-        "reward/mean": kept.mean().item() if kept.numel() else 0.0,
-        "reward/std": kept.std(unbiased=False).item() if kept.numel() else 0.0,
-        "reward/min": kept.min().item() if kept.numel() else 0.0,
-        "reward/max": kept.max().item() if kept.numel() else 0.0,
+        for prefix, family in ((_OF_FUNCTION, "reward/functions/"), (_OF_ROLE, "reward/roles/")):
+            # Columns [B, k] are in the store.
+            if name.startswith(prefix) and isinstance(column, Tensor) and column.ndim == 1:
+                numbers = column[~column.isnan()].float()
+                step.metrics[family + name.removeprefix(prefix)] = numbers.mean().item() if numbers.numel() else 0.0
+    of_valid = rewards[valid]
+    step.metrics |= {
+        "reward/mean": of_valid.mean().item() if of_valid.numel() else 0.0,
+        "reward/std": of_valid.std(unbiased=False).item() if of_valid.numel() else 0.0,
+        "reward/min": of_valid.min().item() if of_valid.numel() else 0.0,
+        "reward/max": of_valid.max().item() if of_valid.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
 
 
-def _judged(group: WorkerGroup[Any], parts: list[_Part], taken: set[str]) -> Judgement:
-    """Return one role's rewards of all parts, and which rows it scored: none that its batching leaves out."""
+def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[str]) -> RowRewards:
+    """Return one role's rewards of all parts; rows that its batching drops are not valid."""
     method = RewardWorker.score.__name__
     results: list[BatchedDataDict] = []
     planned: list[np.ndarray] = []
     while parts:
-        pending, plan = parts.pop(0)  # lets go of what the rows were sent with
+        pending, plan = parts.pop(0)  # drops the reference to the submitted rows
         results.append(pending.result())
-        check_scores(group.role, method, results[-1], plan, taken, first_row=sum(map(len, planned)))
+        check_scores(group.role, method, results[-1], plan, reserved, first_row=sum(map(len, planned)))
         planned.append(plan.step_of_row >= 0)
     pairs = list(zip(results, planned, strict=True))
-    typed = next((rows for rows, given in pairs if given.any()), results[0])
+    typed = next((rows for rows, scored in pairs if scored.any()), results[0])
     try:
-        found = BatchedDataDict.concat([rows if given.any() else blank(rows, typed) for rows, given in pairs])
+        columns = BatchedDataDict.concat([rows if scored.any() else blank(rows, typed) for rows, scored in pairs])
     except DataError as error:
-        text = f"what it returned of one part of the batch and of the next can't be put together: {error}"
+        text = f"its results for two parts of the batch can't be concatenated: {error}"
         raise RoleError(group.role, None, method, text) from error
-    valid = ~found["quarantined"] & torch.from_numpy(np.concatenate(planned))
-    counted = [name for name in _COUNTED if name in found]
-    return Judgement(found["rewards"], valid, found.drop(["rewards", "quarantined", *counted]), _counts(found))
+    valid = ~columns["quarantined"] & torch.from_numpy(np.concatenate(planned))
+    counted = [name for name in _COUNTED if name in columns]
+    extras = columns.drop(["rewards", "quarantined", *counted])
+    return RowRewards(columns["rewards"], valid, extras, _count_metrics(columns))
 
 
-def _counts(found: BatchedDataDict) -> dict[str, float]:
-    """Return what a scoring role says of its work: rows failed in which way, output, retries."""
+def _count_metrics(columns: BatchedDataDict) -> dict[str, float]:
+    """Return the metrics of a role's scoring: failed rows by kind, output bytes, retries."""
     counts: dict[str, float] = {}
-    if "reward_failure" in found:
-        of_rows = torch.bincount(found["reward_failure"], minlength=1 + len(FAILURES))[1:].tolist()
-        of = dict(zip(FAILURES, map(float, of_rows), strict=True))
-        counts["reward/timeouts"], counts["reward/errors"] = of["timeout"], of["error"]
-        counts["reward/killed"], counts["reward/invalid"] = of["killed"], of["invalid"]
-    if "reward_output_bytes" in found:
-        counts["reward/output_bytes"] = float(found["reward_output_bytes"].sum())
-    if "reward_retries" in found:
-        counts["reward/retries"] = float(found["reward_retries"].sum())
+    if "reward_failure" in columns:
+        by_kind = torch.bincount(columns["reward_failure"], minlength=1 + len(FAILURES))[1:].tolist()
+        failed = dict(zip(FAILURES, map(float, by_kind), strict=True))
+        counts["reward/timeouts"], counts["reward/errors"] = failed["timeout"], failed["error"]
+        counts["reward/killed"], counts["reward/invalid"] = failed["killed"], failed["invalid"]
+    if "reward_output_bytes" in columns:
+        counts["reward/output_bytes"] = float(columns["reward_output_bytes"].sum())
+    if "reward_retries" in columns:
+        counts["reward/retries"] = float(columns["reward_retries"].sum())
     return counts

@@ -136,7 +136,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy_version": Metric("steps", "Optimizer steps taken so far, those of the warm-up included."),
     "epoch": Metric("1", "Epoch of the dataset that the step's last prompt belongs to, from 0."),
-    "prompts_seen": Metric("prompts", "Prompts drawn since the start of the run."),
+    "prompts_trained": Metric("prompts", "Prompts used up by training since the start of the run."),
 }
 
 

@@ -16,8 +16,8 @@ from rlpack.data.tokenisation import eos_id
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.recipes.driver import stages
-from rlpack.recipes.driver.reward_stages import Scoring
+from rlpack.recipes.driver.reward_stages import PendingRewards
+from rlpack.recipes.driver.rollout_stages import Draw, sample_responses
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import SFTLoss
@@ -25,7 +25,7 @@ from rlpack.workers.reward import RewardWorker
 from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_rollouts, tiny_tokenizer
 from tests.distributed.roles import Echo, Faulty
-from tests.unit.recipes.driver.test_session import session_of
+from tests.unit.recipes.driver.sessions import session_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -222,10 +222,10 @@ def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: G
     session = session_of(tmp_path, rollout=Rollout(max_num_seqs=2))
     session.groups["rollout"] = groups["sampler"]
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0), (4, 0), (1, 0)]).keep(["input_ids", "uid"])
-    scoring, draw = Scoring([groups["listener"]]), stages.Draw(prompts, 1, np.arange(5))
+    pending, draw = PendingRewards([groups["listener"]]), Draw(prompts, 1, np.arange(5))
     with store.step():
-        rollouts = stages.respond(session, draw, 2, 1.0, scoring.begin)
-        rewards, valid, _, _ = scoring.finish()
+        rollouts = sample_responses(session, draw, 2, temperature=1.0, on_part=pending.submit)
+        rewards, valid, _, _ = pending.result()
     assert rollouts["uid"] == [uid for uid in prompts["uid"] for _ in range(2)]
     assert (rewards.tolist(), valid.all()) == ([1.0] * 10, True)
 

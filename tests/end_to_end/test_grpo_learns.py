@@ -125,8 +125,8 @@ def test_the_last_checkpoint_is_whole_and_knows_where_the_run_stands(run):
     assert checkpoint is not None
     progress = load_state(checkpoint)["progress"]
     assert progress == {
-        "phase": "train", "step": STEPS, "policy_version": WARM_UP + STEPS, "prompts_seen": 16 * STEPS,
-        "demonstrations_seen": 32 * WARM_UP, "kl_coef": None,
+        "phase": "train", "step": STEPS, "policy_version": WARM_UP + STEPS, "prompts_trained": 16 * STEPS,
+        "demonstrations_trained": 32 * WARM_UP, "kl_coef": None,
     }  # fmt: skip
     assert not list((run.run_dir / "checkpoints").glob("*/.*"))
 

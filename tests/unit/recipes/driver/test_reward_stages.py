@@ -1,34 +1,31 @@
-"""What the driver makes of what scoring roles say; with processes: tests/distributed/test_worker_group.py."""
+"""The driver combines the rewards of scoring roles; with processes: tests/distributed/test_worker_group.py."""
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Rollout
 from rlpack.distributed.errors import RoleError
 from rlpack.packing import Batching
-from rlpack.recipes.driver import stages
-from rlpack.recipes.driver.reward_stages import Scoring, finish_scoring
+from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 from tests.builders import tiny_rollouts
-from tests.unit.recipes.driver.test_session import session_of, set_group
+from tests.unit.recipes.driver.sessions import session_of, set_group
 
 
-def scored_by(session: Session, *parts: BatchedDataDict) -> BatchedDataDict:
-    """Return the rows of all parts with what the session's scoring roles say of them."""
-    scoring = Scoring(session.scorers)
+def scored_by(session: Session, *parts: BatchedDataDict, step: StepContext | None = None) -> BatchedDataDict:
+    """Return the rows of all parts with the rewards of the session's scoring roles."""
+    pending = PendingRewards(session.scorers)
     for part in parts:
-        scoring.begin(part)
-    return finish_scoring(session, BatchedDataDict.concat(parts), scoring)
+        pending.submit(part)
+    step = session.begin_step(1) if step is None else step
+    return collect_rewards(session, step, BatchedDataDict.concat(parts), pending)
 
 
-def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not_scored(tmp_path: Path):
+def test_custom_roles_get_tokens_and_rows_that_their_batching_drops_are_not_scored(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)]).union({"completion": ["a", "b"]})
 
     def score(batch: BatchedDataDict) -> BatchedDataDict:
@@ -38,9 +35,9 @@ def test_roles_of_ones_own_get_tokens_and_rows_that_their_batching_drops_are_not
 
     set_group(session, "reward", score=score)
     set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
-    scoring = Scoring(session.scorers)
-    scoring.begin(rollouts)
-    rewards, valid, _, _ = scoring.finish()
+    pending = PendingRewards(session.scorers)
+    pending.submit(rollouts)
+    rewards, valid, _, _ = pending.result()
     assert (rewards.tolist(), valid.tolist()) == ([2.0, 0.0], [True, False])
 
 
@@ -69,7 +66,7 @@ def test_a_column_that_is_there_already_is_refused_by_the_role_that_adds_it(
         scored_by(session, rollouts)
 
 
-def test_what_scoring_roles_say_of_their_work_is_summed_over_roles_and_over_the_calls_of_a_step(tmp_path: Path):
+def test_counts_of_scoring_roles_are_summed_over_roles_and_over_the_calls_of_a_step(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)]).union({"completion": [*"abc"]})
 
     def score(batch: BatchedDataDict) -> BatchedDataDict:
@@ -83,21 +80,22 @@ def test_what_scoring_roles_say_of_their_work_is_summed_over_roles_and_over_the_
     def judge(batch: BatchedDataDict) -> BatchedDataDict:
         zeros = torch.zeros(3)
         failures = torch.tensor([0, 1, 0])
-        said = {"reward_failure": failures, "reward_retries": torch.tensor([5, 0, 0])}
-        return batch.keep([]).union({"rewards": zeros, "quarantined": zeros > 0, **said})
+        counts = {"reward_failure": failures, "reward_retries": torch.tensor([5, 0, 0])}
+        return batch.keep([]).union({"rewards": zeros, "quarantined": zeros > 0, **counts})
 
     set_group(session, "reward", score=score)
     set_group(session, "judge", score=judge)
-    scored = scored_by(session, rollouts)
-    scored_by(session, rollouts)
+    step = session.begin_step(1)
+    scored = scored_by(session, rollouts, step=step)
+    scored_by(session, rollouts, step=step)
     assert "reward_failure" not in scored
     assert scored["reward_style"][0] == 0.5
-    figures = {name: session.metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "retries")}
-    assert figures == {"timeouts": 4.0, "errors": 0.0, "invalid": 2.0, "retries": 10.0}
-    assert session.metrics["reward/functions/style"] == 0.75
+    counts = {name: step.metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "retries")}
+    assert counts == {"timeouts": 4.0, "errors": 0.0, "invalid": 2.0, "retries": 10.0}
+    assert step.metrics["reward/functions/style"] == 0.75
     assert scored["rewards_of_reward"].nan_to_num(-1.0).tolist() == [1.0, -1.0, -1.0]
-    assert (session.metrics["reward/roles/reward"], session.metrics["reward/roles/judge"]) == (1.0, 0.0)
-    assert session.metrics["reward/quarantined"] == 2
+    assert (step.metrics["reward/roles/reward"], step.metrics["reward/roles/judge"]) == (1.0, 0.0)
+    assert step.metrics["reward/quarantined"] == 2
 
 
 def lengths_as_rewards(batch: BatchedDataDict) -> BatchedDataDict:
@@ -122,7 +120,9 @@ def test_columns_that_come_with_one_part_only_are_the_roles_fault(tmp_path: Path
         return found if found["rewards"][0] == 6 else found.drop(["length"])
 
     set_group(session, "judge", score=score)
-    with pytest.raises(RoleError, match=r"role judge, some rank, in score: .*one part of the batch and of the next"):
+    with pytest.raises(
+        RoleError, match=r"role judge, some rank, in score: .*two parts of the batch can't be concatenated"
+    ):
         scored_by(session, *rollouts.split([1, 1]))
 
 
@@ -143,31 +143,3 @@ def test_a_part_of_rows_that_batching_drops_may_come_back_in_other_types(tmp_pat
     assert found["valid"].tolist() == [True, False, True]
     assert torch.equal(found["marks"].lengths, rollouts["input_ids"].lengths)
     assert not found["marks"].rows()[1].any()
-
-
-@given(prompts=st.integers(1, 40), samples=st.integers(1, 9), max_num_seqs=st.integers(1, 50), ranks=st.integers(1, 4))
-def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_one_time(
-    tmp_path_factory: pytest.TempPathFactory, prompts: int, samples: int, max_num_seqs: int, ranks: int
-):
-    session = session_of(tmp_path_factory.getbasetemp(), rollout=Rollout(max_num_seqs=max_num_seqs))
-    sizes: list[int] = []
-    parts: list[BatchedDataDict] = []
-
-    def generate(batch: BatchedDataDict, params: Any) -> BatchedDataDict:
-        assert not sizes or len(sizes) == len(parts), "a part is passed on before the next is asked for"
-        sizes.append(batch.num_rows)
-        return batch.keep(["group_ids"]).union({"seen": batch["seeds"]})
-
-    set_group(session, "rollout", generate=generate).num_ranks = ranks
-    rows = BatchedDataDict({"input_ids": tiny_rollouts([(1, 0)] * prompts)["input_ids"], "uid": ["a"] * prompts})
-    draw = stages.Draw(rows, 1, np.arange(prompts))
-    found = stages.respond(session, draw, samples, 1.0, parts.append)
-    assert [part.num_rows for part in parts] == sizes
-    assert all(size % samples == 0 for size in sizes)
-    assert max(sizes) <= max(samples, ranks * max_num_seqs)
-    assert max(sizes) - min(sizes) <= samples
-    sizes.clear()
-    whole = stages.respond(session, draw, samples, 1.0)
-    assert sizes == [prompts * samples]
-    assert torch.equal(found["seen"], whole["seen"])
-    assert found["group_ids"].tolist() == whole["group_ids"].tolist()

@@ -1,4 +1,4 @@
-"""Roles that score are tried on demonstrations; through the command: tests/end_to_end/test_rewards.py."""
+"""Scoring roles are tested on demonstrations; through the command: tests/end_to_end/test_rewards.py."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from rlpack.config.reward_rules import JUDGE
 from rlpack.config.schema import Judge, Reward, Role, Rollout, SFTWarmup
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes import sft
-from rlpack.recipes.driver.session import Progress
+from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.rewards.functions import final_answer
-from tests.unit.recipes.driver.test_session import SavingSession, run_of, session_of, set_group
+from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of, set_group
 
 
 def session_with(folder: Path, score) -> SavingSession:
@@ -58,7 +58,7 @@ def test_a_role_that_returns_no_rewards_is_told_of_before_the_first_supervised_s
 
 def test_a_run_that_is_past_its_beginning_tries_nothing(tmp_path: Path):
     session = session_with(tmp_path, lambda batch: pytest.fail("asked"))
-    session.progress.demonstrations_seen = 4
+    session.progress = Progress(demonstrations_trained=4)
     sft.sft_warmup(session)
 
 
@@ -100,13 +100,13 @@ def test_a_function_that_fails_on_some_demonstrations_may_go_on(tmp_path: Path):
 
     session = session_with(tmp_path, score)
     sft.sft_warmup(session)
-    assert session.progress.demonstrations_seen == 4
+    assert session.progress.demonstrations_trained == 4
 
 
 def test_a_function_that_has_nothing_to_say_of_demonstrations_may_have_of_responses(tmp_path: Path):
     session = session_with(tmp_path, lambda batch: failing(batch).drop(["reward_failure"]))
     sft.sft_warmup(session)
-    assert session.progress.demonstrations_seen == 4
+    assert session.progress.demonstrations_trained == 4
 
 
 def test_demonstrations_that_are_longer_than_a_response_may_be_are_not_shown(tmp_path: Path):
@@ -116,9 +116,9 @@ def test_demonstrations_that_are_longer_than_a_response_may_be_are_not_shown(tmp
     longest = sorted(lengths)[7]
     sft.sft_warmup(with_section(session, rollout=Rollout(max_new_tokens=longest)))
     left_out, note = run_of(session).notes
-    assert left_out.startswith(f"{sum(length > longest for length in lengths)} of the first 16 demonstrations are over")
+    assert left_out.startswith(f"{sum(length > longest for length in lengths)} of the first 16 demonstrations exceed")
     assert f" gives {sum(length <= longest for length in lengths)} demonstrations " in note
     shortest = with_section(session_with(tmp_path, by_answer), rollout=Rollout(max_new_tokens=1))
     sft.sft_warmup(shortest)
     (note,) = run_of(shortest).notes
-    assert note.startswith("16 of the first 16 demonstrations are over rollout.max_new_tokens=1")
+    assert note.startswith("16 of the first 16 demonstrations exceed rollout.max_new_tokens=1")

@@ -1,4 +1,4 @@
-"""Which groups a step trains on, over roles that answer as they are told to."""
+"""Which groups a step trains on, and what responses are compared with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +9,12 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.config.sections.value_models import Dapo
-from rlpack.recipes.driver.reward_stages import Scoring
-from rlpack.recipes.driver.selection import greedy_rewards, informative_rollouts, respond_greedily, without_cut_off
-from rlpack.recipes.driver.stages import draw_prompts, weighed
+from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
+from rlpack.recipes.driver.policy_stages import add_loss_weights
+from rlpack.recipes.driver.reward_stages import PendingRewards, collect_greedy_rewards
+from rlpack.recipes.driver.rollout_stages import draw_prompts, generate_greedily
 from tests.builders import tiny_rollouts
-from tests.unit.recipes.driver.test_session import SavingSession, session_of, set_group
+from tests.unit.recipes.driver.sessions import SavingSession, session_of, set_group
 
 TRAINER = Trainer(prompts_per_step=3, group_size=2)
 
@@ -41,53 +42,58 @@ def answering(folder: Path, rounds: Sequence[Sequence[float]], dapo: Dapo) -> tu
     return session, asked
 
 
-def test_prompts_are_drawn_until_all_groups_teach_something(tmp_path: Path) -> None:
+def test_prompts_are_drawn_until_the_rewards_of_enough_groups_differ(tmp_path: Path) -> None:
     rounds = [[0.0, 1.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0]]
     session, asked = answering(tmp_path, rounds, Dapo(max_rounds=5))
-    rollouts = informative_rollouts(session, 1)
+    step = session.begin_step(1)
+    rollouts = sample_informative_groups(session, step)
     assert asked == [6, 4, 2]  # only as many as are missing
     assert rollouts["rewards"].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     assert rollouts["group_ids"].unique().numel() == 3
     assert len(set(rollouts["uid"])) == 3  # no prompt twice
-    assert session.metrics["sampling/rounds"] == 3
-    assert session.metrics["sampling/informative_fraction"] == 0.5
-    assert session.metrics["sampling/discarded_groups"] == 3
-    assert session.metrics["sampling/filled_groups"] == 0
-    assert session.metrics["reward/mean"] == pytest.approx(5 / 12)  # of all that was sampled
-    assert session.progress.prompts_seen == 6
+    assert step.metrics["sampling/rounds"] == 3
+    assert step.metrics["sampling/informative_fraction"] == 0.5
+    assert step.metrics["sampling/discarded_groups"] == 3
+    assert step.metrics["sampling/filled_groups"] == 0
+    assert step.metrics["reward/mean"] == pytest.approx(5 / 12)  # of all that was sampled
+    assert (step.progress.prompts_trained, session.progress.prompts_trained) == (6, 0)
 
 
-def test_what_is_missing_after_the_last_round_is_filled_up_with_groups_that_add_nothing(tmp_path: Path) -> None:
+def test_missing_groups_are_filled_up_with_uninformative_ones_after_the_last_round(tmp_path: Path) -> None:
     rounds = [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
     session, _ = answering(tmp_path, rounds, Dapo(max_rounds=2))
-    rollouts = informative_rollouts(session, 1)
+    step = session.begin_step(1)
+    rollouts = sample_informative_groups(session, step)
     assert rollouts.num_rows == 6
     assert rollouts["rewards"].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
-    assert session.metrics["sampling/filled_groups"] == 2
+    assert step.metrics["sampling/filled_groups"] == 2
 
 
 def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:
     session, _ = answering(tmp_path, [[1.0] * 6], Dapo(max_rounds=1, overlong_buffer=5, overlong_penalty=0.5))
-    rollouts = informative_rollouts(session, 1)
+    step = session.begin_step(1)
+    rollouts = sample_informative_groups(session, step)
     assert rollouts["rewards"].tolist() == [1.0, 0.5] * 3  # every second response has all ten tokens
-    assert session.metrics["sampling/informative_fraction"] == 1.0
+    assert step.metrics["sampling/informative_fraction"] == 1.0
 
 
-@pytest.mark.parametrize(("asked_for", "shares"), [(True, [0.25, 0.0]), (False, [1 / 14, 1 / 14])])
-def test_responses_that_were_cut_off_count_nothing_if_that_is_asked_for(
-    tmp_path: Path, asked_for: bool, shares: list[float]
+@pytest.mark.parametrize(("enabled", "shares"), [(True, [0.25, 0.0]), (False, [1 / 14, 1 / 14])])
+def test_truncated_responses_are_excluded_from_training_if_configured(
+    tmp_path: Path, enabled: bool, shares: list[float]
 ) -> None:
-    session = session_of(tmp_path, dapo=Dapo(overlong_filter=asked_for))
+    session = session_of(tmp_path, dapo=Dapo(overlong_filter=enabled))
     rollouts = tiny_rollouts([(3, 4), (3, 10)]).drop(["finish_reason"])
     rollouts = rollouts.union({"finish_reason": ["stop", "length"], "response_tokens": torch.tensor([4, 10])})
     set_group(session, "actor")
-    found = weighed(session, without_cut_off(session, rollouts).union({"valid": torch.ones(2, dtype=torch.bool)}))
-    assert found["token_weight"].tolist() == pytest.approx(shares)
-    assert found["response_tokens"].tolist() == [4, 10]  # what advantages are made of stays
-    assert session.metrics.get("sampling/overlong_filtered", 0.0) == float(asked_for)
+    step = session.begin_step(1)
+    filtered = filter_overlong(session, step, rollouts).union({"valid": torch.ones(2, dtype=torch.bool)})
+    weighted = add_loss_weights(session, step, filtered)
+    assert weighted["token_weight"].tolist() == pytest.approx(shares)
+    assert weighted["response_tokens"].tolist() == [4, 10]  # what advantages are made of stays
+    assert step.metrics.get("sampling/overlong_filtered", 0.0) == float(enabled)
 
 
-def test_responses_are_compared_with_the_likeliest_of_their_prompt(tmp_path: Path) -> None:
+def test_responses_are_compared_with_the_greedy_one_of_their_prompt(tmp_path: Path) -> None:
     session, _ = answering(tmp_path, [[0.25, float("nan"), 0.75]], Dapo())
     broken = torch.tensor([False, True, False])
     set_group(
@@ -97,10 +103,10 @@ def test_responses_are_compared_with_the_likeliest_of_their_prompt(tmp_path: Pat
             {"rewards": torch.tensor([0.25, torch.nan, 0.75]), "quarantined": broken}
         ),
     )
-    greedy = Scoring(session.scorers)
-    respond_greedily(session, draw_prompts(session, 1), greedy.begin)
+    greedy, step = PendingRewards(session.scorers), session.begin_step(1)
+    generate_greedily(session, step, draw_prompts(session, step), greedy.submit)
     rollouts = tiny_rollouts([(2, 4)] * 6).union({"valid": torch.tensor([True] * 5 + [False])})
-    found = greedy_rewards(session, rollouts, greedy)
-    assert found["greedy_rewards"].tolist() == [0.25, 0.25, 0.0, 0.0, 0.75, 0.75]
-    assert found["valid"].tolist() == [True, True, False, False, True, False]
-    assert session.metrics["reward/greedy_mean"] == 0.5
+    compared = collect_greedy_rewards(session, step, rollouts, greedy)
+    assert compared["greedy_rewards"].tolist() == [0.25, 0.25, 0.0, 0.0, 0.75, 0.75]
+    assert compared["valid"].tolist() == [True, True, False, False, True, False]
+    assert step.metrics["reward/greedy_mean"] == 0.5

@@ -1,0 +1,77 @@
+"""DAPO's dynamic sampling and its overlong rules (Yu et al., 2025, arXiv:2503.14476)."""
+
+import numpy as np
+import torch
+
+from rlpack.algorithms.shaping import informative, soft_overlong
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards, report_rewards
+from rlpack.recipes.driver.rollout_stages import draw_prompts, generate, report_lengths
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+
+
+def sample_informative_groups(session: Session, step: StepContext) -> BatchedDataDict:
+    """Return scored rollouts of `trainer.prompts_per_step` groups whose rewards differ.
+
+    Prompts are drawn until there are enough such groups, in at most `dapo.max_rounds` rounds. Missing ones are filled
+    up with groups of equal rewards, which add nothing to the loss. Both are counted.
+    """
+    settings, num_groups = session.config, session.config.trainer.prompts_per_step
+    rounds: list[BatchedDataDict] = []
+    num_informative = num_drawn = 0
+    while num_informative < num_groups and len(rounds) < settings.dapo.max_rounds:
+        missing = num_groups - num_informative
+        rollouts = _score_groups(session, step, missing)
+        rollouts["group_ids"] = rollouts["group_ids"] + num_drawn
+        rounds.append(rollouts)
+        num_drawn += missing
+        num_informative += rollouts["group_ids"][is_informative(rollouts)].unique().numel()
+    batch = BatchedDataDict.concat(rounds)
+    report_rewards(step, batch)
+    report_lengths(step, batch)
+    step.metrics |= {
+        "sampling/rounds": float(len(rounds)),
+        "sampling/informative_fraction": num_informative / num_drawn,
+        "sampling/discarded_groups": float(num_drawn - num_groups),
+        "sampling/filled_groups": float(max(0, num_groups - num_informative)),
+    }
+    return batch.select(_first_groups(batch["group_ids"].numpy(), is_informative(batch).numpy(), num_groups))
+
+
+def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:
+    """Return whether the rewards of each row's group differ, bool [B]."""
+    return informative(rollouts["rewards"], rollouts["group_ids"], rollouts["valid"])
+
+
+def filter_overlong(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Exclude truncated responses from training if `dapo.overlong_filter` is set; their rewards still count."""
+    if not session.config.dapo.overlong_filter:
+        return rollouts
+    truncated = torch.tensor([reason == "length" for reason in rollouts["finish_reason"]], dtype=torch.bool)
+    step.metrics["sampling/overlong_filtered"] = float(truncated.sum())
+    return rollouts.union({"trains": ~truncated})
+
+
+def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDataDict:
+    """Return the rollouts of `count` new prompts with their rewards, less the overlong penalty."""
+    settings, longest = session.config.dapo, session.config.rollout.max_new_tokens
+    pending = PendingRewards(session.scorers)
+    rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
+    rollouts = collect_rewards(session, step, rollouts, pending)
+    lengths = rollouts["input_ids"].lengths - rollouts["prompt_lengths"]
+    penalty = soft_overlong(
+        lengths, longest=longest, buffer=settings.overlong_buffer, penalty=settings.overlong_penalty
+    )
+    return rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + penalty})
+
+
+def _first_groups(group_ids: np.ndarray, informative_rows: np.ndarray, count: int) -> np.ndarray:
+    """Return the rows of the first `count` groups, informative ones before others, in the order of the batch.
+
+    >>> _first_groups(np.array([0, 0, 1, 1, 2, 2]), np.array([False, False, True, True, True, True]), 2).tolist()
+    [2, 3, 4, 5]
+    """
+    ids, first = np.unique(group_ids, return_index=True)
+    order = np.lexsort((first, ~informative_rows[first]))
+    return np.flatnonzero(np.isin(group_ids, ids[order[:count]]))

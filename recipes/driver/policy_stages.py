@@ -1,0 +1,149 @@
+"""Policy stages: log-probs, advantages, the actor's update, and the weights that other roles get.
+
+Each stage takes the session, the step and the batch so far, and returns the batch with more columns. Row order never
+changes: every role returns its rows in the order it got them.
+"""
+
+from shutil import rmtree
+
+from rlpack.algorithms.advantages import zero_group_fraction
+from rlpack.algorithms.kl import next_coefficient
+from rlpack.algorithms.registry import advantage_parameters, row_advantages
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.remote import RemoteColumn
+from rlpack.recipes.driver.learning_rate import learning_rate
+from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.recipes.driver.resume import reference_folder
+from rlpack.recipes.driver.rollout_stages import TOKENS
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import PolicyGradientLoss
+from rlpack.workers.reference import ReferenceWorker
+from rlpack.workers.rollout import RolloutWorker
+
+
+def compute_old_logprobs(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `logprobs` f32 [T], the policy's before its update, 0 outside responses, and `response_tokens` int64 [B].
+
+    The latter counts the tokens of each response that the update's plan keeps.
+    """
+    with step.timer("logprobs"):
+        old = session.actor.run(ActorWorker.logprobs, rollouts.keep([*TOKENS, "rollout_logprobs"]))
+    gap = old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)
+    step.metrics["rollout/logprob_gap"] = gap.item()
+    return rollouts.union(old.keep(["logprobs", "response_tokens"]))
+
+
+def compute_reference_logprobs(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `reference_logprobs` f32 [T] and `kl_sum` f64 [B]; add nothing without a KL term."""
+    if session.reference is None:
+        return rollouts
+    with step.timer("reference"):
+        scored = session.reference.run(ReferenceWorker.logprobs, rollouts.keep([*TOKENS, "logprobs"]))
+    return rollouts.union(scored)
+
+
+def compute_advantages(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `advantages`, and `loss_weight` and `token_weight` of the row's optimizer step, all f32 [B].
+
+    The advantage function gets the per-row columns that it names, including those that roles added; with
+    `algorithm.kl_placement=reward`, rewards are less the KL term. Metrics are over the valid rows.
+    """
+    settings = session.config.algorithm
+    with step.timer("advantages"):
+        columns = dict(_columns_for_advantages(session, rollouts))
+        if reward_kl_coef(session) > 0:
+            columns["rewards"] = (columns["rewards"] - reward_kl_coef(session) * columns["kl_sum"]).float()
+        per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
+    of_valid = per_row[rollouts["valid"]]
+    step.metrics |= {
+        "advantage/mean": of_valid.mean().item() if of_valid.numel() else 0.0,
+        "advantage/std": of_valid.std(unbiased=False).item() if of_valid.numel() else 0.0,
+        "advantage/zero_group_fraction": zero_group_fraction(per_row, rollouts["group_ids"]),
+    }
+    return add_loss_weights(session, step, rollouts.union({"advantages": per_row}))
+
+
+def reward_kl_coef(session: Session) -> float:
+    """Return the weight of the KL term in the rewards; 0 where the term is in the loss."""
+    return session.kl_coef if session.config.algorithm.kl_placement == "reward" else 0.0
+
+
+def add_loss_weights(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Add `loss_weight` and `token_weight` f32 [B] of the actor's update.
+
+    Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0.
+    """
+    plan = session.actor.plan(rollouts, mini_batches=True)
+    trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
+    counts = rollouts["response_tokens"].where(trains, 0)
+    if "kl_sum" in rollouts:
+        of_valid = rollouts["kl_sum"][rollouts["valid"]]
+        step.metrics["reference/kl"] = of_valid.mean().item() if of_valid.numel() else 0.0
+        step.metrics["reference/kl_coef"] = session.kl_coef
+    step.report_plan(plan, keep=True)
+    return rollouts.union(step_weights(counts, plan, session.config.algorithm))
+
+
+def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Return the per-row columns; those in the store (several numbers per row) only where the function names them."""
+    offered = rollouts.keep(rollouts.names_of("per-row"))
+    named = advantage_parameters(session.config.algorithm.advantage)
+    return session.store.fetch(
+        offered.drop(
+            [name for name, column in offered.items() if isinstance(column, RemoteColumn) and name not in named]
+        )
+    )
+
+
+def update_actor(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch."""
+    trainer, optimizer = session.config.trainer, session.config.actor.optimizer
+    has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
+    loss = PolicyGradientLoss(session.config.algorithm, temperature=session.config.rollout.temperature)
+    loss = loss.with_kl_coef(session.kl_coef if has_kl else 0.0)
+    batch = rollouts.keep(loss.reads)
+    with step.timer("update"):
+        rate = learning_rate(optimizer, step.number, trainer.steps)
+        updates = [
+            session.actor.run(ActorWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)
+        ]
+    step.record_optimizer_steps([metrics for update in updates for metrics in update])
+    _adapt_kl(session, step, rollouts.num_rows)
+
+
+def _adapt_kl(session: Session, step: StepContext, rows: int) -> None:
+    """Move the next step's KL coefficient so that the divergence comes closer to its target."""
+    settings = session.config.algorithm
+    if settings.kl_target is not None and session.reference is not None:
+        measured, horizon = step.metrics["reference/kl"], settings.kl_horizon
+        step.advance(
+            kl_coef=next_coefficient(session.kl_coef, measured, target=settings.kl_target, horizon=horizon, rows=rows)
+        )
+
+
+def freeze_reference(session: Session) -> None:
+    """Load the policy that the recipe began with into the reference, if any; a resumed run finds it on disk."""
+    folder = reference_folder(session.run.directory)
+    if not session.progress.took_recipe_steps:  # left behind by a run that wrote no checkpoint
+        rmtree(folder, ignore_errors=True)
+    if session.reference is None:
+        return
+    if not folder.exists():
+        staging = folder.with_suffix(".tmp")
+        session.actor.run(ActorWorker.export_model, str(staging))
+        staging.rename(folder)
+    session.reference.run(ReferenceWorker.load_model, str(folder))
+
+
+def sync_weights(session: Session, step: StepContext | None = None) -> None:
+    """Send the actor's weights to the rollout role: before the first step, or after a `step` that changed them."""
+    if step is None:
+        timer, version = session.run.timer, session.progress.policy_version
+    elif step.progress.policy_version > session.progress.policy_version:
+        timer, version = step.timer, step.progress.policy_version
+    else:
+        return
+    with timer("sync"):
+        session.actor.transfer(ActorWorker.export_weights, session.rollout, RolloutWorker.load_weights, version)

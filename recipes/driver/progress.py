@@ -1,0 +1,32 @@
+"""Progress: where a run is. With the seed it determines everything random that follows."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["sft_warmup", "train"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is; replaced once per step, when the step is committed.
+
+    Attributes:
+        phase: `sft_warmup`, or `train` for the recipe's own steps.
+        step: number of completed steps of the phase.
+        policy_version: number of completed optimizer steps of the actor, over all phases.
+        prompts_trained: prompts used up by completed steps, including those that dynamic sampling discarded.
+        demonstrations_trained: demonstrations used up by completed supervised steps, over all phases.
+        kl_coef: the adapted KL coefficient; None before the first step that adapts it.
+    """
+
+    phase: Phase = "sft_warmup"
+    step: int = 0
+    policy_version: int = 0
+    prompts_trained: int = 0
+    demonstrations_trained: int = 0
+    kl_coef: float | None = None
+
+    @property
+    def took_recipe_steps(self) -> bool:
+        """Return whether a step of the recipe itself is completed."""
+        return self.phase == "train" and self.step > 0

@@ -1,0 +1,127 @@
+"""Rollout stages: draw prompts and generate responses.
+
+Row order never changes: every role returns its rows in the order it got them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.data.sampler import prompt_positions, row_seeds
+from rlpack.data.tokenisation import eos_id
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.types import SamplingParams
+from rlpack.workers.rollout import RolloutWorker
+
+# The token columns that every model reads; plans count the tokens of the first.
+TOKENS = ("input_ids", "response_mask")
+# Columns that the rollout role reads.
+_GENERATE = ("input_ids", "seeds", "group_ids", "uid")
+# Called with each part of a batch as soon as it is generated.
+OnPart = Callable[[BatchedDataDict], None]
+
+
+class Draw(NamedTuple):
+    """Drawn prompts.
+
+    Attributes:
+        prompts: their rows.
+        step: the step they are drawn for.
+        positions: their positions in the run, int64 [prompts]; with the step these determine the samples.
+    """
+
+    prompts: BatchedDataDict
+    step: int
+    positions: np.ndarray
+
+
+def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> Draw:
+    """Return the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
+
+    They follow the last prompts drawn, so a resumed run may change their number and still skips and repeats none.
+    """
+    start = step.progress.prompts_trained
+    count = session.config.trainer.prompts_per_step if count is None else count
+    epochs, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
+    step.advance(prompts_trained=start + count)
+    step.metrics |= {"prompts_trained": start + count, "epoch": float(epochs[-1])}
+    return Draw(session.prompts.batch(rows), step.number, np.arange(start, start + count))
+
+
+def generate(session: Session, step: StepContext, draw: Draw, on_part: OnPart | None = None) -> BatchedDataDict:
+    """Return the rollout batch: `group_size` responses per prompt, B = prompts × group_size rows.
+
+    Its columns are those of `rlpack.rollout.assemble.assemble`, `completion`, and the dataset's own. With
+    `on_part` the batch is generated in parts of whole groups, and `on_part` gets each part before the next begins.
+    """
+    settings = session.config
+    with step.timer("generate"):
+        rollouts = sample_responses(
+            session, draw, settings.trainer.group_size, temperature=settings.rollout.temperature, on_part=on_part
+        )
+    report_lengths(step, rollouts)
+    return rollouts
+
+
+def generate_greedily(session: Session, step: StepContext, draw: Draw, on_part: OnPart) -> None:
+    """Generate the greedy response to each prompt; `on_part` gets the parts."""
+    with step.timer("greedy"):
+        sample_responses(session, draw, 1, temperature=0.0, on_part=on_part)
+
+
+def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Record the metrics of response lengths."""
+    counts = (rollouts["input_ids"].lengths - rollouts["prompt_lengths"]).float()
+    step.metrics |= {
+        "rollout/response_tokens_mean": counts.mean().item(),
+        "rollout/response_tokens_max": counts.max().item(),
+        "rollout/truncated_fraction": float(np.mean([reason == "length" for reason in rollouts["finish_reason"]])),
+    }
+
+
+def sample_responses(
+    session: Session, draw: Draw, samples: int, *, temperature: float, on_part: OnPart | None = None
+) -> BatchedDataDict:
+    """Return `samples` adjacent responses per prompt, each from the random stream of its position in the run.
+
+    With `on_part` the batch is generated in parts of whole groups, and `on_part` gets each part before the next begins.
+    """
+    prompts = draw.prompts.repeat_interleave(samples)
+    prompts["group_ids"] = torch.arange(draw.prompts.num_rows).repeat_interleave(samples)
+    seeds = row_seeds(session.config.seed, draw.step, draw.positions, samples)
+    prompts["seeds"] = torch.from_numpy(seeds.view(np.int64))
+    params = _sampling_params(session, temperature)
+    sizes = [prompts.num_rows] if on_part is None else _part_rows(session, draw.prompts.num_rows, samples)
+    parts: list[BatchedDataDict] = []
+    for part in prompts.split(sizes):
+        generated = session.rollout.run(RolloutWorker.generate, part.keep(_GENERATE), params)
+        parts.append(generated.union(dict(part.drop(_GENERATE))))
+        if on_part is not None:
+            on_part(parts[-1])
+    return BatchedDataDict.concat(parts) if len(parts) > 1 else parts[0]
+
+
+def _sampling_params(session: Session, temperature: float) -> SamplingParams:
+    settings, eos = session.config.rollout, eos_id(session.tokenizer)
+    return SamplingParams(
+        temperature=temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=(*settings.stop_token_ids, *([] if eos is None else [eos])),
+    )
+
+
+def _part_rows(session: Session, prompts: int, samples: int) -> list[int]:
+    """Return the rows of each part: whole groups, at most as many rows as the engines run at a time.
+
+    Parts are even, so that no engine is left with a few rows at the end.
+    """
+    capacity = session.rollout.num_ranks * session.config.rollout.max_num_seqs
+    parts = math.ceil(prompts / max(1, capacity // samples))
+    return [samples * len(groups) for groups in np.array_split(np.arange(prompts), max(1, parts))]

@@ -1,0 +1,88 @@
+"""StepContext: the state of one step in progress, which every stage of the step gets.
+
+Invariants (tests/unit/recipes/driver/test_session.py):
+
+1. a step changes nothing of the session's progress before it is committed: it builds the next `Progress` here;
+2. metrics and timers belong to one step, so a step that fails leaves nothing in the records of a later one.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlpack.algorithms.metric_reduction import reducer_of
+from rlpack.packing import MicrobatchPlan
+from rlpack.recipes.driver.progress import Progress
+
+# Sums over the microbatches of an optimizer step are means over its tokens or rows; several steps are averaged.
+_OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
+
+
+class Timers:
+    """Seconds spent in the named parts of a step; the same name adds up, names may nest."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time inside to `time/<name>_s`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"time/{name}_s"
+            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - began
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the seconds by metric name."""
+        return dict(self._seconds)
+
+
+@dataclass
+class StepContext:
+    """One step in progress, or one evaluation.
+
+    Attributes:
+        number: the step of the phase, counted from 1; 0 for the evaluation before the first step.
+        progress: the progress once this step is committed; `advance` replaces it.
+        metrics: the step's metrics so far.
+        timer: `with step.timer("generate"):` measures a part of the step.
+        lease: holds the payloads that the step stores; closed when the step ends.
+        plan: the actor's plan to keep for the packing picture, if any.
+    """
+
+    number: int
+    progress: Progress
+    metrics: dict[str, float] = field(default_factory=dict)
+    timer: Timers = field(default_factory=Timers)
+    lease: ExitStack = field(default_factory=ExitStack)
+    plan: MicrobatchPlan | None = None
+
+    def advance(self, **changes: Any) -> None:
+        """Replace fields of the progress that this step will commit."""
+        self.progress = replace(self.progress, **changes)
+
+    def record_optimizer_steps(self, metrics: Sequence[dict[str, float]]) -> None:
+        """Count optimizer steps and record their metrics: the mean over the steps, the extreme, or the count.
+
+        A skipped step leaves the policy unchanged, so it adds no policy version; neither do the critic's steps.
+        """
+        versions = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
+        self.advance(policy_version=self.progress.policy_version + round(sum(versions)))
+        self.metrics["policy_version"] = self.progress.policy_version
+        for name in dict.fromkeys(name for step in metrics for name in step):
+            values = [step[name] for step in metrics if name in step]
+            reduce = np.sum if name.endswith("/skipped_steps") else _OVER_STEPS[reducer_of(name)]
+            logged = name.replace("actor/", "sft_warmup/") if self.progress.phase == "sft_warmup" else name
+            self.metrics[logged] = float(reduce(values))
+
+    def report_plan(self, plan: MicrobatchPlan, *, keep: bool = False) -> None:
+        """Record the metrics of a plan of the actor; `keep` it for the packing picture."""
+        self.metrics |= {f"packing/{name}": value for name, value in plan.metrics.as_dict().items()}
+        if keep:
+            self.plan = plan

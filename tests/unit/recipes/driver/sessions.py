@@ -1,0 +1,102 @@
+"""Sessions over a run and roles that record their calls, for the tests of the driver."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, cast
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.store import LocalStore
+from rlpack.config.schema import Checkpoint, Config, Data
+from rlpack.distributed.calls import Pending
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching, make_plan
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.splits import in_store, load_splits
+from rlpack.worker import Trainable
+from tests.builders import tiny_config
+
+DATA = Data(generator={"train_size": 16, "validation_size": 4}, completion_column="demonstration")
+
+
+class RecordingRun:
+    """Records what is logged; `interrupt_at` is the log call during which Ctrl-C is pressed."""
+
+    def __init__(self, directory: Path, interrupt_at: int | None = None) -> None:
+        self.directory = directory
+        self.logged: list[tuple[str, int]] = []
+        self.records: list[dict[str, float]] = []
+        self.notes: list[str] = []
+        self.interrupted = interrupt_at == 0
+        self._interrupt_at = interrupt_at
+
+    def log(self, step: int, metrics: dict[str, float], phase: str) -> None:
+        self.logged.append((phase, step))
+        self.records.append(dict(metrics))
+        self.interrupted |= len(self.logged) == self._interrupt_at
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def progress(self, total: float, description: str) -> Iterator[Any]:
+        yield self
+
+    def advance(self) -> None: ...
+
+    def keep_plan(self, plan: Any) -> None: ...
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+class AnsweringGroup:
+    """A role on one rank whose methods return what `answers` has for their names."""
+
+    def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
+        self.role, self.batching, self.answers, self.num_ranks = role, batching, answers, 1
+        self.called: list[str] = []
+        self.trained = False
+
+    def implements(self, interface: type) -> bool:
+        return interface is Trainable and self.trained
+
+    def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
+        return make_plan(batch["input_ids"].lengths.numpy(), self.batching, dp_size=1)
+
+    def with_plan(self, plan: Any) -> Self:
+        return self
+
+    def submit(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return Pending(partial(self.run, method, *args, **kwargs))
+
+    def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.called.append(method.__name__)
+        answer = self.answers[method.__name__]
+        return answer(*args, **kwargs) if callable(answer) else answer
+
+
+class SavingSession(Session):
+    saved: tuple[int, ...] = ()
+
+    def save(self) -> None:
+        self.saved = (*self.saved, self.progress.step)
+
+
+def session_of(folder: Path, interrupt_at: int | None = None, **sections: Any) -> SavingSession:
+    config: Config = tiny_config(**({"data": DATA, "checkpoint": Checkpoint(every=100)} | sections))
+    tokenizer, prompts, held_out = load_splits(config)
+    splits = in_store(LocalStore(), tokenizer, prompts, held_out)
+    return SavingSession(config, cast(Any, RecordingRun(folder, interrupt_at)), tokenizer, *splits, {})
+
+
+def set_group(session: Session, name: str, batching: Batching | None = None, **answers: Any) -> AnsweringGroup:
+    group = AnsweringGroup(name, batching or Batching(), answers)
+    session.groups[name] = cast(WorkerGroup[Any], group)
+    return group
+
+
+def run_of(session: Session) -> RecordingRun:
+    return cast(RecordingRun, session.run)

@@ -1,0 +1,111 @@
+"""Log-probs, advantages and loss weights, over roles that answer as told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.offload import offload
+from rlpack.batch.remote import RemoteColumn
+from rlpack.batch.store import LocalStore
+from rlpack.config.schema import Algorithm
+from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, freeze_reference
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.resume import reference_folder
+from rlpack.workers.reference import ReferenceWorker
+from tests.builders import tiny_rollouts
+from tests.unit.recipes.driver.sessions import session_of, set_group
+
+
+def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path):
+    def freeze(progress: Progress) -> str:
+        session = session_of(tmp_path)
+        session.progress = progress
+        set_group(session, "actor", export_model=lambda folder: (Path(folder).mkdir(), Path(folder, "own").touch()))
+        reference = set_group(session, "reference", load_model=lambda folder: None)
+        freeze_reference(session)
+        assert reference.called == [ReferenceWorker.load_model.__name__]
+        return "own" if (reference_folder(tmp_path) / "own").exists() else "other"
+
+    reference_folder(tmp_path).mkdir(parents=True)
+    assert freeze(Progress(phase="train", step=1)) == "other"
+    assert freeze(Progress(phase="sft_warmup", step=4)) == "own"
+    assert freeze(Progress(phase="train", step=1)) == "own"
+
+
+def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+
+    def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
+        sums = {"logprob_sum": torch.zeros(3).double(), "logprob_gap": torch.tensor([2.0, 2.5, 1.0]).double()}
+        figures = {"response_tokens": torch.tensor([4, 5, 2]), **sums}
+        return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], **figures})
+
+    set_group(session, "actor", logprobs=logprobs)
+    step = session.begin_step(1)
+    assert "response_tokens" in compute_old_logprobs(session, step, rollouts)
+    assert step.metrics["rollout/logprob_gap"] == pytest.approx(0.5)
+
+
+def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4)] * 4, group=4)
+    set_group(session, "actor")
+    valid, rewards = torch.tensor([True, True, False, False]), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    given = {"rewards": rewards, "valid": valid, "response_tokens": torch.full((4,), 4)}
+    step = session.begin_step(1)
+    compute_advantages(session, step, rollouts.union(given))
+    assert step.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+class OffloadingStore(LocalStore):
+    """Records the columns that are fetched."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.fetched: list[str] = []
+
+    def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
+        offloaded, self.parts = offload(batch)
+        return offloaded.with_handles(range(len(self.parts)))
+
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
+        here = batch.copy()
+        here.reader = lambda parts: [self.parts[int(str(part))] for part in parts]
+        self.fetched += [name for name in batch if isinstance(batch[name], RemoteColumn)]
+        return BatchedDataDict(dict(here), row_ids=here.row_ids)
+
+
+def against_scores(rewards: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return advantages from a column of several numbers a row."""
+    return rewards - scores.sum(1)
+
+
+def test_an_advantage_function_gets_columns_of_several_numbers_per_row_only_if_it_names_them(tmp_path: Path):
+    algorithm = Algorithm(advantage=f"{__name__}:against_scores")
+    session, rollouts = session_of(tmp_path, algorithm=algorithm), tiny_rollouts([(2, 4)] * 2, group=2)
+    set_group(session, "actor")
+    store = session.store = OffloadingStore()
+    rows = {"rewards": torch.tensor([0.0, 1.0]), "valid": torch.ones(2, dtype=torch.bool)}
+    away = store.offload(
+        BatchedDataDict({"scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "unasked": torch.ones(2, 9)})
+    )
+    found = compute_advantages(
+        session, session.begin_step(1), rollouts.union({**rows, **away, "response_tokens": torch.full((2,), 4)})
+    )
+    assert found["advantages"].tolist() == [-3.0, -6.0]
+    assert store.fetched == ["scores"]
+
+
+def test_quarantined_rows_have_no_weight_and_do_not_change_the_weights_of_others(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (2, 6), (2, 8), (2, 3)], group=4)
+    set_group(session, "actor")
+    counts = torch.tensor([4, 6, 8, 3])
+    given = {"rewards": torch.tensor([0.0, 1.0, 0.0, 1.0]), "valid": torch.tensor([True, True, False, True])}
+    weighted = compute_advantages(session, session.begin_step(1), rollouts.union({**given, "response_tokens": counts}))
+    for name in ("loss_weight", "token_weight"):
+        assert weighted[name][2] == 0
+        assert (weighted[name] * counts).sum().item() == pytest.approx(1.0)
+        assert weighted[name][0] == pytest.approx(1 / 13)
+    assert weighted["advantages"][2] == 0
