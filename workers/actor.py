@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.metric_reduction import merge_steps
-from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Actor, Config
 from rlpack.models.adapters import dropout_seed
@@ -61,7 +60,7 @@ class ActorWorker(Worker, Trainable):
         sampled = shard["rollout_logprobs"].values if "rollout_logprobs" in shard else own
         return scored.union(
             {
-                "response_tokens": row_sums(torch.ones_like(own), mask).long(),
+                "response_tokens": mask.count_nonzero(),
                 "logprob_sum": row_sums(own, mask),
                 "logprob_gap": row_sums((own - sampled).abs(), mask),
             }

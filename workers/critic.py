@@ -13,8 +13,7 @@ from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.gae import estimate, token_rewards
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
-from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.ragged import Ragged
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Algorithm, Config, Critic
@@ -64,7 +63,7 @@ class CriticWorker(Worker, Trainable):
             return self._values(view).where(view.rows["response_mask"].values, 0.0)
 
         mask = shard["response_mask"]
-        counts = row_sums(torch.ones(mask.values.shape), mask).long()
+        counts = mask.count_nonzero()
         return per_token(shard, "values", self._critic, score).union({"value_tokens": counts})
 
     @sharded(mini_batches=True)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.data.tokenisation import pad_id
 from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import to_model_inputs

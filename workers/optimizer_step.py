@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rlpack.algorithms.metric_reduction import MetricSums
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import MicrobatchView
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.data.tokenisation import pad_id

@@ -59,7 +59,7 @@ def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDat
     pending = PendingRewards(session.scorers)
     rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
     rollouts = collect_rewards(session, step, rollouts, pending)
-    lengths = rollouts["input_ids"].lengths - rollouts["prompt_lengths"]
+    lengths = rollouts["response_lengths"]
     penalty = soft_overlong(
         lengths, longest=longest, buffer=settings.overlong_buffer, penalty=settings.overlong_penalty
     )

@@ -8,8 +8,27 @@ import torch
 from torch import Tensor
 
 from rlpack.algorithms.aggregation import Aggregation, count_denominators, row_weights
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.store import Store
 from rlpack.config.schema import Algorithm
 from rlpack.packing import MicrobatchPlan
+
+
+def planned_response_lengths(batch: BatchedDataDict, plan: MicrobatchPlan, store: Store) -> Tensor:
+    """Return the response tokens of each row that the plan keeps, int64 [B].
+
+    Args:
+        batch: `response_lengths` int64 [B], and `response_mask`, of which only truncated rows are fetched.
+        plan: of these rows.
+        store: where the mask is stored.
+    """
+    counts = batch["response_lengths"].clone()
+    counts[torch.from_numpy(plan.dropped)] = 0
+    if len(plan.truncated):
+        masks = store.fetch(batch.keep(["response_mask"]).select(plan.truncated)).ragged("response_mask")
+        truncated = masks.with_lengths(torch.from_numpy(plan.lengths[plan.truncated]))
+        counts[torch.from_numpy(plan.truncated)] = truncated.count_nonzero()
+    return counts
 
 
 def step_weights(counts: Tensor, plan: MicrobatchPlan, settings: Algorithm) -> dict[str, Tensor]:

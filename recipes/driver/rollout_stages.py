@@ -76,7 +76,7 @@ def generate_greedily(session: Session, step: StepContext, draw: Draw, on_part: 
 
 def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
     """Record the metrics of response lengths."""
-    counts = (rollouts["input_ids"].lengths - rollouts["prompt_lengths"]).float()
+    counts = rollouts["response_lengths"].float()
     step.metrics |= {
         "rollout/response_tokens_mean": counts.mean().item(),
         "rollout/response_tokens_max": counts.max().item(),

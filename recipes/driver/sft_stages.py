@@ -1,10 +1,8 @@
 """Supervised stages: draw demonstrations and train on them."""
 
-import torch
-
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.data.sampler import prompt_positions
-from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
@@ -24,7 +22,7 @@ def draw_demonstrations(session: Session, step: StepContext, count: int) -> Batc
     batch = session.prompts.demonstrations(rows)
     plan = session.actor.plan(batch)
     step.report_plan(plan)
-    counts = (torch.from_numpy(plan.lengths) - batch["prompt_lengths"]).clamp(min=0)
+    counts = planned_response_lengths(batch, plan, session.store)
     return batch.union(step_weights(counts, plan, session.config.algorithm))
 
 

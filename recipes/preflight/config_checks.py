@@ -33,7 +33,7 @@ from rlpack.workers.reward import function_specs
 
 _ROWS_AT_A_TIME = 1024
 # Columns of rows that an advantage function can ask for, whatever roles there are.
-_ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "prompt_lengths")
+_ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "response_lengths", "prompt_lengths")
 
 
 def check_before_start(

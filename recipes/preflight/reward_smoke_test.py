@@ -47,11 +47,9 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
     """Return the first demonstrations with the columns that responses have when they are scored."""
     rows = np.arange(min(_ROWS, len(session.prompts)))
     demonstrations = session.prompts.demonstrations(rows)
-    tokens = session.store.fetch(demonstrations.keep(["input_ids", "prompt_lengths"]))
-    targets = [
-        row[start:].tolist()
-        for row, start in zip(tokens["input_ids"].rows(), tokens["prompt_lengths"].tolist(), strict=True)
-    ]
+    tokens = session.store.fetch(demonstrations.keep(["input_ids", "response_mask"]))
+    rows_and_masks = zip(tokens["input_ids"].rows(), tokens["response_mask"].rows(), strict=True)
+    targets = [row[mask].tolist() for row, mask in rows_and_masks]
     texts = session.prompts.batch(rows).drop(["input_ids"])
     completions = [session.tokenizer.decode(target, skip_special_tokens=True) for target in targets]
     columns = {**texts, "completion": completions, "finish_reason": ["stop"] * rows.size}

@@ -1,29 +1,30 @@
-"""`BatchedDataDict`: rows of a batch as named columns, which any number of roles can shard and put back in order.
+"""`BatchedDataDict`: a batch as named columns, which any role can shard by its own plan and restore to the first order.
 
-What holds, and is tested in `tests/unit/data`:
+Invariants (tests/unit/batch):
 
-1. all columns have the same number of rows, and every row has an id that no other row of the batch has;
-2. `restore` of what ranks computed on `shard`'s containers gives the rows in the first order, whatever the plan,
-   and whatever reorders, subsets or pickling lie between, as long as ids were carried along;
-3. a shard's plan goes by row id: a subset leaves microbatches smaller, never fewer;
-4. columns that lie elsewhere (`RemoteColumn`) can be all of it: only what reads tokens needs `fetch`.
+1. All columns have the same number of rows, and row ids are distinct.
+2. `restore` of the results that ranks computed on `shard`'s batches has the original row order, for any plan and after
+   any reordering, subset or pickling, as long as row ids were carried along.
+3. A shard's plan refers to row ids: selecting a subset makes microbatches smaller, never fewer.
+4. Every column can be remote (`RemoteColumn`): only operations that read tokens need a `reader`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.batch import columns as whole
+from rlpack.batch import columns as column_ops
+from rlpack.batch import sharding
 from rlpack.batch.errors import DataError, MissingColumnError
 from rlpack.batch.fields import FIELDS, Column, Kind, describe
-from rlpack.batch.microbatch_view import MicrobatchView
-from rlpack.batch.ragged import Ragged, Rows, repeated, row_index
+from rlpack.batch.ragged import Ragged, Rows, repeat_positions, row_index
 from rlpack.batch.remote import PayloadReader, RemoteColumn
-from rlpack.batch.sharding import Spec, check_restored, layout_of, plan_by_batch_size, shortened
 from rlpack.packing import MicrobatchPlan, RankPlan
+from rlpack.packing.analysis.layouts import Layout
 
 
 class BatchedDataDict(MutableMapping[str, Any]):
@@ -40,27 +41,27 @@ class BatchedDataDict(MutableMapping[str, Any]):
     Args:
         columns: the columns by name.
         row_ids: distinct id of each row, int64 [B]; 0 to B - 1 when None. Results computed from a batch carry its
-            ids (`row_ids=batch.row_ids`), so that `restore` can tell whose they are.
+            ids (`row_ids=batch.row_ids`), so that `restore` can match them to its rows.
 
     Raises:
-        DataError: a column is of no known kind, or has another number of rows; ids repeat or are no whole numbers.
+        DataError: a column has an unknown kind or a different number of rows; ids repeat or are not integers.
     """
 
-    plan: RankPlan | None
-    has_given_ids: bool  # whether rows have ids of their own, or were numbered for want of any
-    reader: PayloadReader | None  # gets remote columns as they are asked for; None leaves them. It is not pickled
+    plan: RankPlan | None  # the rank's plan, on a shard
+    has_explicit_ids: bool  # whether `row_ids` was passed
+    reader: PayloadReader | None  # fetches remote columns on first access; None leaves them remote. It is not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
         self.plan = self.reader = None
-        self.has_given_ids = row_ids is not None
+        self.has_explicit_ids = row_ids is not None
         self._planned_ids = np.zeros(0, dtype=np.int64)
         if row_ids is None:
             first = next(iter(columns.values()), [])
             describe(first)
             self.row_ids = np.arange(len(first))
         else:
-            self.row_ids = whole.distinct_ids(row_ids)
+            self.row_ids = column_ops.distinct_ids(row_ids)
         for name, column in columns.items():
             self[name] = column
 
@@ -100,58 +101,58 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return f"BatchedDataDict({self.num_rows} rows; {self._names()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (whole.as_sent(self._columns), self.row_ids, self.plan, self._planned_ids)
+        return _rebuild, (column_ops.to_picklable(self._columns), self.row_ids, self.plan, self._planned_ids)
 
     def __copy__(self) -> "BatchedDataDict":
         return self.copy()
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are (B)."""
+        """Return the number of rows (B)."""
         return self.row_ids.size
 
     def names_of(self, kind: Kind) -> list[str]:
-        """Return the names of all columns of a kind, wherever they lie: `per-token`, `per-row` or `list`."""
+        """Return the names of all columns of a kind, remote ones too: `per-token`, `per-row` or `list`."""
         return [name for name, column in self._columns.items() if describe(column)[0] == kind]
 
     def ragged(self, name: str) -> Ragged:
-        """Return a column that has to be ragged."""
-        column = self._here(name)
+        """Return a column, which must be ragged."""
+        column = self._local(name)
         if not isinstance(column, Ragged):
-            raise DataError(f"column {name!r} is {describe(column)[0]}; a per-token (Ragged) column is needed")
+            raise DataError(f"column {name!r} is {describe(column)[0]}; it must be per-token (Ragged)")
         return column
 
     def dense(self, name: str) -> Tensor:
-        """Return a column that has to be a tensor [B, ...]."""
-        column = self._here(name)
+        """Return a column, which must be a tensor [B, ...]."""
+        column = self._local(name)
         if not isinstance(column, Tensor):
-            raise DataError(f"column {name!r} is {describe(column)[0]}; a per-row tensor is needed")
+            raise DataError(f"column {name!r} is {describe(column)[0]}; it must be a per-row tensor")
         return column
 
     def token_counts(self, lengths_from: str = "input_ids") -> Tensor:
-        """Return the tokens of each row, int64 [B], on the CPU: what plans are made from."""
-        lengths = whole.lengths_of(self._columns.get(lengths_from, []))
+        """Return the tokens of each row, int64 [B], on the CPU; plans are made from them."""
+        lengths = column_ops.lengths_of(self._columns.get(lengths_from, []))
         return self.ragged(lengths_from).lengths if lengths is None else lengths.cpu()
 
     def padded(self, name: str, length: int | None = None) -> Tensor:
-        """Return a ragged column as [B, L, ...], filled up with its field's padding (0 without one)."""
+        """Return a ragged column as [B, L, ...], padded with its field's value (0 without one)."""
         return self.ragged(name).to_padded(FIELDS[name].padding if name in FIELDS else 0, length)
 
     def copy(self) -> "BatchedDataDict":
-        """Return a container of its own, with lists and ids of its own, that shares tensors and plan."""
+        """Return a shallow copy: lists and row ids are copied; tensors and the plan are shared."""
         return self._like(self._columns)
 
     def keep(self, names: Iterable[str]) -> "BatchedDataDict":
-        """Return the batch with these columns only."""
+        """Return the batch with only these columns."""
         names = list(names)
         self._check_has(names)
         return self._like({name: self._columns[name] for name in names})
 
     def drop(self, names: Iterable[str]) -> "BatchedDataDict":
         """Return the batch without these columns."""
-        gone = set(names)
-        self._check_has(gone)
-        return self._like({name: column for name, column in self._columns.items() if name not in gone})
+        dropped = set(names)
+        self._check_has(dropped)
+        return self._like({name: column for name, column in self._columns.items() if name not in dropped})
 
     def rename(self, names: Mapping[str, str]) -> "BatchedDataDict":
         """Return the batch with columns renamed, `{old: new}`.
@@ -160,21 +161,17 @@ class BatchedDataDict(MutableMapping[str, Any]):
             DataError: an old name is missing, or two columns would have one name.
         """
         self._check_has(names)
-        renamed = [names.get(name, name) for name in self._columns]
-        twice = {name for name in renamed if renamed.count(name) > 1}
-        if twice:
-            raise DataError(f"renaming would make two columns {sorted(twice)}; the batch has {self._names()}")
-        return self._like(dict(zip(renamed, self._columns.values(), strict=True)))
+        return self._like(column_ops.rename(self._columns, names))
 
     def union(self, other: Mapping[str, Column]) -> "BatchedDataDict":
-        """Return the columns of both; rows of another batch have to be the same ones in the same order.
+        """Return the columns of both, which must have the same rows in the same order.
 
         Raises:
             DataError: a column is in both, or rows differ.
         """
-        twice = sorted(set(self._columns) & set(other))
-        if twice:
-            raise DataError(f"columns {twice} are in both batches; drop them in one, or assign them")
+        shared = sorted(set(self._columns) & set(other))
+        if shared:
+            raise DataError(f"columns {shared} are in both batches; drop them in one, or assign them")
         if isinstance(other, BatchedDataDict):
             if other.num_rows != self.num_rows:
                 raise DataError(f"{other!r} has {other.num_rows} rows and {self!r} has {self.num_rows}")
@@ -183,15 +180,15 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return self._like({**self._columns, **other})
 
     def select(self, rows: Rows) -> "BatchedDataDict":
-        """Return the rows at these positions (whole numbers or a mask [B]), in this order.
+        """Return the rows at these positions (integers or a mask [B]), in this order.
 
-        Ids and plan stay with the rows, unless one comes twice: then all rows get new ids and the plan goes.
+        Rows keep their ids and plan, unless a row is selected twice: then all rows get new ids and there is no plan.
         """
         index = row_index(rows, self.num_rows)
-        picked = whole.select(self._columns, index)
+        columns = column_ops.select(self._columns, index)
         if np.unique(index).size != index.size:
-            return self._renewed(picked, index.size)
-        return self._like(picked, self.row_ids[index])
+            return self._renumbered(columns, index.size)
+        return self._like(columns, self.row_ids[index])
 
     def split(self, sizes: Sequence[int]) -> list["BatchedDataDict"]:
         """Return consecutive parts of these sizes, as views.
@@ -205,25 +202,26 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return [self.select(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
     def repeat_interleave(self, n: int) -> "BatchedDataDict":
-        """Return every row `n` times, copies side by side, with new ids.
+        """Return every row `n` times, copies next to each other, with new ids.
 
         Raises:
-            DataError: `n` is no whole number of at least 0.
+            DataError: `n` is not an integer of at least 0.
         """
-        return self._renewed(whole.select(self._columns, repeated(self.num_rows, n)), self.num_rows * n)
+        positions = repeat_positions(self.num_rows, n)
+        return self._renumbered(column_ops.select(self._columns, positions), positions.size)
 
     @classmethod
     def concat(cls, batches: Sequence["BatchedDataDict"]) -> "BatchedDataDict":
         """Return the rows of all batches, one after the other.
 
-        Ids stay when they differ, else all rows get new ones. A plan stays when all batches share it.
+        Rows keep their ids if all are distinct, else all rows get new ones. The plan is kept if all batches share it.
 
         Raises:
-            DataError: there is no batch, or one lacks a column or has it in another kind or type.
+            DataError: there is no batch, or a column is missing in one, or differs in kind or dtype.
         """
         if not batches:
             raise DataError("concat needs at least one batch")
-        joined, ids = whole.join(batches), np.concatenate([batch.row_ids for batch in batches])
+        joined, ids = column_ops.join(batches), np.concatenate([batch.row_ids for batch in batches])
         if np.unique(ids).size != ids.size:
             return BatchedDataDict(joined, row_ids=np.arange(ids.size))
         first = batches[0]
@@ -244,35 +242,34 @@ class BatchedDataDict(MutableMapping[str, Any]):
         shards: int,
         batch_size: int | None = None,
         *,
-        sequence_packing: Spec | None = None,
-        dynamic_batching: Spec | None = None,
+        sequence_packing: sharding.Spec | None = None,
+        dynamic_batching: sharding.Spec | None = None,
         lengths_from: str = "input_ids",
     ) -> list["BatchedDataDict"]:
         """Return one container per data-parallel rank, in which every `batch_size` rows are one optimizer step.
 
-        Without packing and dynamic batching a rank's rows of a step are one microbatch; a batch that lacks
-        `lengths_from` can be sharded that way too, its rows then count as empty.
+        Without packing and dynamic batching, a rank's rows of a step are one microbatch. A batch without the column
+        `lengths_from` can be sharded that way too; its rows then count as empty.
 
         Args:
             shards: number of ranks.
             batch_size: rows of one optimizer step over all ranks; None takes all.
-            sequence_packing: keys of the `batching` section, `mode` is packed.
-            dynamic_batching: keys of the `batching` section, `mode` is dynamic.
-            lengths_from: ragged column that token counts are taken from.
+            sequence_packing: keys of the `batching` section, with mode=packed.
+            dynamic_batching: keys of the `batching` section, with mode=dynamic.
+            lengths_from: ragged column that gives the token counts.
 
         Raises:
-            DataError: both kinds of batching are asked for, or one in another mode.
+            DataError: both kinds of batching are set, or one has another mode.
         """
-        planned = sequence_packing is not None or dynamic_batching is not None
-        known = planned or lengths_from in self
-        counts = self.token_counts(lengths_from).numpy() if known else np.zeros(self.num_rows, dtype=np.int64)
-        plan = plan_by_batch_size(counts, shards, batch_size, sequence_packing, dynamic_batching)
+        needs_lengths = sequence_packing is not None or dynamic_batching is not None or lengths_from in self
+        counts = self.token_counts(lengths_from).numpy() if needs_lengths else np.zeros(self.num_rows, dtype=np.int64)
+        plan = sharding.plan_by_batch_size(counts, shards, batch_size, sequence_packing, dynamic_batching)
         return self.shard(plan, lengths_from=lengths_from)
 
     def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
         """Return one container per rank of the plan: its rows in dispatch order, with the rank's plan attached.
 
-        Rows that the plan drops are in none; in truncated ones, every column of the token counts is cut.
+        Rows that the plan drops are in no shard. In truncated rows, all columns of the same lengths are cut.
 
         Raises:
             DataError: the plan was made for other rows or other lengths.
@@ -284,35 +281,34 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     def _shard(self, plan: RankPlan, counts: np.ndarray | None, lengths_from: str) -> "BatchedDataDict":
         """Return the rows of one rank."""
-        cut = {} if counts is None else shortened(self._columns, plan, counts, lengths_from)
+        lengths = {} if counts is None else sharding.truncated_lengths(self._columns, plan, counts, lengths_from)
         rows = np.ascontiguousarray(plan.rows)
-        picked = whole.gather(self._columns, rows, cut) if cut else whole.select(self._columns, rows)
-        shard = BatchedDataDict(picked, row_ids=self.row_ids[rows])
+        shard = BatchedDataDict(column_ops.gather(self._columns, rows, lengths), row_ids=self.row_ids[rows])
         shard.plan, shard._planned_ids, shard.reader = plan, shard.row_ids, self.reader
         return shard
 
     @property
     def num_steps(self) -> int:
-        """How many optimizer steps the attached plan has."""
+        """Return the number of optimizer steps of the attached plan."""
         return self._attached().num_steps
 
-    def microbatches(self, step: int = 0) -> Iterator[MicrobatchView]:
-        """Yield what the model eats in optimizer step `step`, as the attached plan says.
+    def microbatches(self, step: int = 0) -> Iterator["MicrobatchView"]:
+        """Yield the microbatches of optimizer step `step` of the attached plan.
 
-        Their number does not depend on the rows that are still there: an emptied microbatch is a filler.
+        Their number does not depend on which rows are still present: a microbatch without rows is a dummy.
 
         Raises:
             DataError: no plan is attached.
         """
         plan = self._attached()
         for microbatch in plan.microbatches(step):
-            index = whole.find(self.row_ids, self._planned_ids[microbatch.rows])
+            index = column_ops.positions_of(self.row_ids, self._planned_ids[microbatch.rows])
             present = index >= 0
             lengths = plan.lengths[microbatch.rows[present]]
             rows = self.select(index[present])
             rows.plan = None
-            is_dummy = not present.any()
-            yield MicrobatchView(rows, layout_of(plan.batching, lengths, microbatch.length), is_dummy, index[present])
+            layout = sharding.layout_of(plan.batching, lengths, microbatch.length)
+            yield MicrobatchView(rows, layout, not present.any(), index[present])
 
     def restore(
         self,
@@ -321,29 +317,25 @@ class BatchedDataDict(MutableMapping[str, Any]):
         plan: MicrobatchPlan | None = None,
         lengths_from: str = "input_ids",
     ) -> "BatchedDataDict":
-        """Return the columns of the ranks' results, their rows in the order of this batch.
+        """Return the columns of the ranks' results, with rows in the order of this batch.
 
         Args:
-            outputs: one container a rank, with the row ids of its shard; ranks without a row may lack columns.
-            plan: needed where it dropped or truncated rows. Dropped rows come back as zeros (None in lists), and a
-                ragged column whose lengths are the plan's is filled up with zeros to this batch's token counts.
-            lengths_from: ragged column of this batch that token counts are taken from.
+            outputs: one batch per rank, with the row ids of its shard; ranks without rows may lack columns.
+            plan: needed if it dropped or truncated rows. Dropped rows are restored as zeros (None in lists), and a
+                ragged column with the plan's lengths is zero-padded to this batch's token counts.
+            lengths_from: ragged column of this batch that gives the token counts.
 
         Raises:
-            DataError: a row is missing, comes twice or is not of this batch.
+            DataError: a row is missing, occurs twice or is not from this batch.
         """
         parts = [output for output in outputs if output.num_rows] or list(outputs[:1])
         if not parts:
             raise DataError("restore needs the results of at least one rank")
-        ids = np.concatenate([part.row_ids for part in parts])
-        positions = whole.find(self.row_ids, ids)
-        check_restored(ids, positions, self.num_rows, plan)
-        bounds = np.cumsum([part.num_rows for part in parts])[:-1]
-        restored = whole.place(parts, np.split(positions, bounds), self.num_rows)
+        positions = sharding.restored_positions(self.row_ids, [part.row_ids for part in parts], plan)
+        columns = column_ops.place_rows(parts, positions, self.num_rows)
         if plan is not None and (len(plan.dropped) or len(plan.truncated)):
-            counts, planned = self.token_counts(lengths_from), plan.lengths[positions]
-            restored = {name: whole.fill(column, positions, planned, counts) for name, column in restored.items()}
-        return self._like(restored)
+            columns = sharding.pad_truncated(columns, plan, np.concatenate(positions), self.token_counts(lengths_from))
+        return self._like(columns)
 
     def _attached(self) -> RankPlan:
         if self.plan is None:
@@ -351,24 +343,24 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return self.plan
 
     def _like(self, columns: Mapping[str, Column], row_ids: np.ndarray | None = None) -> "BatchedDataDict":
-        """Return a batch of other columns with these rows' ids and plan."""
+        """Return a batch of `columns` with the plan and reader of this one, and its row ids unless given."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
         batch.plan, batch._planned_ids, batch.reader = self.plan, self._planned_ids, self.reader
         return batch
 
-    def _renewed(self, columns: Mapping[str, Column], num_rows: int) -> "BatchedDataDict":
-        """Return a batch of these rows' copies, with ids of its own and no plan."""
+    def _renumbered(self, columns: Mapping[str, Column], num_rows: int) -> "BatchedDataDict":
+        """Return a batch of `columns` with new row ids and no plan."""
         batch = BatchedDataDict(columns, row_ids=np.arange(num_rows))
         batch.reader = self.reader
         return batch
 
     def _map_tensors(self, change: Callable[[Tensor | Ragged], Tensor | Ragged]) -> "BatchedDataDict":
-        """Return the batch with other tensors; columns that lie elsewhere are fetched, or an error."""
-        kept = {name: column for name, column in self.items() if isinstance(column, list)}
-        return self._like({name: kept[name] if name in kept else change(self._here(name)) for name in self})
+        """Return the batch with `change` applied to its tensors; without a reader, remote columns are an error."""
+        lists = {name: column for name, column in self.items() if isinstance(column, list)}
+        return self._like({name: lists[name] if name in lists else change(self._local(name)) for name in self})
 
-    def _here(self, name: str) -> Any:
-        """Return a column that may not lie elsewhere."""
+    def _local(self, name: str) -> Any:
+        """Return a column, which must not be remote."""
         if isinstance(column := self[name], RemoteColumn):
             raise DataError(f"column {name!r} is remote: {column}; fetch it first")
         return column
@@ -382,8 +374,27 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return ", ".join(self._columns) or "no columns"
 
 
-def _rebuild(sent: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned: np.ndarray) -> BatchedDataDict:
-    """Put a pickled batch together again."""
-    batch = BatchedDataDict(whole.as_received(sent), row_ids=row_ids)
-    batch.plan, batch._planned_ids = plan, planned
+def _rebuild(
+    columns: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned_ids: np.ndarray
+) -> BatchedDataDict:
+    """Rebuild a pickled batch."""
+    batch = BatchedDataDict(column_ops.from_picklable(columns), row_ids=row_ids)
+    batch.plan, batch._planned_ids = plan, planned_ids
     return batch
+
+
+@dataclass(frozen=True)
+class MicrobatchView:
+    """The rows of one forward and backward pass, and the layout of their tokens.
+
+    Attributes:
+        rows: the microbatch's rows; a dummy has none.
+        layout: slots, positions and segment bounds of the rows' tokens, in row order.
+        is_dummy: takes part in forward and backward with zero weight, to keep ranks in lock step.
+        index: positions of `rows` in the shard, int64 [n].
+    """
+
+    rows: BatchedDataDict
+    layout: Layout
+    is_dummy: bool
+    index: np.ndarray

@@ -1,14 +1,14 @@
-"""Whole-column operations on all kinds of column; nothing here walks rows of tensors."""
+"""Vectorized operations on columns of every kind."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlpack.batch.copying import can_copy, copy_from, new_values
-from rlpack.batch.dtypes import put, take
+from rlpack.batch.dtypes import put_entries, take_entries
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column
 from rlpack.batch.ragged import Ragged, Rows, as_array, spans
@@ -16,100 +16,121 @@ from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.serialization import from_array, to_array
 
 
-def find(ids: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return where each of `wanted` stands in the distinct `ids`, -1 where it doesn't.
+def positions_of(ids: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """Return the position of each of `queries` in the distinct `ids`, int64; -1 if it is missing.
 
-    >>> find(np.array([7, 3, 5]), np.array([5, 4, 7]))
+    >>> positions_of(np.array([7, 3, 5]), np.array([5, 4, 7]))
     array([ 2, -1,  0])
     """
     if not ids.size:
-        return np.full(wanted.shape, -1, dtype=np.int64)
+        return np.full(queries.shape, -1, dtype=np.int64)
     order = np.argsort(ids, kind="stable")
-    nearest = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), ids.size - 1)]
-    return np.where(ids[nearest] == wanted, nearest, -1)
+    nearest = order[np.minimum(np.searchsorted(ids, queries, sorter=order), ids.size - 1)]
+    return np.where(ids[nearest] == queries, nearest, -1)
 
 
 def distinct_ids(row_ids: Rows) -> np.ndarray:
     """Return a copy of row ids, int64 [B].
 
     Raises:
-        DataError: they are no whole numbers, or two are alike.
+        DataError: they are not integers, or two are equal.
     """
     ids = as_array(row_ids, "row_ids")
     if ids.dtype == bool or (ids.dtype.kind == "u" and int(ids.max(initial=0)) >= 2**63):
-        raise DataError(f"row_ids are {ids.dtype}, the greatest {ids.max(initial=0)}; give int64")
-    if (differing := np.unique(ids).size) != ids.size:
-        raise DataError(f"row_ids are {ids.size} ids of which {differing} differ; all have to")
+        raise DataError(f"row_ids are {ids.dtype} with maximum {ids.max(initial=0)}; pass int64")
+    if (distinct := np.unique(ids).size) != ids.size:
+        raise DataError(f"row_ids are {ids.size} ids, of which {distinct} are distinct; all must be")
     return np.array(ids, dtype=np.int64)
 
 
 def lengths_of(column: Column) -> Tensor | None:
-    """Return the tokens of each row, int64 [B], of a ragged column, here or elsewhere; None for another."""
+    """Return the tokens of each row, int64 [B], of a ragged column, remote or not; None for other columns."""
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
 def same_lengths(left: Tensor, right: Tensor) -> bool:
-    """Return whether rows have the same numbers of tokens, int64 [B] each."""
+    """Return whether two columns' lengths, int64 [B] each, are equal."""
     return left is right or torch.equal(left.cpu(), right.cpu())
 
 
+class _TokenIndex(NamedTuple):
+    """The positions of the tokens that a gather reads, for columns of the same lengths."""
+
+    source_lengths: Tensor  # int64 [B]
+    lengths: Tensor  # int64 [n]
+    tokens: Tensor  # int64 [T]
+
+    def fits(self, source_lengths: Tensor, lengths: Tensor) -> bool:
+        """Return whether the index is that of a gather between these lengths."""
+        if self.source_lengths.device != lengths.device:
+            return False
+        return torch.equal(self.source_lengths, source_lengths) and torch.equal(self.lengths, lengths)
+
+
+def _are_consecutive(rows: np.ndarray) -> bool:
+    return bool(rows.size and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all())
+
+
 def select(columns: Mapping[str, Column], rows: np.ndarray) -> dict[str, Column]:
-    """Return every column with the rows at the positions `rows`, int64 [n]; rows in a line are views."""
-    if rows.size and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all():
+    """Return every column with the rows at the positions `rows`, int64 [n]; consecutive rows are views."""
+    if _are_consecutive(rows):
         first, last = int(rows[0]), int(rows[-1]) + 1
         return {
-            name: column[first:last] if isinstance(column, Tensor | list) else _pick(column, rows)
+            name: column[first:last] if isinstance(column, Tensor | list) else _select_tokens(column, rows)
             for name, column in columns.items()
         }
     return gather(columns, rows, {})
 
 
-def _pick(column: Ragged | RemoteColumn, rows: np.ndarray) -> Ragged | RemoteColumn:
+def _select_tokens(column: Ragged | RemoteColumn, rows: np.ndarray) -> Ragged | RemoteColumn:
     return column.select(rows) if isinstance(column, Ragged) else column.gather(rows)
 
 
-def gather(columns: Mapping[str, Column], rows: np.ndarray, cut: Mapping[str, Tensor]) -> dict[str, Column]:
-    """Return every column with the rows at `rows`, those named in `cut` shortened to its lengths, int64 [n].
+def gather(columns: Mapping[str, Column], rows: np.ndarray, truncated: Mapping[str, Tensor]) -> dict[str, Column]:
+    """Return every column with the rows at `rows`, int64 [n].
 
-    Ragged columns of the same lengths share one index, which costs as much as a column of int64.
+    Rows of the ragged columns named in `truncated` are cut to its lengths, int64 [n]. Ragged columns of the same
+    lengths share one token index, which is as large as a column of int64.
     """
-    picked: dict[str, Column] = {}
-    known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    rows = rows if rows.flags.writeable else rows.copy()  # a plan's that came through Ray, which torch would warn of
+    if not truncated and _are_consecutive(rows):
+        return select(columns, rows)
+    gathered: dict[str, Column] = {}
+    token_indices: list[_TokenIndex] = []
+    rows = rows if rows.flags.writeable else rows.copy()  # torch warns of read-only memory, which Ray returns
     for name, column in columns.items():
         if isinstance(column, list):
-            picked[name] = [column[row] for row in rows.tolist()]
+            gathered[name] = [column[row] for row in rows.tolist()]
             continue
         if isinstance(column, RemoteColumn):
-            picked[name] = column.gather(rows, cut.get(name))
+            gathered[name] = column.gather(rows, truncated.get(name))
             continue
         device = column.values.device if isinstance(column, Ragged) else column.device
         index = torch.from_numpy(rows).to(device)
         if isinstance(column, Tensor):
-            picked[name] = take(column, index)
+            gathered[name] = take_entries(column, index)
             continue
-        lengths = cut[name].to(device) if name in cut else column.lengths[index]
-        picked[name] = _take(column, index, lengths, known)
-    return picked
+        lengths = truncated[name].to(device) if name in truncated else column.lengths[index]
+        gathered[name] = _gather_tokens(column, index, lengths, token_indices)
+    return gathered
 
 
-def _take(column: Ragged, rows: Tensor, lengths: Tensor, known: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Ragged:
-    """Return the first `lengths` tokens of the given rows; `known` remembers the token index of earlier columns."""
+def _gather_tokens(column: Ragged, rows: Tensor, lengths: Tensor, token_indices: list[_TokenIndex]) -> Ragged:
+    """Return the first `lengths` tokens of the given rows, reusing or extending `token_indices`."""
     if can_copy(column.values):
         return column.gather(rows, lengths)
-    for source, target, wanted, tokens in known:
-        if source.device == lengths.device and torch.equal(source, column.lengths) and torch.equal(target, lengths):
-            return Ragged(take(column.values, tokens), wanted)
-    tokens = spans(column.offsets[:-1][rows], lengths)
-    known.append((column.lengths, lengths, lengths, tokens))
-    return Ragged(take(column.values, tokens), lengths)
+    for index in token_indices:
+        if index.fits(column.lengths, lengths):
+            return Ragged(take_entries(column.values, index.tokens), index.lengths)
+    index = _TokenIndex(column.lengths, lengths, spans(column.offsets[:-1][rows], lengths))
+    token_indices.append(index)
+    return Ragged(take_entries(column.values, index.tokens), lengths)
 
 
 def concat(name: str, parts: Sequence[Column]) -> Column:
     """Return the rows of all parts of column `name`, one after the other.
 
     Raises:
-        DataError: the parts are of different kinds, types, devices or shapes.
+        DataError: the parts differ in kind, dtype, device or shape.
     """
     ragged = [part for part in parts if isinstance(part, Ragged)]
     dense = [part for part in parts if isinstance(part, Tensor)]
@@ -131,13 +152,15 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
     return torch.cat(dense)
 
 
-def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray], num_rows: int) -> dict[str, Column]:
+def place_rows(
+    parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray], num_rows: int
+) -> dict[str, Column]:
     """Return columns of `num_rows` rows, in which row i of part p is row `positions[p][i]`; others are zeros or None.
 
-    Tokens on the CPU go from the parts straight to their place.
+    Tokens on the CPU are copied once, from the parts to their final position.
 
     Raises:
-        DataError: a column is not in all parts, or not of one kind.
+        DataError: a column is not in all parts, or differs in kind.
     """
     placed: dict[str, Column] = {}
     rest: list[str] = []
@@ -146,10 +169,8 @@ def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray]
         columns = [part[name] for part in parts]
         remote = [column for column in columns if isinstance(column, RemoteColumn)]
         ragged = [column for column in columns if isinstance(column, Ragged) and can_copy(column.values)]
-        if (
-            len(ragged) == len(columns)
-            and len({(column.values.dtype, column.values.shape[1:]) for column in ragged}) == 1
-        ):
+        has_one_type = len({(column.values.dtype, column.values.shape[1:]) for column in ragged}) == 1
+        if len(ragged) == len(columns) and has_one_type:
             placed[name] = _place_ragged(ragged, positions, num_rows)
         elif len(remote) == len(columns):
             placed[name] = RemoteColumn.place(remote, positions, num_rows)
@@ -161,7 +182,7 @@ def place(parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray]
 
 
 def _place_ragged(parts: Sequence[Ragged], positions: Sequence[np.ndarray], num_rows: int) -> Ragged:
-    """Return the ragged column of `place`; rows that no part has are empty."""
+    """Return the ragged column of `place_rows`; rows that no part has are empty."""
     rows = torch.from_numpy(np.concatenate(positions))
     sizes = torch.cat([part.lengths for part in parts])
     starts = torch.cat([part.offsets[:-1] for part in parts])
@@ -175,7 +196,7 @@ def _place_ragged(parts: Sequence[Ragged], positions: Sequence[np.ndarray], num_
 
 
 def _scatter(columns: Mapping[str, Column], positions: np.ndarray, num_rows: int) -> dict[str, Column]:
-    """Return columns of `num_rows` rows whose row `positions[i]` is row i; the others are zeros, empty or None."""
+    """Return columns of `num_rows` rows whose row `positions[i]` is row i; others are zeros, empty or None."""
     ordered = select(columns, np.argsort(positions, kind="stable"))
     if positions.size == num_rows:
         return ordered
@@ -183,7 +204,7 @@ def _scatter(columns: Mapping[str, Column], positions: np.ndarray, num_rows: int
 
 
 def _spread(column: Column, positions: np.ndarray, num_rows: int) -> Column:
-    """Return a column in which row i of `column` stands at the ascending `positions[i]`."""
+    """Return a column whose row `positions[i]` (ascending) is row i of `column`."""
     if isinstance(column, list):
         placed: list = [None] * num_rows
         for position, item in zip(positions.tolist(), column, strict=True):
@@ -191,8 +212,8 @@ def _spread(column: Column, positions: np.ndarray, num_rows: int) -> Column:
         return placed
     index = torch.from_numpy(positions)
     if isinstance(column, Tensor):
-        return put(column.new_zeros((num_rows, *column.shape[1:])), index.to(column.device), column)
-    assert isinstance(column, Ragged), "columns that lie elsewhere are placed, not moved"
+        return put_entries(column.new_zeros((num_rows, *column.shape[1:])), index.to(column.device), column)
+    assert isinstance(column, Ragged), "remote columns are placed, not scattered"
     lengths = column.lengths.new_zeros(num_rows).index_copy(0, index.to(column.lengths.device), column.lengths)
     return Ragged(column.values, lengths)
 
@@ -201,49 +222,50 @@ def join(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """Return the columns of all batches, their rows one after the other.
 
     Raises:
-        DataError: a column is not in all of them, or not of one kind.
+        DataError: a column is not in all of them, or differs in kind.
     """
     check_same_names(batches)
     return {name: concat(name, [batch[name] for batch in batches]) for name in batches[0]}
 
 
 def check_same_names(batches: Sequence[Mapping[str, Column]]) -> None:
-    """Raise a `DataError` that names a column which is not in all batches."""
-    for place, batch in enumerate(batches):
+    """Raise a `DataError` unless all batches have the same columns."""
+    for number, batch in enumerate(batches):
         differing = sorted(set(batches[0]) ^ set(batch))
         if differing:
-            raise DataError(f"column {differing[0]!r} is not in all batches; number 0 and {place} differ in it")
+            raise DataError(f"column {differing[0]!r} is not in all batches; batches 0 and {number} differ")
 
 
-def fill(column: Column, positions: np.ndarray, planned: np.ndarray, counts: Tensor) -> Column:
-    """Return `column` filled up with zeros to `counts` tokens (int64 [B]) if it is a column of the plan's tokens.
+def rename(columns: Mapping[str, Column], names: Mapping[str, str]) -> dict[str, Column]:
+    """Return the columns renamed, `{old: new}`.
 
-    It is one if the rows at `positions` are exactly as long as `planned` says.
+    Raises:
+        DataError: two columns would have the same name.
     """
-    lengths = lengths_of(column)
-    if lengths is None or not np.array_equal(lengths.cpu().numpy()[positions], planned):
-        return column
-    assert isinstance(column, Ragged | RemoteColumn)
-    return column.with_lengths(counts.to(lengths.device))
+    renamed = [names.get(name, name) for name in columns]
+    duplicates = {name for name in renamed if renamed.count(name) > 1}
+    if duplicates:
+        raise DataError(f"renaming would make two columns {sorted(duplicates)}; the batch has {', '.join(columns)}")
+    return dict(zip(renamed, columns.values(), strict=True))
 
 
-def as_sent(columns: Mapping[str, Column]) -> dict[str, Any]:
+def to_picklable(columns: Mapping[str, Column]) -> dict[str, Any]:
     """Return columns as they are pickled: tensors as out-of-band arrays (`rlpack.batch.serialization`).
 
     Raises:
         DataError: a column is on the autograd graph.
     """
-    sent: dict[str, Any] = {}
+    picklable: dict[str, Any] = {}
     for name, column in columns.items():
         try:
-            sent[name] = to_array(column) if isinstance(column, Tensor) else column
+            picklable[name] = to_array(column) if isinstance(column, Tensor) else column
             if isinstance(column, Ragged) and column.values.requires_grad:
                 to_array(column.values)
         except DataError as error:
             raise DataError(f"column {name!r}: {error}") from error
-    return sent
+    return picklable
 
 
-def as_received(sent: Mapping[str, Any]) -> dict[str, Column]:
-    """Return the columns that `as_sent` was given."""
-    return {name: from_array(*column) if isinstance(column, tuple) else column for name, column in sent.items()}
+def from_picklable(columns: Mapping[str, Any]) -> dict[str, Column]:
+    """Return the columns that `to_picklable` was called with."""
+    return {name: from_array(*column) if isinstance(column, tuple) else column for name, column in columns.items()}

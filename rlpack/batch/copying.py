@@ -1,4 +1,7 @@
-"""Copy runs of tokens from one column into another: each byte once, whole rows at a time, as fast as memory goes."""
+"""Copy runs of tokens between columns at memory bandwidth, each byte once.
+
+A run is a range of consecutive entries. Large copies use a Numba loop over memcpy on several threads, small ones NumPy.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Below this a second thread takes longer to start than it saves.
+# Bytes per thread; below this, starting another thread takes longer than it saves.
 _THREAD_BYTES = 2**23
-# What is copied in less time than Numba takes to compile the loop, which it can't keep on disk, goes without.
+# Copies below both limits take less time than compiling the Numba loop, which can't be cached on disk.
 _SMALL_BYTES, _FEW_RUNS = 2**20, 2**10
 
 
@@ -23,9 +26,9 @@ def can_copy(values: Tensor) -> bool:
 
 
 def new_values(like: Tensor, count: int) -> Tensor:
-    """Return room for `count` entries on the CPU, of the type and shape of those of `like`; it holds anything.
+    """Return an uninitialized CPU tensor of `count` entries with the dtype and entry shape of `like`.
 
-    NumPy asks for huge pages where torch does not: memory that is written once comes several times faster.
+    NumPy requests huge pages and torch does not, which makes the first write several times as fast.
     """
     if size := count * prod(like.shape[1:]) * like.element_size():
         return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(like.dtype).view(count, *like.shape[1:])
@@ -33,7 +36,7 @@ def new_values(like: Tensor, count: int) -> Tensor:
 
 
 def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor) -> None:
-    """Copy run i, `lengths[i]` entries from `starts[i]` of `source` on, to `goals[i]` of `target` (int64 [n] each).
+    """Copy run i, `lengths[i]` entries, from `starts[i]` of `source` to `goals[i]` of `target` (int64 [n] each).
 
     See `copy_from`.
     """
@@ -43,14 +46,13 @@ def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, len
 def copy_from(
     sources: Sequence[Tensor], target: Tensor, source_of_run: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor
 ) -> None:
-    """Copy run i from `starts[i]` of source `source_of_run[i]` on to `goals[i]` of `target` (int64 [n] each).
+    """Copy run i from `starts[i]` of source `source_of_run[i]` to `goals[i]` of `target` (int64 [n] each).
 
-    All are CPU tensors of one type and shape but for their first dimension, `target` in one piece. Runs lie inside of
-    both, and no two overlap in `target`. They are taken in the order in which they are given: rising goals are
-    fastest, since memory that is written for the first time comes page by page.
+    All are CPU tensors of one dtype and entry shape; `target` is contiguous. Runs must not overlap in `target`. They
+    are copied in order; ascending goals are fastest, because memory is allocated page by page at the first write.
 
     Raises:
-        IndexError: a run lies outside of its column.
+        IndexError: a run is outside of its column.
     """
     if not target.numel() or not lengths.numel():
         return
@@ -60,34 +62,34 @@ def copy_from(
     _check_inside(runs, [source.numel() * source.element_size() for source in sources], len(target) * width)
     threads = min(torch.get_num_threads(), 1 + total // _THREAD_BYTES)
     bounds = np.searchsorted(np.cumsum(runs[3]), np.linspace(0, total, threads + 1)[1:-1])
-    parts = np.split(runs, bounds, axis=1)
-    copy = _copy_plainly if total < _SMALL_BYTES and runs.shape[1] < _FEW_RUNS else _copier()
-    taken, given = [_bytes(source) for source in sources], _bytes(target)
+    shares = np.split(runs, bounds, axis=1)
+    copy = _copy_by_numpy if total < _SMALL_BYTES and runs.shape[1] < _FEW_RUNS else _copier()
+    source_bytes, target_bytes = [_bytes(source) for source in sources], _bytes(target)
     if threads == 1:
-        copy(taken, given, *parts[0])
+        copy(source_bytes, target_bytes, *shares[0])
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda part: copy(taken, given, *part), parts))
+        list(pool.map(lambda share: copy(source_bytes, target_bytes, *share), shares))
 
 
 def _check_inside(runs: np.ndarray, sources: Sequence[int], target: int) -> None:
-    """Raise an `IndexError` unless all runs lie inside of sources and target of these bytes."""
+    """Raise an `IndexError` unless all runs are inside sources and target of these sizes, in bytes."""
     of_run, starts, goals, sizes = runs
     if of_run.min() >= 0 and of_run.max() < len(sources) and runs.min() >= 0:
         ends = np.asarray(sources, dtype=np.int64)[of_run]
         if (starts + sizes <= ends).all() and (goals + sizes).max() <= target:
             return
-    raise IndexError("a run of tokens lies outside of its column")
+    raise IndexError("a run of tokens is outside of its column")
 
 
 def _bytes(values: Tensor) -> np.ndarray:
-    """Return the memory of a tensor, uint8; what is not in one piece is copied first."""
-    whole = values.resolve_conj().resolve_neg().contiguous()
-    # A tensor of one entry is in one piece whatever its stride says, and keeps it.
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+    """Return the memory of a tensor as uint8; a tensor that is not contiguous is copied first."""
+    dense = values.resolve_conj().resolve_neg().contiguous()
+    # A tensor of one entry counts as contiguous whatever its stride, which contiguous() leaves as it is.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def _copy_plainly(
+def _copy_by_numpy(
     sources: Sequence[np.ndarray],
     target: np.ndarray,
     source_of_run: np.ndarray,
@@ -95,7 +97,7 @@ def _copy_plainly(
     goals: np.ndarray,
     sizes: np.ndarray,
 ) -> None:
-    """Copy runs of bytes by NumPy, for want of Numba."""
+    """Copy runs of bytes with NumPy."""
     runs = zip(source_of_run.tolist(), starts.tolist(), goals.tolist(), sizes.tolist(), strict=True)
     for source, start, goal, size in runs:
         target[goal : goal + size] = sources[source][start : start + size]
@@ -103,19 +105,19 @@ def _copy_plainly(
 
 @cache
 def _copier() -> Callable[..., None]:
-    """Return what copies runs of bytes: a compiled loop over memcpy that lets other threads run, where there is Numba.
+    """Return the function that copies runs of bytes: a compiled loop over memcpy, or NumPy's without Numba.
 
-    Compiled slices copy entry by entry, which for bytes takes ten times as long.
+    The loop releases the GIL. It calls memcpy because slices in Numba copy entry by entry, ten times as slow for bytes.
     """
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in {"", "0"}:
-        return _copy_plainly
+        return _copy_by_numpy
     try:
         import numba
         from llvmlite import ir
         from numba.core import cgutils, types
         from numba.extending import intrinsic
     except ImportError:
-        return _copy_plainly
+        return _copy_by_numpy
 
     @intrinsic
     def memcpy(context: Any, target: Any, source: Any, size: Any) -> Any:
@@ -139,7 +141,7 @@ def _copier() -> Callable[..., None]:
         goal = target.ctypes.data
         for run in range(sizes.size):
             start = addresses[source_of_run[run]] + starts[run]
-            # Numba gives the first argument, its typing context.
+            # Numba passes the first argument, the typing context.
             memcpy(goal + goals[run], start, sizes[run])  # pyright: ignore[reportCallIssue]
 
     def copy(sources: Sequence[np.ndarray], target: np.ndarray, *runs: np.ndarray) -> None:

@@ -1,12 +1,12 @@
-"""The errors of everything that holds or reads data."""
+"""Errors of batches and datasets."""
 
 
 class DataError(ValueError):
-    """A column, a row or a file that can't be used; the text names it, what was found and the way out."""
+    """An invalid column, row or file; the message names it, its value and the fix."""
 
 
 class MissingColumnError(DataError, KeyError):
-    """A column that a batch does not have; also a `KeyError`, as mappings ask for."""
+    """A column that a batch does not have; also a `KeyError`, as mappings require."""
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -1,8 +1,8 @@
-"""The table of columns whose meaning is fixed: what kind they are, their type and what padding holds.
+"""The table of columns with a fixed meaning: their kind, dtype and padding value.
 
 Entry t of a per-token column describes token t: `logprobs[t] = log p(token_t | tokens before t)`, which is 0 and
-masked at t = 0. Masks come from what was sampled, never from token values. A column that is not in the table may be
-anything. A column that lies elsewhere (`rlpack.batch.remote.RemoteColumn`) is of the kind and type that it has there.
+masked at t = 0. Masks come from what was sampled, never from token values. Columns outside the table may have any kind
+and dtype. A remote column (`rlpack.batch.remote.RemoteColumn`) has the kind and dtype of the column it refers to.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Field:
     Attributes:
         name: key in a `BatchedDataDict`.
         kind: `per-token` is a `Ragged`, `per-row` a tensor [B], `list` a list of Python objects.
-        dtype: type of the values; None for a list.
-        padding: what a padded slot holds; token ids take the model's own instead.
-        or_per_row: a tensor [B] will do for a per-token column: one value for all tokens of a row.
-        is_name: entries of the list are short names, which travel with the rows; other lists stay where they are made.
+        dtype: dtype of the values; None for a list.
+        padding: value of padded slots; token ids use the model's pad token instead.
+        or_per_row: a per-token column may also be a tensor [B], one value for all tokens of a row.
+        is_name: entries of the list are short names, which are never offloaded.
     """
 
     name: str
@@ -39,26 +39,26 @@ class Field:
     is_name: bool = False
 
     def check(self, column: Column) -> None:
-        """Raise a `DataError` unless `column` is of this field's kind and type."""
+        """Raise a `DataError` unless `column` has this field's kind and dtype."""
         kind, dtype = describe(column)
         is_kind = kind == self.kind or (self.or_per_row and kind == "per-row")
         if not is_kind or dtype != self.dtype:
-            wanted = f"{self.kind} {self.dtype}" if self.dtype else self.kind
-            raise DataError(f"column {self.name!r} is {kind} {dtype or ''}; rlpack.batch.fields requires {wanted}")
+            required = f"{self.kind} {self.dtype}" if self.dtype else self.kind
+            raise DataError(f"column {self.name!r} is {kind} {dtype or ''}; rlpack.batch.fields requires {required}")
         if isinstance(column, torch.Tensor) and column.ndim != 1:
             raise DataError(
-                f"column {self.name!r} is {list(column.shape)}; it has to be [B], one value a row (rlpack.batch.fields)"
+                f"column {self.name!r} is {list(column.shape)}; it must be [B], one value per row (rlpack.batch.fields)"
             )
 
 
 def describe(column: Column) -> tuple[Kind, torch.dtype | None]:
-    """Return a column's kind and type.
+    """Return a column's kind and dtype.
 
     >>> describe(torch.zeros(2))
     ('per-row', torch.float32)
 
     Raises:
-        DataError: it is none of the three kinds.
+        DataError: it has none of the three kinds.
     """
     if isinstance(column, RemoteColumn):
         return describe(column.empty)
@@ -82,6 +82,7 @@ _TABLE = (
     Field("returns", "per-token", torch.float32),
     Field("loss_weight", "per-row", torch.float32),
     Field("token_weight", "per-row", torch.float32),
+    Field("response_lengths", "per-row", torch.int64),
     Field("response_tokens", "per-row", torch.int64),
     Field("value_tokens", "per-row", torch.int64),
     Field("kl_sum", "per-row", torch.float64),

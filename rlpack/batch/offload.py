@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.columns import as_sent, select
+from rlpack.batch.columns import select, to_picklable
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import FIELDS, Column
 from rlpack.batch.ragged import Ragged
@@ -102,7 +102,7 @@ def _size(payload: Payload) -> int:
     size = 0
     for name, column in payload.items():
         if isinstance(column, Ragged):
-            as_sent({name: column})
+            to_picklable({name: column})
             size += column.values.numel() * column.values.element_size() + 8 * column.num_rows
             continue
         try:

@@ -1,4 +1,7 @@
-"""`Ragged`: a column with one run of tokens per row, without padding."""
+"""`Ragged`: a column with a variable number of tokens per row, without padding.
+
+Shape letters: B rows, T tokens over all rows, L tokens of the longest row, n selected rows.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.copying import can_copy, copy_runs, new_values
-from rlpack.batch.dtypes import put, take
+from rlpack.batch.dtypes import put_entries, take_entries
 from rlpack.batch.errors import DataError
 from rlpack.batch.serialization import from_array, to_array
 
@@ -20,13 +23,15 @@ _FLOATS = (float, np.floating)
 
 
 def row_index(rows: Rows, num_rows: int) -> np.ndarray:
-    """Return `rows` as int64 positions in `[0, num_rows)`; negative ones count from the end, a bool mask selects.
+    """Return `rows` as int64 positions in `[0, num_rows)`.
+
+    Negative positions count from the end; a bool mask [num_rows] selects its true rows.
 
     >>> row_index([-1, 0], 3)
     array([2, 0])
 
     Raises:
-        DataError: a row does not exist, or `rows` is not one-dimensional and whole.
+        DataError: a row does not exist, or `rows` is not a one-dimensional list of integers or booleans.
     """
     index = as_array(rows, "rows")
     if index.dtype == bool:
@@ -41,40 +46,40 @@ def row_index(rows: Rows, num_rows: int) -> np.ndarray:
 
 
 def as_array(values: Rows, what: str) -> np.ndarray:
-    """Return whole numbers or booleans as an array of one dimension; `what` is what errors call them.
+    """Return integers or booleans as a one-dimensional array; error messages call them `what`.
 
     Raises:
-        DataError: they are neither, or some of a list are booleans and others are not.
+        DataError: they are neither, or a list mixes both.
     """
     if isinstance(values, (list, tuple)) and len({isinstance(value, (bool, np.bool_)) for value in values}) > 1:
-        raise DataError(f"{what} mix booleans with numbers; give whole numbers, or a mask of booleans alone")
+        raise DataError(f"{what} mix booleans with numbers; pass integers, or a mask of booleans only")
     try:
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{what} can't be read as an array: {error}; give one list of whole numbers") from error
+        raise DataError(f"{what} can't be read as an array: {error}; pass a flat list of integers") from error
     if array.size == 0 and array.dtype != bool:
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise DataError(f"{what} are {array.dtype} with {array.ndim} dimensions; give one list of whole numbers")
+        raise DataError(f"{what} are {array.dtype} with {array.ndim} dimensions; pass a flat list of integers")
     return array
 
 
-def repeated(num_rows: int, n: int) -> np.ndarray:
-    """Return every position of `num_rows` rows `n` times, copies side by side, int64 [n · num_rows].
+def repeat_positions(num_rows: int, n: int) -> np.ndarray:
+    """Return each position of `num_rows` rows `n` times in a row, int64 [n · num_rows].
 
-    >>> repeated(2, 3)
+    >>> repeat_positions(2, 3)
     array([0, 0, 0, 1, 1, 1])
 
     Raises:
-        DataError: `n` is no whole number of at least 0.
+        DataError: `n` is not an integer of at least 0.
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
-        raise DataError(f"n is {n!r}; rows are repeated a whole number of times, at least 0")
+        raise DataError(f"n is {n!r}; it must be an integer of at least 0")
     return np.repeat(np.arange(num_rows), n)
 
 
 def spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the concatenation of `arange(start, start + length)`, int64 [T], for every pair of entries.
+    """Return the concatenation of `arange(start, start + length)` over all pairs, int64 [T].
 
     >>> spans(torch.tensor([5, 0]), torch.tensor([2, 3]))
     tensor([5, 6, 0, 1, 2])
@@ -87,35 +92,35 @@ def spans(starts: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Tokens of all rows end to end, and how many each row has. Rows may be empty; there may be none.
+    """The tokens of all rows end to end, and the number of tokens of each row, which may be 0.
 
-    Nothing writes into a `Ragged`: methods return new ones, which share memory where they can.
+    A `Ragged` is immutable: methods return new ones, which share memory where possible.
 
     >>> column = Ragged(torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))
     >>> column.select([2, 0]).values
     tensor([3, 1, 2])
 
     Attributes:
-        values: one entry a token, [T, ...].
+        values: one entry per token, [T, ...].
         lengths: tokens of each row, int64 [B], on the device of `values`; their sum is T.
 
     Raises:
-        DataError: lengths are not int64 [B], negative, or don't add up to T.
+        DataError: lengths are not int64 [B], are negative, or don't add up to T.
     """
 
     values: Tensor
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        """Check that lengths and values fit."""
+        """Check that lengths and values match."""
         values, lengths = self.values, self.lengths
         if not isinstance(values, Tensor) or not isinstance(lengths, Tensor):
-            raise DataError(f"values are a {type(values).__name__}, lengths a {type(lengths).__name__}; give tensors")
+            raise DataError(f"values are a {type(values).__name__}, lengths a {type(lengths).__name__}; pass tensors")
         if values.ndim < 1 or lengths.ndim != 1 or lengths.dtype != torch.int64:
             shapes = f"values {list(values.shape)}, lengths {lengths.dtype} {list(lengths.shape)}"
             raise DataError(f"{shapes}; a ragged column needs values [T, ...] and lengths int64 [B]")
         if lengths.device != values.device:
-            raise DataError(f"values are on {values.device} and lengths on {lengths.device}; put them on one device")
+            raise DataError(f"values are on {values.device} and lengths on {lengths.device}; move them to one device")
         if lengths.numel() and int(lengths.min()) < 0:
             row = int(lengths.argmin())
             raise DataError(f"row {row} has length {int(lengths[row])}; a length is at least 0")
@@ -130,39 +135,38 @@ class Ragged:
         tensor([1, 2, 3])
 
         Raises:
-            DataError: there are not B lengths, they are not whole numbers, or one is outside 0 to L.
+            DataError: there are not B lengths, they are not integers, or one is outside 0 to L.
         """
-        _check_whole(lengths)
+        _check_integers(lengths)
         if padded.ndim < 2 or lengths.shape != padded.shape[:1]:
-            raise DataError(
-                f"padded is {list(padded.shape)} and lengths are {list(lengths.shape)}; give [B, L] and [B]"
-            )
+            shapes = f"padded is {list(padded.shape)} and lengths are {list(lengths.shape)}"
+            raise DataError(f"{shapes}; they must be [B, L, ...] and [B]")
         rows, width = padded.shape[:2]
         lengths = lengths.to(device=padded.device, dtype=torch.int64)
         if rows and (int(lengths.min()) < 0 or int(lengths.max()) > width):
             raise DataError(f"lengths go from {int(lengths.min())} to {int(lengths.max())}; rows have {width} entries")
         starts = torch.arange(rows, device=padded.device) * width
-        return cls(take(padded.reshape(rows * width, *padded.shape[2:]), spans(starts, lengths)), lengths)
+        return cls(take_entries(padded.reshape(rows * width, *padded.shape[2:]), spans(starts, lengths)), lengths)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor | Iterable[Any]], dtype: torch.dtype | None = None) -> "Ragged":
-        """Return a column whose row b holds the tokens `rows[b]`: 1-D tensors or plain lists.
+        """Return a column whose row b has the tokens `rows[b]`, a 1-D tensor or a list.
 
         >>> Ragged.from_rows([[1, 2], [], [3]], torch.int64).lengths
         tensor([2, 0, 1])
 
         Raises:
-            DataError: without a row and a type there is nothing to tell the column's type from; a value does not fit
-                the type, as a fraction does not fit one of whole numbers.
+            DataError: `dtype` is missing and rows are not tensors, or a value does not fit the dtype, such as a
+                fraction in an integer column.
         """
         if rows and all(isinstance(row, Tensor) for row in rows):
             tensors = [row for row in rows if isinstance(row, Tensor)]
             values = torch.cat(tensors)
             if dtype is not None and values.is_floating_point() and not dtype.is_floating_point:
-                raise DataError(f"rows are {values.dtype}, the column {dtype}, which has no fractions; convert them")
+                raise DataError(f"rows are {values.dtype}, the column is {dtype}, which has no fractions; convert them")
             return cls(values if dtype is None else values.to(dtype), torch.tensor([len(row) for row in tensors]))
         if dtype is None:
-            raise DataError("from_rows needs a dtype, unless it is given tensors")
+            raise DataError("from_rows needs a dtype, unless rows are tensors")
         lists = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
         lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
         return cls(_from_lists(lists, dtype), lengths)
@@ -175,29 +179,29 @@ class Ragged:
         tensor([1, 1])
 
         Raises:
-            DataError: there is no column, or types, devices or shapes differ.
+            DataError: there is no column, or dtypes, devices or shapes differ.
         """
         if not columns:
             raise DataError("concat needs at least one ragged column")
         kinds = {(str(c.values.dtype), str(c.values.device), tuple(c.values.shape[1:])) for c in columns}
         if len(kinds) > 1:
-            raise DataError(f"ragged columns differ in type, device or shape: {sorted(map(str, kinds))}")
+            raise DataError(f"ragged columns differ in dtype, device or shape: {sorted(map(str, kinds))}")
         return cls(torch.cat([c.values for c in columns]), torch.cat([c.lengths for c in columns]))
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each row starts, and at the end T: int64 [B + 1]."""
+        """Return the start of each row, and T at the end, int64 [B + 1]."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     @property
     def segment_ids(self) -> Tensor:
-        """The row of every token, int64 [T]."""
+        """Return the row of each token, int64 [T]."""
         rows = torch.arange(self.num_rows, device=self.values.device)
         return torch.repeat_interleave(rows, self.lengths, output_size=self.values.shape[0])
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are (B)."""
+        """Return the number of rows (B)."""
         return self.lengths.shape[0]
 
     def __len__(self) -> int:
@@ -213,9 +217,9 @@ class Ragged:
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def select(self, rows: Rows) -> "Ragged":
-        """Return the given rows in the given order; a row may come more than once.
+        """Return the given rows in the given order, which may repeat.
 
-        Neighbouring rows in their own order are a view, others one gather.
+        Consecutive rows are a view.
 
         Raises:
             DataError: a row does not exist.
@@ -228,51 +232,58 @@ class Ragged:
         return self.gather(positions, self.lengths[positions])
 
     def gather(self, rows: Tensor, lengths: Tensor) -> "Ragged":
-        """Return the first `lengths[i]` tokens of row `rows[i]` (int64 [n]); no length passes its row's."""
+        """Return the first `lengths[i]` tokens of row `rows[i]` (int64 [n]), at most as many as the row has."""
         if can_copy(self.values):
             values = new_values(self.values, int(lengths.sum()))
             copy_runs(self.values, values, self.offsets[:-1][rows], lengths.cumsum(0) - lengths, lengths)
             return Ragged(values, lengths)
-        return Ragged(take(self.values, spans(self.offsets[:-1][rows], lengths)), lengths)
+        return Ragged(take_entries(self.values, spans(self.offsets[:-1][rows], lengths)), lengths)
 
     def repeat_interleave(self, n: int) -> "Ragged":
-        """Return every row `n` times, copies side by side.
+        """Return every row `n` times, copies next to each other.
 
         >>> Ragged.from_rows([[1, 2], [3]], torch.int64).repeat_interleave(2).values
         tensor([1, 2, 1, 2, 3, 3])
 
         Raises:
-            DataError: `n` is no whole number of at least 0.
+            DataError: `n` is not an integer of at least 0.
         """
-        return self.select(repeated(self.num_rows, n))
+        return self.select(repeat_positions(self.num_rows, n))
 
     def with_values(self, values: Tensor) -> "Ragged":
-        """Return a column of the same lengths that holds `values` [T, ...]."""
+        """Return a column of the same lengths with other `values`, [T, ...]."""
         return Ragged(values, self.lengths)
 
+    def count_nonzero(self) -> Tensor:
+        """Return the number of nonzero tokens of each row, int64 [B]; for a mask, its true tokens.
+
+        >>> Ragged.from_rows([[True, False, True], []], torch.bool).count_nonzero()
+        tensor([2, 0])
+        """
+        nonzero = (self.values != 0).long()
+        return self.lengths.new_zeros(self.num_rows).index_add(0, self.segment_ids, nonzero)
+
     def with_lengths(self, lengths: Tensor) -> "Ragged":
-        """Return the column with rows cut, or filled up with zeros at their end, to `lengths` (int64 [B]).
+        """Return the column with rows cut, or zero-padded at the end, to `lengths` (int64 [B]).
 
         >>> Ragged.from_rows([[1, 2], [3]], torch.int64).with_lengths(torch.tensor([1, 3])).values
         tensor([1, 3, 0, 0])
 
         Raises:
-            DataError: there is not one length a row, or one is negative or no whole number.
+            DataError: lengths are not B integers of at least 0.
         """
-        _check_whole(lengths)
+        _check_integers(lengths)
         if lengths.shape != self.lengths.shape:
-            raise DataError(f"{lengths.numel()} lengths were given for {self.num_rows} rows")
+            raise DataError(f"there are {lengths.numel()} lengths and {self.num_rows} rows; pass one length per row")
         if lengths.numel() and int(lengths.min()) < 0:
-            raise DataError(
-                f"row {int(lengths.argmin())} is to have {int(lengths.min())} tokens; a length is at least 0"
-            )
-        kept = torch.minimum(self.lengths, lengths)
-        filled = self.values.new_zeros((int(lengths.sum()), *self.values.shape[1:]))
-        tokens = take(self.values, spans(self.offsets[:-1], kept))
-        return Ragged(put(filled, spans(lengths.cumsum(0) - lengths, kept), tokens), lengths)
+            raise DataError(f"row {int(lengths.argmin())} has length {int(lengths.min())}; a length is at least 0")
+        copied = torch.minimum(self.lengths, lengths)
+        padded = self.values.new_zeros((int(lengths.sum()), *self.values.shape[1:]))
+        tokens = take_entries(self.values, spans(self.offsets[:-1], copied))
+        return Ragged(put_entries(padded, spans(lengths.cumsum(0) - lengths, copied), tokens), lengths)
 
     def to_padded(self, pad_value: float = 0, length: int | None = None) -> Tensor:
-        """Return the rows side by side, filled up at their end with `pad_value`: [B, L, ...].
+        """Return the rows padded at the end with `pad_value`, [B, L, ...].
 
         L is `length`, or the longest row.
 
@@ -286,10 +297,10 @@ class Ragged:
         longest = int(self.lengths.max()) if self.num_rows else 0
         width = longest if length is None else length
         if width < longest:
-            raise DataError(f"row {int(self.lengths.argmax())} has {longest} tokens, over the length of {width}")
+            raise DataError(f"row {int(self.lengths.argmax())} has {longest} tokens, which exceeds the length {width}")
         padded = self.values.new_full((self.num_rows * width, *self.values.shape[1:]), pad_value)
         starts = torch.arange(self.num_rows, device=self.values.device) * width
-        padded = put(padded, spans(starts, self.lengths), self.values)
+        padded = put_entries(padded, spans(starts, self.lengths), self.values)
         return padded.view(self.num_rows, width, *self.values.shape[1:])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Ragged":
@@ -298,7 +309,7 @@ class Ragged:
         return Ragged(self.values.to(**move), self.lengths.to(**move))
 
     def pin_memory(self) -> "Ragged":
-        """Return the column in page-locked memory, from which copies to a GPU can overlap."""
+        """Return the column in page-locked memory, from which copies to a GPU are asynchronous."""
         return Ragged(self.values.pin_memory(), self.lengths.pin_memory())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -313,30 +324,29 @@ class Ragged:
         return f"Ragged({kind}, {self.num_rows} rows, {self.values.shape[0]} tokens{inner})"
 
 
-def _check_whole(lengths: Tensor) -> None:
-    """Raise a `DataError` unless `lengths` is a tensor of whole numbers."""
+def _check_integers(lengths: Tensor) -> None:
+    """Raise a `DataError` unless `lengths` is an integer tensor."""
     if not isinstance(lengths, Tensor):
-        raise DataError(f"lengths are a {type(lengths).__name__}; give a tensor of whole numbers, one a row")
+        raise DataError(f"lengths are a {type(lengths).__name__}; pass an integer tensor, one length per row")
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise DataError(f"lengths are {lengths.dtype}; give whole numbers (torch.int64)")
+        raise DataError(f"lengths are {lengths.dtype}; they must be integers (torch.int64)")
 
 
 def _from_lists(lists: Sequence[list[Any]], dtype: torch.dtype) -> Tensor:
-    """Return the numbers of all lists, one list after the other, as `dtype`."""
+    """Return the concatenation of all lists as `dtype`."""
     flat = list(chain.from_iterable(lists))
-    whole = not (dtype.is_floating_point or dtype.is_complex)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
     try:
-        values = torch.tensor(flat, dtype=None if whole and flat else dtype)
-        fractions = whole and bool(flat) and values.is_floating_point()
-        if not fractions:
+        values = torch.tensor(flat, dtype=None if is_integer and flat else dtype)
+        if not (is_integer and flat and values.is_floating_point()):
             return values if values.dtype == dtype else torch.tensor(flat, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"rows can't be made {dtype}: {error}; give lists of numbers that fit it") from error
+        raise DataError(f"rows can't be converted to {dtype}: {error}; pass lists of numbers that fit it") from error
     floats = ((row, item) for row, items in enumerate(lists) for item in items if isinstance(item, _FLOATS))
     row, value = next(floats, (0, lists[0]))
-    raise DataError(f"row {row} holds {value!r}, the column is {dtype}, which has no fractions; give whole numbers")
+    raise DataError(f"row {row} has {value!r} and the column is {dtype}, which has no fractions; pass integers")
 
 
 def _rebuild(values: np.ndarray, dtype: str, lengths: np.ndarray) -> Ragged:
-    """Put a pickled column together again; its tensors use the arrays' memory."""
+    """Rebuild a pickled column; its tensors share the arrays' memory."""
     return Ragged(from_array(values, dtype), from_array(lengths, "int64"))

@@ -1,8 +1,7 @@
 """Tensors as NumPy arrays, for pickling: protocol 5 sends them out of band, so Ray maps them in place.
 
-A tensor pickled by torch is copied into the pickle stream and out of it again; a NumPy array travels as a buffer
-of its own. What arrives through Ray's object store is memory that other processes read too: clone a column before
-writing into it in place.
+torch copies a tensor into the pickle stream and out again; a NumPy array is sent as a separate buffer. Arrays received
+through Ray's object store are memory shared with other processes: clone a column before writing into it.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from rlpack.batch.errors import DataError
 
 
 class _Writable:
-    """Lends an array's memory without its read-only flag, which torch can't represent and would warn about."""
+    """The memory of an array without its read-only flag, which torch doesn't support and would warn about."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._owner = array
@@ -26,16 +25,16 @@ class _Writable:
 
 
 def to_array(tensor: Tensor) -> tuple[np.ndarray, str]:
-    """Return `tensor` as a contiguous array on the host, with the name of its type.
+    """Return `tensor` as a contiguous array on the host, with the name of its dtype.
 
-    Types that NumPy lacks go as their bits. Memory is shared where the tensor is contiguous on the CPU, and no
-    conjugate or negative that is yet to be computed.
+    Dtypes that NumPy lacks become their bits. Memory is shared if the tensor is contiguous on the CPU and not a lazy
+    conjugate or negative.
 
     >>> to_array(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     (array([16256, 16384], dtype=int16), 'bfloat16')
 
     Raises:
-        DataError: the tensor is on the autograd graph, which can't leave the process.
+        DataError: the tensor is on the autograd graph, which can't be pickled.
     """
     if tensor.requires_grad:
         raise DataError("a tensor on the autograd graph can't be pickled; detach() it first")
@@ -43,7 +42,7 @@ def to_array(tensor: Tensor) -> tuple[np.ndarray, str]:
 
 
 def from_array(array: np.ndarray, dtype: str) -> Tensor:
-    """Return the tensor that `to_array` took apart, on the same memory.
+    """Return the tensor of an array from `to_array`, on the same memory.
 
     >>> from_array(np.array([16256, 16384], dtype=np.int16), "bfloat16")
     tensor([1., 2.], dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-"""From a container's arguments to a plan, and from a plan's microbatch to a layout."""
+"""How batches and plans meet: batching arguments to a plan, a plan's microbatch to a layout, results to their rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.batch.columns import lengths_of, same_lengths
+from rlpack.batch.columns import lengths_of, positions_of, same_lengths
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column
+from rlpack.batch.ragged import Ragged
+from rlpack.batch.remote import RemoteColumn
 from rlpack.packing import Batching, MicrobatchPlan, RankPlan, make_plan
 from rlpack.packing.analysis.layouts import Layout, packed_layout, padded_layout
 
@@ -18,16 +20,16 @@ Spec = Batching | Mapping[str, Any]
 
 
 def exclusive_batching(sequence_packing: Spec | None, dynamic_batching: Spec | None) -> Batching | None:
-    """Return the batching that two arguments of which at most one is given ask for.
+    """Return the batching of two arguments, at most one of which may be set.
 
     >>> exclusive_batching({"max_tokens": 64}, None).mode
     'packed'
 
     Raises:
-        DataError: both are given, or one asks for another mode or has a key that there is none of.
+        DataError: both are set, or one has another mode or an unknown key.
     """
     if sequence_packing is not None and dynamic_batching is not None:
-        raise DataError("sequence_packing and dynamic_batching exclude each other; give one, set the other to None")
+        raise DataError("sequence_packing and dynamic_batching are mutually exclusive; set one of them to None")
     for name, mode, spec in (
         ("sequence_packing", "packed", sequence_packing),
         ("dynamic_batching", "dynamic", dynamic_batching),
@@ -36,21 +38,21 @@ def exclusive_batching(sequence_packing: Spec | None, dynamic_batching: Spec | N
             continue
         batching = _batching(name, mode, spec)
         if batching.mode != mode:
-            raise DataError(f"{name} has mode={batching.mode}; it has to be {mode}")
+            raise DataError(f"{name} has mode={batching.mode}; it must be {mode}")
         return batching
     return None
 
 
 def _batching(name: str, mode: str, spec: Spec) -> Batching:
-    """Return the batching that the argument `name` asks for."""
+    """Return the batching of the argument `name`."""
     if isinstance(spec, Batching):
         return spec
     if not isinstance(spec, Mapping):
-        raise DataError(f"{name} is a {type(spec).__name__}; give a Batching, or a mapping with its keys")
+        raise DataError(f"{name} is a {type(spec).__name__}; pass a Batching, or a mapping with its keys")
     known = [field.name for field in fields(Batching)]
     for key in spec:
         if key not in known:
-            raise DataError(f"{name} has the key {key!r}; the keys are {', '.join(known)}")
+            raise DataError(f"{name} has the unknown key {key!r}; the keys are {', '.join(known)}")
     return Batching(**{"mode": mode, **spec})
 
 
@@ -61,7 +63,7 @@ def plan_by_batch_size(
     sequence_packing: Spec | None,
     dynamic_batching: Spec | None,
 ) -> MicrobatchPlan:
-    """Return the plan in which every `batch_size` rows are one optimizer step over `shards` ranks.
+    """Return a plan in which every `batch_size` rows are one optimizer step over `shards` ranks.
 
     Without packing and dynamic batching, a rank's rows of a step are one microbatch.
     """
@@ -73,9 +75,9 @@ def plan_by_batch_size(
 
 
 def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
-    """Return where the tokens of a microbatch of `length` slots go, rows of `lengths` tokens in order.
+    """Return the layout of a microbatch of `length` slots, with rows of `lengths` tokens in order.
 
-    Without a row it is a filler, and as small as fillers are, however large the plan had it.
+    Without rows it is a dummy and has the size of one, whatever the plan's length.
     """
     if not lengths.size:
         length = min(length, max(batching.pad_to_multiple, batching.length_multiple))
@@ -84,15 +86,15 @@ def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
     return padded_layout(lengths, length)
 
 
-def shortened(
+def truncated_lengths(
     columns: Mapping[str, Column], plan: RankPlan, counts: np.ndarray, lengths_from: str
 ) -> dict[str, Tensor]:
-    """Return the lengths (int64 [n]) that a rank's plan cuts ragged columns to; nothing where it cuts none.
+    """Return the lengths (int64 [n]) that a rank's plan cuts ragged columns to; empty if it cuts none.
 
-    Every column that is as long as `lengths_from` (whose `counts` are int64 [B]) is cut with it.
+    All columns with the lengths of `lengths_from` (whose `counts` are int64 [B]) are cut.
 
     Raises:
-        DataError: a row has fewer tokens than the plan says.
+        DataError: a row has fewer tokens than in the plan.
     """
     longer = plan.lengths > counts[plan.rows]
     if longer.any():
@@ -101,23 +103,53 @@ def shortened(
     source = lengths_of(columns[lengths_from])
     if source is None or (plan.lengths == counts[plan.rows]).all():
         return {}
-    lengths = {name: found for name, column in columns.items() if (found := lengths_of(column)) is not None}
-    return {name: torch.from_numpy(plan.lengths) for name, found in lengths.items() if same_lengths(found, source)}
+    lengths = {name: own for name, column in columns.items() if (own := lengths_of(column)) is not None}
+    return {name: torch.from_numpy(plan.lengths) for name, own in lengths.items() if same_lengths(own, source)}
 
 
-def check_restored(ids: np.ndarray, positions: np.ndarray, num_rows: int, plan: MicrobatchPlan | None) -> None:
-    """Raise a `DataError` unless every row came back once; those that the plan dropped need not.
+def restored_positions(
+    row_ids: np.ndarray, ids_of_parts: Sequence[np.ndarray], plan: MicrobatchPlan | None
+) -> list[np.ndarray]:
+    """Return the position in the batch, int64, of each row of each part.
 
-    Row `ids[i]` came back, and stands at `positions[i]` of the batch (-1: it is of another batch).
+    Args:
+        row_ids: ids of the batch's rows, int64 [B].
+        ids_of_parts: ids of the rows of each rank's result.
+        plan: the plan that may have dropped rows.
+
+    Raises:
+        DataError: a row is missing, occurs twice or is not from the batch; only dropped rows may be missing.
     """
+    ids = np.concatenate(ids_of_parts)
+    positions = positions_of(row_ids, ids)
     if (positions < 0).any():
-        raise DataError(f"row id {ids[positions < 0][0]} is not of this batch; results carry their shard's row_ids")
-    counts = np.bincount(positions, minlength=num_rows)
+        raise DataError(
+            f"row id {ids[positions < 0][0]} is not from this batch; results must have the row_ids of their shard"
+        )
+    counts = np.bincount(positions, minlength=row_ids.size)
     if (counts > 1).any():
-        raise DataError(f"row {int(np.flatnonzero(counts > 1)[0])} came back {counts.max()} times")
+        raise DataError(f"row {int(np.flatnonzero(counts > 1)[0])} was returned {counts.max()} times")
     if plan is not None:
         counts[plan.dropped] += 1
     if not counts.all():
         missing = np.flatnonzero(counts == 0)
-        hint = "" if plan else "; where a plan dropped rows, give restore(outputs, plan=plan)"
-        raise DataError(f"{missing.size} of {num_rows} rows did not come back, the first is {missing[0]}{hint}")
+        hint = "" if plan else "; if a plan dropped rows, call restore(outputs, plan=plan)"
+        raise DataError(f"{missing.size} of {row_ids.size} rows were not returned, the first is {missing[0]}{hint}")
+    return np.split(positions, np.cumsum([part.size for part in ids_of_parts])[:-1])
+
+
+def pad_truncated(
+    columns: Mapping[str, Column], plan: MicrobatchPlan, positions: np.ndarray, counts: Tensor
+) -> dict[str, Column]:
+    """Return the columns, zero-padding to `counts` tokens (int64 [B]) those that have the plan's lengths.
+
+    A column has them if each row at `positions` is exactly as long as in the plan.
+    """
+    padded = dict(columns)
+    for name, column in columns.items():
+        lengths = lengths_of(column)
+        if lengths is None or not np.array_equal(lengths.cpu().numpy()[positions], plan.lengths[positions]):
+            continue
+        assert isinstance(column, Ragged | RemoteColumn)
+        padded[name] = column.with_lengths(counts.to(lengths.device))
+    return padded

@@ -62,11 +62,13 @@ class Prompts:
         picked = self.input_ids.select(rows)
         prompts = [prompt.tolist() for prompt in picked.rows()]
         pairs = list(zip(prompts, targets, strict=True))
+        mask = Ragged.from_rows([[False] * len(p) + [True] * len(t) for p, t in pairs], torch.bool)
         return BatchedDataDict(
             {
                 "input_ids": Ragged.from_rows([prompt + target for prompt, target in pairs], torch.int64),
-                "response_mask": Ragged.from_rows([[False] * len(p) + [True] * len(t) for p, t in pairs], torch.bool),
+                "response_mask": mask,
                 "prompt_lengths": picked.lengths,
+                "response_lengths": mask.count_nonzero(),
             }
         )
 

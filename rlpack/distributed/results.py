@@ -35,7 +35,7 @@ def check_is_rows(result: Any, where: str) -> BatchedDataDict:
             f"{where} returned a {type(result).__name__}; a method under @sharded() returns a BatchedDataDict with the "
             "row ids of its shard (shard.keep([]).union(...)), or is given a merge"
         )
-    if not result.has_given_ids:
+    if not result.has_explicit_ids:
         raise DataError(
             f"{where} returned rows without ids, so nobody can tell whose they are; return "
             "shard.keep([]).union({...}), or give row_ids=shard.row_ids"

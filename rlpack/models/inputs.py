@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import MicrobatchView
 from rlpack.models.attention import Segments
 
 

@@ -25,8 +25,8 @@ def assemble(
     """Return the rollout batch, one row per trajectory.
 
     Columns: `input_ids`, `response_mask`, `rollout_logprobs`, `policy_version` (int32) per token; `prompt_lengths` (the
-    tokens before the first sampled segment), `group_ids`, `finish_reason`, `uid` per row. A row with an empty response
-    has a mask that is all false.
+    tokens before the first sampled segment), `response_lengths` (sampled tokens), `group_ids`,
+    `finish_reason`, `uid` per row. A row with an empty response has a mask that is all false.
 
     Args:
         trajectories: B rows.
@@ -45,13 +45,15 @@ def assemble(
     _check_values(trajectories, vocab_size)
     lengths = _sum_by_row(segments.lengths, trajectories)
     is_sampled = torch.ones_like(trajectories.logprobs, dtype=torch.bool)
+    mask = Ragged(_spread(is_sampled, trajectories, 0), lengths)
     return BatchedDataDict(
         {
             "input_ids": Ragged(segments.values, lengths),
-            "response_mask": Ragged(_spread(is_sampled, trajectories, 0), lengths),
+            "response_mask": mask,
             "rollout_logprobs": Ragged(_spread(trajectories.logprobs, trajectories, 0), lengths),
             "policy_version": Ragged(_spread(trajectories.policy_versions, trajectories, -1), lengths),
             "prompt_lengths": _sum_by_row(segments.lengths * _is_leading(trajectories), trajectories),
+            "response_lengths": mask.count_nonzero(),
             "group_ids": group_ids,
             "finish_reason": list(trajectories.finish_reasons),
             "uid": list(uids),

@@ -16,7 +16,7 @@ DTYPES = [torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8]
 def test_runs_arrive_whole_and_in_place(
     compiled: bool, sizes: list[int], width: int | None, data: st.DataObject
 ) -> None:
-    copier = copying._copier() if compiled else copying._copy_plainly
+    copier = copying._copier() if compiled else copying._copy_by_numpy
     dtype = data.draw(st.sampled_from(DTYPES))
     order = torch.tensor(data.draw(st.permutations(range(len(sizes)))))
     shape = (sum(sizes),) if width is None else (sum(sizes), width)

@@ -98,14 +98,14 @@ def test_lengths_that_do_not_fit_are_refused(values, lengths, text):
 @pytest.mark.parametrize(
     ("rows", "dtype", "text"),
     [
-        ([[1, 2], [1.7, 2.9]], torch.int64, "row 1 holds 1.7, the column is torch.int64"),
-        ([[0.0, 1.0]], torch.bool, "row 0 holds 0.0, the column is torch.bool"),
-        ([[1], torch.tensor([2.5])], torch.int32, "row 1 holds 2.5"),
-        ([torch.tensor([1]), torch.tensor([2.5])], torch.int64, "rows are torch.float32, the column torch.int64"),
-        ([["a"]], torch.int64, "rows can't be made torch.int64"),
-        ([[None]], torch.float32, "rows can't be made torch.float32"),
-        ([[2**70]], torch.int64, "rows can't be made torch.int64"),
-        ([[1], [[2, 3]]], torch.int64, "rows can't be made torch.int64"),
+        ([[1, 2], [1.7, 2.9]], torch.int64, "row 1 has 1.7 and the column is torch.int64"),
+        ([[0.0, 1.0]], torch.bool, "row 0 has 0.0 and the column is torch.bool"),
+        ([[1], torch.tensor([2.5])], torch.int32, "row 1 has 2.5"),
+        ([torch.tensor([1]), torch.tensor([2.5])], torch.int64, "rows are torch.float32, the column is torch.int64"),
+        ([["a"]], torch.int64, "rows can't be converted to torch.int64"),
+        ([[None]], torch.float32, "rows can't be converted to torch.float32"),
+        ([[2**70]], torch.int64, "rows can't be converted to torch.int64"),
+        ([[1], [[2, 3]]], torch.int64, "rows can't be converted to torch.int64"),
     ],
 )
 def test_values_that_the_type_can_not_hold_are_refused(rows, dtype, text):
@@ -116,15 +116,15 @@ def test_values_that_the_type_can_not_hold_are_refused(rows, dtype, text):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 def test_lengths_are_whole_numbers(dtype):
     column = Ragged.from_rows([[1, 2], [3]], torch.int64)
-    with pytest.raises(DataError, match=f"lengths are {dtype}; give whole numbers"):
+    with pytest.raises(DataError, match=f"lengths are {dtype}; they must be integers"):
         Ragged.from_padded(torch.zeros(2, 2), torch.ones(2, dtype=dtype))
-    with pytest.raises(DataError, match=f"lengths are {dtype}; give whole numbers"):
+    with pytest.raises(DataError, match=f"lengths are {dtype}; they must be integers"):
         column.with_lengths(torch.ones(2, dtype=dtype))
 
 
 def test_lengths_are_never_negative():
     column = Ragged.from_rows([[1, 2], [3]], torch.int64)
-    with pytest.raises(DataError, match="row 1 is to have -2 tokens; a length is at least 0"):
+    with pytest.raises(DataError, match="row 1 has length -2; a length is at least 0"):
         column.with_lengths(torch.tensor([1, -2]))
 
 
@@ -132,19 +132,19 @@ def test_errors_name_what_was_asked_for():
     column = Ragged.from_rows([[1, 2], [3]], torch.int64)
     with pytest.raises(DataError, match="row 2 does not exist; there are 2 rows"):
         column.select([0, 2])
-    with pytest.raises(DataError, match="row 0 has 2 tokens, over the length of 1"):
+    with pytest.raises(DataError, match="row 0 has 2 tokens, which exceeds the length 1"):
         column.to_padded(length=1)
     with pytest.raises(DataError, match=r"lengths go from 0 to 3; rows have 2"):
         Ragged.from_padded(torch.zeros(2, 2), torch.tensor([0, 3]))
     with pytest.raises(DataError, match=r"padded is \[2, 2\] and lengths are \[3\]"):
         Ragged.from_padded(torch.zeros(2, 2), torch.tensor([0, 1, 1]))
-    with pytest.raises(DataError, match="differ in type"):
+    with pytest.raises(DataError, match="differ in dtype"):
         Ragged.concat([column, column.with_values(torch.zeros(3))])
     with pytest.raises(DataError, match="at least one"):
         Ragged.concat([])
     with pytest.raises(DataError, match="needs a dtype"):
         Ragged.from_rows([])
-    with pytest.raises(DataError, match="1 lengths were given for 2 rows"):
+    with pytest.raises(DataError, match="there are 1 lengths and 2 rows"):
         column.with_lengths(torch.tensor([1]))
 
 
@@ -161,7 +161,7 @@ def test_rows_are_positions_or_a_mask():
     ("rows", "text"),
     [
         (np.array([1.0]), "rows are float64"),
-        ([True, False, 2], "rows mix booleans with numbers; give whole numbers, or a mask"),
+        ([True, False, 2], "rows mix booleans with numbers; pass integers, or a mask"),
         ([1, np.False_], "rows mix booleans with numbers"),
         ([[0], [1, 2]], "rows can't be read as an array"),
         (torch.ones(2, dtype=torch.bfloat16), "rows can't be read as an array"),
@@ -177,5 +177,14 @@ def test_what_is_no_row_is_refused(rows, text):
 @pytest.mark.parametrize("n", [-1, 1.5, True, None])
 def test_rows_are_repeated_a_whole_number_of_times(n):
     column = Ragged.from_rows([[1, 2], [3]], torch.int64)
-    with pytest.raises(DataError, match=f"n is {n!r}; rows are repeated a whole number of times"):
+    with pytest.raises(DataError, match=f"n is {n!r}; it must be an integer"):
         column.repeat_interleave(n)
+
+
+@pytest.mark.parametrize("rows", [[[0, 3, -1], [], [0], [7]], [[], []], []])
+def test_nonzero_tokens_are_counted_row_by_row(rows: list[list[int]]):
+    expected = [sum(token != 0 for token in row) for row in rows]
+    column = Ragged.from_rows(rows, torch.int64)
+    for values in (column.values, column.values.float(), column.values != 0):
+        counts = column.with_values(values).count_nonzero()
+        assert (counts.tolist(), counts.dtype) == (expected, torch.int64)

@@ -223,7 +223,7 @@ def test_dropped_rows_come_back_as_zeros(mode, ranks):
     assert result["twice"].values.tolist() == [0, 2, 4, *[0] * 9, 400, 402]
     assert result["sums"].tolist() == [3, 0, 401]
     assert result["names"] == ["row 0!", None, "row 2!"]
-    with pytest.raises(DataError, match=r"1 of 3 rows did not come back, the first is 1; .*restore\(outputs, plan"):
+    with pytest.raises(DataError, match=r"1 of 3 rows were not returned, the first is 1; .*restore\(outputs, plan"):
         batch.restore(results)
 
 
@@ -251,11 +251,11 @@ def test_columns_with_lengths_of_their_own_come_back_as_they_are():
 def test_lost_doubled_and_foreign_rows_are_errors():
     batch = make([3, 4, 2])
     shards = batch.shard(plan_of(batch, Batching(max_tokens=8), 2))
-    with pytest.raises(DataError, match="rows did not come back"):
+    with pytest.raises(DataError, match="rows were not returned"):
         batch.restore(shards[:1])
-    with pytest.raises(DataError, match="came back 2 times"):
+    with pytest.raises(DataError, match="was returned 2 times"):
         batch.restore([*shards, shards[0]])
-    with pytest.raises(DataError, match="row id 7 is not of this batch"):
+    with pytest.raises(DataError, match="row id 7 is not from this batch"):
         batch.restore([*shards, BatchedDataDict({**make([1])}, row_ids=[7])])
     with pytest.raises(DataError, match="'uid' is not in all batches"):
         batch.restore([shards[0], shards[1].drop(["uid"])])
@@ -273,9 +273,9 @@ def test_a_plan_fits_the_batch_it_was_made_for():
 
 def test_two_kinds_of_batching_exclude_each_other():
     batch = make([1])
-    with pytest.raises(DataError, match="sequence_packing and dynamic_batching exclude each other"):
+    with pytest.raises(DataError, match="sequence_packing and dynamic_batching are mutually exclusive"):
         batch.shard_by_batch_size(1, sequence_packing={}, dynamic_batching={})
-    with pytest.raises(DataError, match="dynamic_batching has mode=packed; it has to be dynamic"):
+    with pytest.raises(DataError, match="dynamic_batching has mode=packed; it must be dynamic"):
         batch.shard_by_batch_size(1, dynamic_batching=Batching(mode="packed"))
     with pytest.raises(PackingError, match="sequence 0 has 9 tokens"):
         make([9]).shard_by_batch_size(1, sequence_packing={"max_tokens": 8})
@@ -285,10 +285,13 @@ def test_two_kinds_of_batching_exclude_each_other():
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"max_token": 8}, "has the key 'max_token'; the keys are mode, max_tokens, micro_batch_size, .*, overlong"),
-        ({"max_tokens": 8, 3: 4}, "has the key 3; the keys are mode"),
-        (True, "is a bool; give a Batching, or a mapping"),
-        ("packed", "is a str; give a Batching, or a mapping"),
+        (
+            {"max_token": 8},
+            "has the unknown key 'max_token'; the keys are mode, max_tokens, micro_batch_size, .*, overlong",
+        ),
+        ({"max_tokens": 8, 3: 4}, "has the unknown key 3; the keys are mode"),
+        (True, "is a bool; pass a Batching, or a mapping"),
+        ("packed", "is a str; pass a Batching, or a mapping"),
     ],
 )
 def test_a_key_of_no_batching_is_named(argument, spec, text):

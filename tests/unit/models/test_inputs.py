@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.microbatch_view import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.ragged import Ragged
 from rlpack.models.inputs import ModelInputs, pack_rows, to_model_inputs
 from rlpack.models.policy import Policy

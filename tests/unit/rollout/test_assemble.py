@@ -44,6 +44,7 @@ def test_rows_are_prompts_followed_by_responses_with_every_column_aligned():
     assert rows_of(batch, "rollout_logprobs") == [[0, 0, -0.5, -1.0], [0], [0, 0, 0, -2.0]]
     assert rows_of(batch, "policy_version") == [[-1, -1, 3, 4], [-1], [-1, -1, -1, 4]]
     assert batch["prompt_lengths"].tolist() == [2, 1, 3]
+    assert batch["response_lengths"].tolist() == [2, 0, 1]
     assert batch["group_ids"].tolist() == [3, 3, 4]
     assert batch["finish_reason"] == ["length"] * 3
     assert batch["uid"] == ["a", "a", "b"]
@@ -75,6 +76,7 @@ def test_several_sampled_segments_train_and_what_is_between_them_does_not():
     assert rows_of(batch, "rollout_logprobs") == [[0, 0, -0.5, -1.0, -1.5, 0, 0, -2.0], [-0.25, 0], [0, 0, 0]]
     assert rows_of(batch, "policy_version") == [[-1, -1, 7, 7, 7, -1, -1, 9], [1, -1], [-1, -1, -1]]
     assert batch["prompt_lengths"].tolist() == [2, 0, 3]
+    assert batch["response_lengths"].tolist() == [4, 1, 0]
     assert batch["finish_reason"] == ["stop", "length", "length"]
 
 
