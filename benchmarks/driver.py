@@ -97,7 +97,7 @@ def step(group: WorkerGroup[MadeUp], store: RayStore, rows: int, tokens: int) ->
     ranks.sent.clear()
     spread = torch.randint(tokens // 2, tokens * 3 // 2, (rows,), generator=torch.Generator().manual_seed(0))
     prompts = BatchedDataDict({"tokens": spread, "uid": [f"row {row}" for row in range(rows)]})
-    with store.step():
+    with store.lease("a step"):
         rollouts = group.run(MadeUp.generate, prompts)
         rollouts = rollouts.union(group.run(MadeUp.score, rollouts.keep(["input_ids", "completion"])))
         rollouts = rollouts.union(group.run(MadeUp.logprobs, rollouts.keep(["input_ids", "response_mask"])))

@@ -43,7 +43,7 @@ def evaluate_loss(session: Session, step: StepContext) -> None:
 def _rewards(session: Session, step: StepContext, samples: int, temperature: float) -> Tensor:
     """Return the reward of every sample of every held-out prompt, f32 [prompts × samples]; quarantined ones are 0."""
     positions = np.arange(len(session.held_out))
-    with session.store.step():
+    with session.store.lease("an evaluation"):
         draw = Draw(session.held_out.batch(positions), _STEP, positions)
         pending = PendingRewards([session.groups["reward"]])
         rollouts = sample_responses(session, draw, samples, temperature=temperature, on_part=pending.submit)

@@ -147,9 +147,9 @@ class Session:
     def begin_step(self, number: int) -> StepContext:
         """Return the context of a step; a step that was left by an error gives its payloads back first."""
         if self.step is not None:
-            self.step.lease.close()
-        self.step = StepContext(number, replace(self.progress, step=number))
-        self.step.lease.enter_context(self.store.step())
+            self.step.lease.release()
+        progress = replace(self.progress, step=number)
+        self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))
         return self.step
 
     def save(self) -> None:

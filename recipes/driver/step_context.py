@@ -8,13 +8,14 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from rlpack.algorithms.metric_reduction import reducer_of
+from rlpack.batch.store import Lease, LocalLease
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.progress import Progress
 
@@ -52,7 +53,7 @@ class StepContext:
         progress: the progress once this step is committed; `advance` replaces it.
         metrics: the step's metrics so far.
         timer: `with step.timer("generate"):` measures a part of the step.
-        lease: holds the payloads that the step stores; closed when the step ends.
+        lease: holds the payloads that the step stores; released when the step ends.
         plan: the actor's plan to keep for the packing picture, if any.
     """
 
@@ -60,7 +61,7 @@ class StepContext:
     progress: Progress
     metrics: dict[str, float] = field(default_factory=dict)
     timer: Timers = field(default_factory=Timers)
-    lease: ExitStack = field(default_factory=ExitStack)
+    lease: Lease = field(default_factory=LocalLease)
     plan: MicrobatchPlan | None = None
 
     def advance(self, **changes: Any) -> None:

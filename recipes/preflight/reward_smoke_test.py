@@ -24,7 +24,7 @@ def score_demonstrations(session: Session) -> None:
     Raises:
         RoleError: a role or a reward function doesn't work, or returns something other than rewards.
     """
-    with session.store.step():
+    with session.store.lease("the reward smoke test"):
         rollouts = _as_rollouts(session)
         pending = {group.role: PendingRewards([group]) for group in session.scorers if rollouts.num_rows}
         try:

@@ -1,10 +1,32 @@
 """The store of a run's payloads (tokens and texts of its batches), as recipes see it."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from rlpack.batch.batch import BatchedDataDict
+
+
+class Lease(Protocol):
+    """Keeps payloads alive until it is released; as a context manager, those that are stored inside."""
+
+    def __enter__(self) -> Self:
+        """Store what is stored from here on under this lease."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lease."""
+        ...
+
+    def hold(self, batch: BatchedDataDict) -> None:
+        """Keep a batch's payloads until this lease is released, too, whatever lease they were stored under."""
+        ...
+
+    def release(self) -> None:
+        """Give up all payloads; those that no other lease holds are freed. Releasing again does nothing."""
+        ...
 
 
 class Store(Protocol):
@@ -15,12 +37,12 @@ class Store(Protocol):
         """Return the most bytes that may be stored at once."""
         ...
 
-    def step(self) -> AbstractContextManager[None]:
-        """Return a context whose exit frees everything offloaded inside."""
+    def lease(self, name: str) -> Lease:
+        """Open a lease; `name` completes the sentence "released at the end of …"."""
         ...
 
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
-        """Return the batch with its payloads stored, until the current step ends or permanently."""
+        """Return the batch with its payloads stored, under the current lease or permanently."""
         ...
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
@@ -28,8 +50,23 @@ class Store(Protocol):
         ...
 
     def pop_peak_bytes(self) -> int:
-        """Return the most bytes that steps held at once since the last call."""
+        """Return the most bytes under leases at once since the last call."""
         ...
+
+
+class LocalLease:
+    """A lease on payloads in this process, which live as long as they are referenced."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def hold(self, batch: BatchedDataDict) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
 
 
 class LocalStore:
@@ -37,9 +74,9 @@ class LocalStore:
 
     budget = math.inf
 
-    def step(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
+    def lease(self, name: str) -> Lease:
+        """Return a lease that does nothing."""
+        return LocalLease()
 
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
         """Return the batch itself."""

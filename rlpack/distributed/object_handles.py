@@ -1,4 +1,4 @@
-"""Parts of batches in Ray's object store: their handles, how a rank reads them, and how they get to another node."""
+"""Handles of objects in Ray's store: how a rank reads them, and how rows of them get to another node."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,16 +10,16 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.remote import Handle, RemoteColumn
 
-_GONE = "tokens and texts of this batch were freed; read them in the step, and on a rank in the call, that has them"
+END_OF_CALL = "at the end of the call that received them"
 
 
-class StoredPart:
-    """Columns in the object store, for as long as this handle lives and nobody frees it.
+class ObjectHandle:
+    """Columns in the object store, until the handle is freed or nobody references it.
 
     Attributes:
-        node: where it lies; None on a rank, which was only handed it.
-        holder: the rank that can cut rows out of it for another node; None for what the driver put.
-        maker: role and rank that put it there.
+        node: where the object is; None on a rank, which only received the handle.
+        holder: the rank that can cut rows out of it for another node; None for objects of the driver.
+        maker: role and rank that stored it.
     """
 
     def __init__(
@@ -32,13 +32,14 @@ class StoredPart:
     ) -> None:
         self._ref: ray.ObjectRef | None = ref
         self._when_freed = when_freed
+        self._released = ""
         self.node = node
         self.holder = holder
         self.maker = maker
 
     @property
     def is_held(self) -> bool:
-        """Whether it was not freed yet."""
+        """Whether it has not been freed yet."""
         return self._ref is not None
 
     @property
@@ -46,81 +47,89 @@ class StoredPart:
         """Return the reference.
 
         Raises:
-            DataError: the part was freed.
+            DataError: the object was freed; names who released it.
         """
         if self._ref is None:
-            raise DataError(_GONE)
+            raise released_error(self._released)
         return self._ref
 
-    def free(self) -> None:
-        """Let the object go."""
+    def free(self, released: str) -> None:
+        """Let the object go; `released` says when, for the error of a later read."""
         if self._ref is not None:
-            self._ref = None
+            self._ref, self._released = None, released
             self._when_freed()
 
     def __del__(self) -> None:
-        self.free()
+        self.free("when nobody referenced them")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredPart, (self.ref,)
+        return ObjectHandle, (self.ref,)
 
 
-class Reader:
-    """Gets parts from the store, where they are read in place: each once, until the reader is closed."""
+def released_error(released: str) -> DataError:
+    """Return the error of reading an object that was released."""
+    remedy = "read them in that call" if released == END_OF_CALL else "read them before, or hold them by another lease"
+    return DataError(f"tokens and texts of this batch were released {released}; {remedy}")
+
+
+class ObjectReader:
+    """Gets objects from the store, where they are read in place: each once, until the reader is closed."""
 
     def __init__(self, timeout_s: float | None = None) -> None:
-        """Wait at most `timeout_s`; on a rank the driver's deadline of the call holds, and None leaves it to that."""
+        """Wait at most `timeout_s`; on a rank None leaves it to the driver's deadline for the call."""
         self._timeout_s = timeout_s
-        self._found: dict[Handle, Mapping[str, Any]] | None = {}
+        self._columns: dict[Handle, Mapping[str, Any]] | None = {}
 
-    def __call__(self, parts: Sequence[Handle]) -> list[Mapping[str, Any]]:
-        """Return the columns of each part.
+    def __call__(self, handles: Sequence[Handle]) -> list[Mapping[str, Any]]:
+        """Return the columns of each object.
 
         Raises:
-            DataError: the reader is closed: whoever was lent the batch kept it.
+            DataError: the reader is closed: a role kept a batch beyond its call.
         """
-        if self._found is None:
-            raise DataError(_GONE)
-        missing = [part for part in parts if isinstance(part, StoredPart) and part not in self._found]
+        if self._columns is None:
+            raise released_error(END_OF_CALL)
+        missing = [one for one in handles if isinstance(one, ObjectHandle) and one not in self._columns]
         if missing:
-            found = ray.get([part.ref for part in missing], timeout=self._timeout_s)
-            self._found |= zip(missing, found, strict=True)
-        return [self._found[part] for part in parts]
+            columns = ray.get([handle.ref for handle in missing], timeout=self._timeout_s)
+            self._columns |= zip(missing, columns, strict=True)
+        return [self._columns[handle] for handle in handles]
 
     def close(self) -> None:
-        """Let go of all that was read."""
-        self._found = None
+        """Drop all columns that were read."""
+        self._columns = None
 
 
-def parts_of(batch: BatchedDataDict) -> list[StoredPart]:
-    """Return the parts that remote columns of a batch lie in, each once; a batch with a reader has none to tell."""
+def handles_of(batch: BatchedDataDict) -> list[ObjectHandle]:
+    """Return the handles of a batch's remote columns, each once; none for a batch with a reader."""
     columns = [column for column in batch.values() if isinstance(column, RemoteColumn)]
-    every = dict.fromkeys(part for column in columns for part in column.handles)
-    return [part for part in every if isinstance(part, StoredPart)]
+    handles = dict.fromkeys(handle for column in columns for handle in column.handles)
+    return [handle for handle in handles if isinstance(handle, ObjectHandle)]
 
 
-def localised(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
-    """Return the batch as a rank on `node` is given it: parts on other nodes are cut down to its rows by their holders.
+def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
+    """Return the batch as a rank on `node` receives it: of objects on other nodes, holders cut out its rows.
 
-    So a rank's shard costs the network its own bytes; on a node of one's own, whole parts are read in place. Without a
-    node all parts are cut. What the driver put has no holder and travels whole.
+    So a rank's shard costs the network its own bytes, and objects on its own node are read in place. Without a node
+    all objects are cut. Objects of the driver have no holder and travel whole.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
-    wanted: dict[StoredPart, dict[str, np.ndarray]] = {}
+    rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}
     for column in columns.values():
-        for part, name, rows in zip(column.handles, column.names, column.rows_by_handle(), strict=True):
-            if isinstance(part, StoredPart) and part.holder is not None and part.node != node:
-                of_part = wanted.setdefault(part, {})
-                of_part[name] = np.union1d(of_part.get(name, rows), rows)
-    if not wanted:
+        for handle, name, rows in zip(column.handles, column.names, column.rows_by_handle(), strict=True):
+            if isinstance(handle, ObjectHandle) and handle.holder is not None and handle.node != node:
+                by_name = rows_by_handle.setdefault(handle, {})
+                by_name[name] = np.union1d(by_name.get(name, rows), rows)
+    if not rows_by_handle:
         return batch
     cuts: dict[Handle, Handle] = {
-        part: StoredPart(part.holder.cut.remote(part.ref, rows), maker=part.maker) for part, rows in wanted.items()
+        handle: ObjectHandle(handle.holder.cut.remote(handle.ref, rows), maker=handle.maker)
+        for handle, rows in rows_by_handle.items()
     }
-    kept: dict[tuple[Handle, str], np.ndarray] = {
-        (part, name): rows for part, of_part in wanted.items() for name, rows in of_part.items()
+    rows_left: dict[tuple[Handle, str], np.ndarray] = {
+        (handle, name): rows for handle, by_name in rows_by_handle.items() for name, rows in by_name.items()
     }
-    found = batch.copy()
+    local = batch.copy()
     for name, column in columns.items():
-        found[name] = column.reindexed(kept).with_handles({part: cuts.get(part, part) for part in column.handles})
-    return found
+        handles = {handle: cuts.get(handle, handle) for handle in column.handles}
+        local[name] = column.reindexed(rows_left).with_handles(handles)
+    return local

@@ -10,7 +10,7 @@ import ray
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch, select_rows
-from rlpack.distributed.object_handles import Reader, parts_of
+from rlpack.distributed.object_handles import END_OF_CALL, ObjectReader, handles_of
 from rlpack.distributed.process import RankProcess
 
 
@@ -59,16 +59,16 @@ def _readable(values: list[Any]) -> Iterator[None]:
     A role that keeps a batch would otherwise keep its objects alive, while the driver counts them as freed.
     """
     batches = [value for value in values if is_batch(value)]
-    parts = [part for batch in batches for part in parts_of(batch)]
-    reader = Reader()
+    handles = [handle for batch in batches for handle in handles_of(batch)]
+    reader = ObjectReader()
     for batch in batches:
         batch.reader = reader
     try:
         yield
     finally:
         reader.close()
-        for part in parts:
-            part.free()
+        for handle in handles:
+            handle.free(END_OF_CALL)
 
 
 def is_batch(value: Any) -> TypeGuard[BatchedDataDict]:

@@ -26,7 +26,7 @@ from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, describe_context, describe_error, first_cause, late
-from rlpack.distributed.object_handles import localised
+from rlpack.distributed.object_handles import for_node
 from rlpack.distributed.rank_actor import RankActor, is_batch
 from rlpack.distributed.ray_store import RayStore
 
@@ -236,4 +236,4 @@ def _kill(pools: set[RayRanks]) -> None:
 
 def _sent(value: Any, node: str) -> Any:
     """Return an argument as a rank on `node` gets it: of a batch on other nodes, only its own rows travel."""
-    return localised(value, node) if is_batch(value) else value
+    return for_node(value, node) if is_batch(value) else value

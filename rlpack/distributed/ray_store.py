@@ -1,12 +1,13 @@
-"""What a run holds in Ray's object store: the tokens and texts of its batches, of which the driver has references.
+"""A run's payloads in Ray's object store: tokens and texts of its batches, of which the driver has handles.
 
-A rank's result is outlined where it was made (`rlpack.batch.offload`), the driver reserves room for it, and only then
-the rank puts it away. So a step that is too large for the store is one error that says by how much, and not a step that
-goes by way of the disk. Invariants (tests/unit/distributed/test_store.py):
+A rank offloads its result where it was computed (`rlpack.batch.offload`), the driver reserves room for it, and only
+then the rank stores it. So a step that is too large for the store is one error that says by how much, instead of a step
+that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
 
-1. bytes in flight never pass the budget, nor 80 % of a node's store, from where on Ray writes to disk;
-2. what a step put away is free when it ends, whoever still has its batches, and before that when nobody has;
-3. `reserve` waits while room may still come, from a step of another thread or from Ray, which frees a moment late, and
+1. bytes in flight never exceed the budget, nor 80 % of a node's store, from where on Ray spills to disk;
+2. a payload lives until the last lease on it is released, or until nobody references it, whichever is first; one that
+   is stored outside of leases, or permanently, lives until nobody references it;
+3. `reserve` waits while room may still come, from leases of other threads or from Ray, which frees a moment late, and
    raises at once where it can't; it never waits longer than its deadline.
 
 Copies that are cut for ranks of another node live as long as their call and are not counted.
@@ -18,8 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-from weakref import WeakSet
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary, WeakSet
 
 import ray
 import ray._private.state
@@ -28,11 +32,11 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
-from rlpack.distributed.object_handles import Reader, StoredPart, localised
+from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
 
-# Ray writes objects to disk from 80 % of a node's store on; weights on their way to the sampler need room, too.
+# Ray spills objects to disk from 80 % of a node's store on; weights on their way to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
-# By then Ray's processes have heard of what was freed, and have said so.
+# By then Ray's processes have learned which objects were freed, and have reported their room.
 _SETTLE_S = 5.0
 _POLL_S = 0.1
 
@@ -40,23 +44,69 @@ _POLL_S = 0.1
 Room = Mapping[str, tuple[float, float]]
 
 
-class _Step:
-    """What one step has in flight."""
+class StoreLease:
+    """Keeps payloads alive until it is released; as a context manager, those that are stored inside.
 
-    def __init__(self, outer: "_Step | None") -> None:
-        self.outer = outer
-        self.parts: WeakSet[StoredPart] = WeakSet()
-        self.bytes = 0
+    A payload may be held by several leases, and is freed with the last. `with store.lease("step 7") as lease:` makes
+    the lease the thread's current one, under which results of calls are stored, and releases it at the end.
 
-    def chain(self) -> Iterator["_Step"]:
-        """Yield this step and those that it lies in."""
-        step: _Step | None = self
-        while step is not None:
-            yield step
-            step = step.outer
+    Attributes:
+        name: for the error of reading a payload after its release.
+    """
+
+    def __init__(self, store: "RayStore", name: str) -> None:
+        """Open a lease; it holds nothing yet."""
+        self.name = name
+        self._store = store
+        self._thread = threading.get_ident()
+        self._handles: WeakSet[ObjectHandle] = WeakSet()
+        self._outer: StoreLease | None = None
+        self._is_released = False
+
+    def __enter__(self) -> Self:
+        assert not self._is_released, f"the lease of {self.name} was released"
+        self._outer = _CURRENT.get()
+        _CURRENT.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def hold(self, batch: BatchedDataDict) -> None:
+        """Keep a batch's payloads until this lease is released, too, whatever lease they were stored under.
+
+        Raises:
+            DataError: one was released already.
+        """
+        self._store._hold(self, handles_of(batch))
+
+    def release(self) -> None:
+        """Give up all payloads; those that no other lease holds are freed. Releasing again does nothing.
+
+        The lease that was current before is current again. A loop that an error left may release its leases late.
+        """
+        self._is_released = True
+        self._store._release(self, list(self._handles))
+        self._handles.clear()
+        while (current := _CURRENT.get()) is not None and current._is_released:
+            _CURRENT.set(current._outer)
 
 
-_CURRENT: ContextVar[_Step | None] = ContextVar("rlpack_step", default=None)
+_CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=None)
+
+
+@dataclass(eq=False)
+class _Claim:
+    """Bytes by node that are stored or reserved, and the leases on them: None for what no lease ends."""
+
+    sizes: dict[str, int]
+    leases: set[StoreLease] | None
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes.values())
 
 
 def _room_of_ray() -> Room:
@@ -67,67 +117,56 @@ def _room_of_ray() -> Room:
 
 
 class RayStore:
-    """The batches of a run, within a budget of bytes."""
+    """The payloads of a run, within a budget of bytes."""
 
     def __init__(self, budget: float | None, *, wait_s: float, room: Callable[[], Room] = _room_of_ray) -> None:
-        """Take the store of the cluster that the driver is connected to.
+        """Use the store of the cluster that the driver is connected to.
 
         Args:
             budget: most bytes in flight at once, over all nodes; None takes 60 % of the store.
-            wait_s: longest wait, for another step to free what it holds or for parts to come.
+            wait_s: longest wait, for another thread to release payloads or for objects to come.
             room: returns free and all bytes of each node's store.
         """
         self.size = sum(total for _, total in room().values())
         self.budget = _SHARE * self.size if budget is None else budget
         self._wait_s = wait_s
         self._room = room
-        self._changed = threading.Condition()  # its lock is one that a thread may take again: parts die anywhere
+        self._changed = threading.Condition()  # its lock is reentrant: handles die anywhere
         self._of_node: Counter[str] = Counter()
-        self._parts: WeakSet[StoredPart] = WeakSet()
-        self._of_steps = self._peak = 0
+        self._claims: set[_Claim] = set()
+        self._claim_of: WeakKeyDictionary[ObjectHandle, _Claim] = WeakKeyDictionary()
+        self._leased = self._peak = 0
 
     @property
     def in_flight(self) -> int:
-        """Return the bytes that are held or reserved."""
+        """Return the bytes that are stored or reserved."""
         return sum(self._of_node.values())
 
     def pop_peak_bytes(self) -> int:
-        """Return the most bytes that steps held at once since it was last asked; what stays for good is not counted."""
+        """Return the most bytes under leases at once since the last call; permanent ones are not counted."""
         with self._changed:
-            peak, self._peak = self._peak, self._of_steps
+            peak, self._peak = self._peak, self._leased
         return peak
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Free all that is put away inside, at its end."""
-        step = _Step(_CURRENT.get())
-        _CURRENT.set(step)
-        try:
-            yield
-        finally:
-            _CURRENT.set(step.outer)
-            for part in list(step.parts):
-                part.free()
+    def lease(self, name: str) -> StoreLease:
+        """Open a lease; `name` completes the sentence "released at the end of …"."""
+        return StoreLease(self, name)
 
     def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
-        """Count bytes of each node in, for the step under way; wait for room where some may come.
+        """Count bytes of each node in, under the current lease; wait for room where some may come.
 
         Raises:
             StoreFullError: there is none.
         """
-        started, size, step = time.monotonic(), sum(sizes.values()), _CURRENT.get()
+        started, size, lease = time.monotonic(), sum(sizes.values()), _CURRENT.get()
         with self._changed:
             while size and (short := self._shortage(sizes)) > 0:
-                # What no wait can free: this step's own, and what lies outside of steps, datasets for one.
-                outside = self.in_flight - self._of_steps
-                own = outside + sum(outer.bytes for outer in step.chain()) if step else self.in_flight
                 frees_late = self.in_flight + size <= self.budget  # the bytes are there, Ray has yet to say so
                 patience = min(_SETTLE_S, self._wait_s) if frees_late else self._wait_s
-                if own + size > self.budget or time.monotonic() - started >= patience:
+                if self._unwaitable() + size > self.budget or time.monotonic() - started >= patience:
                     raise StoreFullError(role, method, size, short, self.in_flight, self.budget)
                 self._changed.wait(min(_POLL_S, patience))
-            self._count(sizes, step, +1)
-        return Reservation(self, dict(sizes), step)
+            return Reservation(self, self._claim(dict(sizes), None if lease is None else {lease}))
 
     def _shortage(self, sizes: Mapping[str, int]) -> float:
         """Return the bytes that are missing for these, 0 or less if none are."""
@@ -139,45 +178,76 @@ class RayStore:
             short = max(short, size - usable)
         return short
 
-    def _count(self, sizes: Mapping[str, int], step: _Step | None, sign: int) -> None:
+    def _unwaitable(self) -> int:
+        """Return the bytes that no wait of this thread can free: its own leases', and those of no lease."""
+        own = threading.get_ident()
+        claims = list(self._claims)
+        return sum(c.size for c in claims if not c.leases or any(lease._thread == own for lease in c.leases))
+
+    def _claim(self, sizes: dict[str, int], leases: set[StoreLease] | None) -> _Claim:
+        claim = _Claim(sizes, leases)
+        self._claims.add(claim)
+        self._count(claim, +1)
+        return claim
+
+    def _drop(self, claim: _Claim) -> None:
         with self._changed:
-            for node, size in sizes.items():
+            if claim in self._claims:
+                self._claims.discard(claim)
+                self._count(claim, -1)
+
+    def _count(self, claim: _Claim, sign: int) -> None:
+        with self._changed:
+            for node, size in claim.sizes.items():
                 self._of_node[node] += sign * size
-            if step is not None:
-                step.bytes += sign * sum(sizes.values())
-                self._of_steps += sign * sum(sizes.values())
-            self._peak = max(self._peak, self._of_steps)
+            if claim.leases is not None:
+                self._leased += sign * claim.size
+            self._peak = max(self._peak, self._leased)
             self._changed.notify_all()
 
+    def _hold(self, lease: StoreLease, handles: list[ObjectHandle]) -> None:
+        with self._changed:
+            for handle in handles:
+                assert handle.ref is not None  # raises for one that was released
+                if (claim := self._claim_of.get(handle)) is not None and claim.leases is not None:
+                    claim.leases.add(lease)
+                    lease._handles.add(handle)
+
+    def _release(self, lease: StoreLease, handles: list[ObjectHandle]) -> None:
+        with self._changed:
+            for handle in handles:
+                claim = self._claim_of[handle]
+                assert claim.leases is not None
+                claim.leases.discard(lease)
+                if not claim.leases:
+                    handle.free(f"at the end of {lease.name}")
+
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
-        """Put the driver's own tokens and texts away, until the step ends, or `permanent`: as long as someone has them.
+        """Store the driver's own tokens and texts, under the current lease or, `permanent`, under none.
 
         Raises:
             StoreFullError: there is no room for them.
         """
         if permanent:
-            before = _CURRENT.get()
-            _CURRENT.set(None)
-            try:
+            with _no_lease():
                 return self.offload(batch)
-            finally:
-                _CURRENT.set(before)
-        found, parts = offload(batch)
+        offloaded, payloads = offload(batch)
         node = ray.get_runtime_context().get_node_id()
-        with self.reserve({node: sum(found.sizes)}, DRIVER, "offload") as room:
-            sized = zip(parts, found.sizes, strict=True)
-            return found.with_handles(
-                [room.keep(ray.put(part), size, node, None, (DRIVER, None)) for part, size in sized]
+        with self.reserve({node: sum(offloaded.sizes)}, DRIVER, "offload") as room:
+            sized = zip(payloads, offloaded.sizes, strict=True)
+            return offloaded.with_handles(
+                [room.keep(ray.put(payload), size, node, None, (DRIVER, None)) for payload, size in sized]
             )
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns here: for a few rows to be shown, not for a step's.
+        """Return the batch with all of its columns in this process: for a few rows to be shown, not for a step's.
 
         Raises:
-            RoleError: what they lie in is gone, or doesn't come in time.
+            DataError: their lease was released.
+            RoleError: the objects are lost, or don't come in time.
         """
-        here = localised(batch, None).copy()
-        here.reader = Reader(self._wait_s)
+        here = for_node(batch, None).copy()
+        here.reader = ObjectReader(self._wait_s)
         try:
             return BatchedDataDict(dict(here), row_ids=here.row_ids)
         except RayError as error:
@@ -185,38 +255,53 @@ class RayStore:
             raise RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}") from error
 
     def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:
-        """Return role and rank that put away what an error says is lost; None where it speaks of nothing of ours."""
+        """Return role and rank that stored what an error reports as lost; None where it is none of these objects."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        held = [part for part in list(self._parts) if part.is_held]
+        held = [handle for handle in list(self._claim_of) if handle.is_held]
+        lost: list[ObjectHandle] = []
         if isinstance(cause, ObjectLostError):
-            found = [part for part in held if part.ref.hex() == cause.object_ref_hex]
-        elif isinstance(cause, RayActorError):  # whoever was to cut rows out
-            found = [part for part in held if part.holder is not None and part.holder._actor_id.hex() == cause.actor_id]
-        else:
-            found = []
-        return found[0].maker if found else None
+            lost = [handle for handle in held if handle.ref.hex() == cause.object_ref_hex]
+        elif isinstance(cause, RayActorError):  # the rank that was to cut rows out
+            holders = [handle for handle in held if handle.holder is not None]
+            lost = [handle for handle in holders if handle.holder._actor_id.hex() == cause.actor_id]
+        return lost[0].maker if lost else None
 
 
 class Reservation:
-    """Bytes that are counted in: each part that is kept takes its own over, and what is left is given back."""
+    """Bytes that are counted in: handles take over their own, and the rest is given back at the end."""
 
-    def __init__(self, store: RayStore, sizes: dict[str, int], step: _Step | None) -> None:
+    def __init__(self, store: RayStore, claim: _Claim) -> None:
         self._store = store
-        self._sizes = sizes
-        self._step = step
+        self._claim = claim
 
-    def __enter__(self) -> "Reservation":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._store._count(self._sizes, self._step, -1)
+        self._store._drop(self._claim)
 
-    def keep(self, ref: ray.ObjectRef, size: int, node: str, holder: Any, maker: tuple[str, int | None]) -> StoredPart:
-        """Return the handle of a part of `size` bytes, which holds them until it is freed."""
-        store, step = self._store, self._step
-        part = StoredPart(ref, node, holder, maker, lambda: store._count({node: size}, step, -1))
-        self._sizes[node] -= size
-        store._parts.add(part)
-        if step is not None:
-            step.parts.add(part)
-        return part
+    def keep(
+        self, ref: ray.ObjectRef, size: int, node: str, holder: Any, maker: tuple[str, int | None]
+    ) -> ObjectHandle:
+        """Return the handle of an object of `size` bytes, which claims them until it is freed."""
+        store, leases = self._store, self._claim.leases
+        with store._changed:
+            store._count(self._claim, -1)
+            self._claim.sizes[node] -= size
+            store._count(self._claim, +1)
+            claim = store._claim({node: size}, None if leases is None else set(leases))
+            handle = ObjectHandle(ref, node, holder, maker, partial(store._drop, claim))
+            store._claim_of[handle] = claim
+            for lease in claim.leases or ():
+                lease._handles.add(handle)
+        return handle
+
+
+@contextmanager
+def _no_lease() -> Iterator[None]:
+    """Store what is stored inside under no lease."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

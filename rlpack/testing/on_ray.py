@@ -111,7 +111,7 @@ def _target(kind: type[Any]) -> str:
 def _check_calls(role: RoleUnderTest, cluster: Cluster, group: WorkerGroup[Any], batch: BatchedDataDict) -> None:
     """Call the role twice, the second time with rows in another order."""
     order = np.random.default_rng(0).permutation(batch.num_rows)
-    with cluster.store.step():
+    with cluster.store.lease("the check"):
         found = cluster.store.fetch(role.run(batch, "processes", _ANSWER, group))
         role.check_scores(batch, found, group)
         again = cluster.store.fetch(role.run(batch.select(order), "processes", _ANSWER, group))

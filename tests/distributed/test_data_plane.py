@@ -40,7 +40,7 @@ def rollouts() -> BatchedDataDict:
 
 def test_results_stay_in_the_store_and_go_from_role_to_role(groups: Groups, store: RayStore):
     batch = rollouts()
-    with store.step():
+    with store.lease("a step"):
         twice = groups["packed"].run(Echo.times, batch, 2)
         assert isinstance(twice["times"], RemoteColumn)
         assert twice["uid"] == batch["uid"]
@@ -53,15 +53,27 @@ def test_results_stay_in_the_store_and_go_from_role_to_role(groups: Groups, stor
 def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups: Groups, store: RayStore):
     before = store.in_flight
     store.pop_peak_bytes()
-    with store.step():
+    with store.lease("a step"):
         twice = groups["packed"].run(Echo.times, rollouts(), 2)
         tokens = sum(prompt + response for prompt, response in SIZES)
         assert store.in_flight == before + 8 * tokens + 8 * len(SIZES)
     assert store.in_flight == before
     assert store.pop_peak_bytes() == 8 * tokens + 8 * len(SIZES)
     for read in (store.take, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
-        with pytest.raises(DataError, match="were freed; read them in the step"):
+        with pytest.raises(DataError, match="were released at the end of a step"):
             read(twice.rename({"times": "input_ids"}))
+
+
+def test_a_batch_is_read_after_its_step_under_a_lease_of_its_own(groups: Groups, store: RayStore):
+    before, lease = store.in_flight, store.lease("the batch")
+    with store.lease("step 1"):
+        twice = groups["packed"].run(Echo.times, rollouts(), 2)
+        lease.hold(twice)
+    assert torch.equal(store.fetch(twice)["times"].values, 2 * rollouts()["input_ids"].values)
+    lease.release()
+    assert store.in_flight == before
+    with pytest.raises(DataError, match="were released at the end of the batch"):
+        store.fetch(twice)
 
 
 def test_a_result_without_room_is_refused_before_it_is_put_away(groups: Groups, spared: RayStore):
@@ -77,7 +89,7 @@ def test_a_result_without_room_is_refused_before_it_is_put_away(groups: Groups, 
 def test_rows_that_are_dropped_come_back_as_zeros(groups: Groups, store: RayStore):
     batching = groups["packed"].batching.__class__(max_tokens=16, overlong="drop")
     group = WorkerGroup("packed", groups["packed"].ranks, batching)
-    with store.step():
+    with store.lease("a step"):
         found = store.fetch(group.run(Echo.times, rollouts().keep(["input_ids", "uid"]), 2))
     kept = rollouts()["input_ids"].lengths <= 16
     assert [bool(row.any()) for row in found["times"].rows()] == kept.tolist()
@@ -86,7 +98,7 @@ def test_rows_that_are_dropped_come_back_as_zeros(groups: Groups, store: RayStor
 
 def test_several_numbers_a_row_stay_in_the_store_and_are_counted(groups: Groups, store: RayStore):
     batch, width = rollouts(), 1000
-    with store.step():
+    with store.lease("a step"):
         before = store.in_flight
         found = groups["packed"].run(Echo.scores, batch, width)
         assert store.in_flight - before == 8 * len(SIZES) * (width + 1)
@@ -105,10 +117,10 @@ def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore
         return BatchedDataDict(dict(whole.select(rows)))
 
     cache = DatasetCache(store, ByteBudget(1e6), 700, load)
-    with store.step():
+    with store.lease("a step"):
         first = cache.rows(torch.tensor([699, 3, 3, 300]).numpy())
     held = store.in_flight
-    with store.step():
+    with store.lease("a step"):
         assert cache.rows(torch.tensor([5]).numpy())["uid"] == ["5"]
         found = store.fetch(groups["packed"].run(Echo.times, first, 2))
     assert found["times"].values.tolist() == [
@@ -119,16 +131,16 @@ def test_the_rows_of_a_dataset_are_put_away_once(groups: Groups, store: RayStore
 
 
 def test_a_role_that_keeps_its_shard_cannot_read_it_later_and_frees_it(groups: Groups, store: RayStore):
-    with store.step():
+    with store.lease("a step"):
         given = groups["packed"].run(Echo.times, rollouts(), 2).rename({"times": "input_ids"})
         given = BatchedDataDict({**given, "times": given["input_ids"]})
         groups["fixed"].run(Echo.keep_shard, given)
-        assert "were freed; read them" in groups["fixed"].run(Echo.read_kept)
+        assert "were released at the end of the call" in groups["fixed"].run(Echo.read_kept)
 
 
 def test_columns_that_a_role_hands_back_or_shards_again_are_whole(groups: Groups, store: RayStore):
     batch = rollouts()
-    with store.step():
+    with store.lease("a step"):
         twice = groups["packed"].run(Echo.times, batch, 2)
         given = batch.keep(["input_ids"]).union({"times": twice["times"]})
         found = store.fetch(groups["dynamic"].run(Echo.again, given))
@@ -140,7 +152,7 @@ def test_columns_that_a_role_hands_back_or_shards_again_are_whole(groups: Groups
 
 def test_a_few_rows_are_had_without_the_others(groups: Groups, store: RayStore):
     batch = rollouts()
-    with store.step():
+    with store.lease("a step"):
         twice = groups["packed"].run(Echo.times, batch, 2)
         found = store.fetch(twice.select([3, 0]))
     assert torch.equal(found["times"].values, 2 * batch["input_ids"].select([3, 0]).values)

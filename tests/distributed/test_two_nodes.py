@@ -55,7 +55,7 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
     placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, start_timeout_s=240.0)
     config = tiny_config(roles=roles, placement=placement)
     batch = tiny_rollouts(SIZES).keep(["input_ids", "uid"])
-    with Cluster(placement) as cluster, cluster.store.step():
+    with Cluster(placement) as cluster, cluster.store.lease("a step"):
         groups = start_roles(cluster, config, list(roles), (config, tiny_tokenizer()))
         twice = groups["packed"].run(Echo.times, batch, 2)
         assert len({part.node for part in twice["times"].parts}) == 2

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
+import torch
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
+from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed.errors import StoreFullError
-from rlpack.distributed.object_handles import StoredPart
+from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
 
 GB = 10**9
@@ -24,7 +28,7 @@ def store_of(budget: float | None = 100, *, wait_s: float = LONG_S, room: dict[s
     return RayStore(budget, wait_s=wait_s, room=lambda: room or {"a": (GB, GB)})
 
 
-def put(store: RayStore, size: int, node: str = "a") -> StoredPart:
+def put(store: RayStore, size: int, node: str = "a") -> ObjectHandle:
     """Reserve room for a part, and keep it."""
     with store.reserve({node: size}, "rollout", "generate") as room:
         return room.keep(cast(Any, "a reference"), size, node, None, ("rollout", 0))
@@ -44,7 +48,7 @@ def other_step(store: RayStore, size: int) -> Iterator[Callable[[], None]]:
     has_begun, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with store.step():
+        with store.lease("a step"):
             part = put(store, size)
             has_begun.set()
             assert may_end.wait(LONG_S)
@@ -60,20 +64,27 @@ def other_step(store: RayStore, size: int) -> Iterator[Callable[[], None]]:
         thread.join()
 
 
+def batch_in(*handles: ObjectHandle) -> BatchedDataDict:
+    """Return a batch with one row in each of these objects."""
+    row = Ragged.from_rows([[1, 2]], torch.int64)
+    columns = [RemoteColumn.whole(handle, "input_ids", row) for handle in handles]
+    return BatchedDataDict({"input_ids": RemoteColumn.concat(columns)})
+
+
 def test_a_step_gives_back_what_it_took_and_its_parts_are_gone():
     store = store_of()
-    with store.step():
+    with store.lease("a step"):
         first, second = put(store, 60), put(store, 40)
         assert (store.in_flight, first.ref, second.ref) == (100, "a reference", "a reference")
     assert store.in_flight == 0
-    with pytest.raises(DataError, match="were freed; read them in the step"):
+    with pytest.raises(DataError, match="were released at the end of a step; read them before"):
         pickle.dumps(first)
     assert (store.pop_peak_bytes(), store.pop_peak_bytes()) == (100, 0)
 
 
 def test_what_nobody_has_any_more_is_given_back_before_the_step_ends():
     store = store_of()
-    with store.step():
+    with store.lease("a step"):
         part = put(store, 60)
         assert store.in_flight == 60
         del part
@@ -86,7 +97,7 @@ def test_what_nobody_has_any_more_is_given_back_before_the_step_ends():
 def test_what_is_put_away_outside_of_steps_stays_as_long_as_someone_has_it():
     store = store_of()
     kept = put(store, 30)
-    with store.step():
+    with store.lease("a step"):
         part = put(store, 70)
         assert part.is_held
     assert (store.in_flight, kept.ref) == (30, "a reference")
@@ -104,9 +115,9 @@ def test_a_reservation_that_is_not_used_is_given_back():
 
 def test_steps_inside_of_steps_end_by_themselves():
     store = store_of()
-    with store.step():
+    with store.lease("a step"):
         outer = put(store, 10)
-        with store.step():
+        with store.lease("a step"):
             inner = put(store, 20)
         assert (store.in_flight, outer.is_held, inner.is_held) == (10, True, False)
 
@@ -121,9 +132,9 @@ def test_a_result_over_the_whole_budget_is_refused_at_once():
 
 def test_what_the_steps_own_bytes_leave_no_room_for_is_refused_at_once():
     store = store_of()
-    with store.step():
+    with store.lease("a step"):
         outer = put(store, 60)
-        with refused_within(2) as full, store.step():
+        with refused_within(2) as full, store.lease("a step"):
             put(store, 60)
         assert full.value.short == 20
         with refused_within(2):
@@ -134,7 +145,7 @@ def test_what_the_steps_own_bytes_leave_no_room_for_is_refused_at_once():
 
 def test_a_step_does_not_wait_for_another_whose_end_would_not_help():
     store = store_of()
-    with other_step(store, 1), store.step():
+    with other_step(store, 1), store.lease("a step"):
         own = put(store, 60)
         with refused_within(2):
             put(store, 60)
@@ -143,7 +154,7 @@ def test_a_step_does_not_wait_for_another_whose_end_would_not_help():
 
 def test_a_step_waits_for_another_one_to_end():
     store = store_of()
-    with other_step(store, 80) as end, store.step():
+    with other_step(store, 80) as end, store.lease("a step"):
         threading.Timer(0.2, end).start()
         began = time.monotonic()
         part = put(store, 60)
@@ -153,7 +164,7 @@ def test_a_step_waits_for_another_one_to_end():
 
 def test_a_wait_for_another_step_has_a_deadline():
     store = store_of(wait_s=0.3)
-    with other_step(store, 80), store.step(), refused_within(5):
+    with other_step(store, 80), store.lease("a step"), refused_within(5):
         put(store, 60)
 
 
@@ -181,8 +192,91 @@ def test_the_budget_is_a_share_of_the_store_where_none_is_given():
 def test_a_step_does_not_wait_for_what_is_held_for_good():
     store = store_of()
     dataset = put(store, 20)
-    with store.step():
+    with store.lease("a step"):
         own = put(store, 70)
         with refused_within(2):
             put(store, 15)
         assert (own.is_held, dataset.is_held) == (True, True)
+
+
+def test_a_payload_lives_until_the_last_lease_on_it_is_released():
+    store = store_of()
+    later = store.lease("the batch begun at step 7")
+    with store.lease("step 7"):
+        first, second = put(store, 60), put(store, 30)
+        later.hold(batch_in(first))
+    assert (store.in_flight, first.is_held, second.is_held) == (60, True, False)
+    with store.lease("step 8") as step:
+        step.hold(batch_in(first))
+        later.release()
+        assert (store.in_flight, first.is_held) == (60, True)
+    assert (store.in_flight, first.is_held) == (0, False)
+    with pytest.raises(DataError, match="were released at the end of step 8; read them before"):
+        pickle.dumps(first)
+    with pytest.raises(DataError, match="were released at the end of step 7; read them before"):
+        later.hold(batch_in(second))
+
+
+def test_a_lease_can_be_released_early_and_again():
+    store = store_of()
+    with store.lease("step 1") as lease:
+        first = put(store, 60)
+        lease.release()
+        assert (store.in_flight, first.is_held) == (0, False)
+        second = put(store, 90)
+    lease.release()
+    assert (store.in_flight, second.is_held) == (90, True)  # stored under no lease
+
+
+def test_a_lease_that_is_released_late_leaves_a_newer_one_current():
+    store = store_of()
+    failed, again = store.lease("step 1"), store.lease("step 1, again")
+    failed.__enter__()
+    failed.release()
+    with again:
+        failed.__exit__(None, None, None)
+        handle = put(store, 60)
+    assert (store.in_flight, handle.is_held) == (0, False)
+
+
+def test_a_lease_does_not_end_what_is_stored_permanently():
+    store = store_of()
+    dataset = put(store, 20)
+    with store.lease("step 1") as lease:
+        lease.hold(batch_in(dataset))
+        assert store.pop_peak_bytes() == 0
+    assert (store.in_flight, dataset.is_held) == (20, True)
+
+
+def test_what_a_lease_holds_is_given_back_once_nobody_has_it():
+    store = store_of()
+    lease = store.lease("a batch")
+    with store.lease("step 1"):
+        handle = put(store, 60)
+        lease.hold(batch_in(handle))
+    del handle
+    gc.collect()
+    assert store.in_flight == 0
+    lease.release()
+
+
+def test_bytes_under_two_leases_count_once():
+    store = store_of()
+    with store.lease("step 1"), store.lease("evaluation") as inner:
+        handle = put(store, 60)
+        inner.hold(batch_in(handle))
+        assert (store.in_flight, store.pop_peak_bytes()) == (60, 60)
+        assert put(store, 40).is_held
+
+
+def test_no_wait_is_made_for_another_lease_of_the_same_thread():
+    store = store_of()
+    begun = store.lease("the batch begun at step 1")
+    with store.lease("step 1"):
+        handle = put(store, 60)
+        begun.hold(batch_in(handle))
+    with refused_within(2), store.lease("step 2"):
+        put(store, 60)
+    begun.release()
+    with store.lease("step 2"):
+        assert put(store, 60).is_held
