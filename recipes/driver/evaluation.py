@@ -62,7 +62,7 @@ def _show_samples(session: Session, rollouts: BatchedDataDict, rewards: Tensor, 
     rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
     texts = session.store.fetch(rollouts.keep(["prompt", "completion", "answer"]).select(rows))
     columns = zip(rows, texts["prompt"], texts["completion"], texts["answer"], strict=True)
-    session.run.samples(
+    session.run.log_samples(
         [
             Sample(
                 prompt=str(prompt),

@@ -125,7 +125,7 @@ def _adapt_kl(session: Session, step: StepContext, rows: int) -> None:
 
 def freeze_reference(session: Session) -> None:
     """Load the policy that the recipe began with into the reference, if any; a resumed run finds it on disk."""
-    folder = reference_folder(session.run.directory)
+    folder = reference_folder(session.run.run_dir)
     if not session.progress.took_recipe_steps:  # left behind by a run that wrote no checkpoint
         rmtree(folder, ignore_errors=True)
     if session.reference is None:

@@ -154,7 +154,7 @@ class Session:
 
     def save(self) -> None:
         """Write and commit a checkpoint of weights, optimizer and progress; delete older ones."""
-        root = self.run.directory / "checkpoints" / self.progress.phase
+        root = self.run.run_dir / "checkpoints" / self.progress.phase
         with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
             for name, group in self.trained.items():
                 group.run(Trainable.save, str(staging.path / name))
@@ -174,7 +174,7 @@ class Session:
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder, tokenizer included."""
-        folder = self.run.directory / "model"
+        folder = self.run.run_dir / "model"
         self.actor.run(ActorWorker.export_model, str(folder))
         self.tokenizer.save_pretrained(folder)
         self.run.note(f"model written to {folder}")
@@ -194,7 +194,7 @@ class Session:
             step.metrics["throughput/tokens_per_s"] = step.metrics["packing/real_tokens"] / elapsed_s
         self.progress = step.progress
         if step.plan is not None:
-            self.run.keep_plan(step.plan)
+            self.run.record_plan(step.plan)
         self._log(step, self.progress.phase)
 
     def _save_if_due(self, is_last: bool) -> None:

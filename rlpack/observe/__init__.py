@@ -1,6 +1,6 @@
-"""What one sees of a run: the metric table, sinks, the console, the report and the packing picture.
+"""Everything a run shows and records: metrics, sinks, the console, the run directory and the report.
 
-`run` is the face that recipes use. `names` is the table of metrics, `sinks` where they go, `console` what scrolls by,
-`directory` what lies in a run's directory; `report`, `summary`, `figures` and `style` make the HTML page, and
-`packing_picture` with `plan_record` the picture of one step's microbatches.
+`run` is what recipes use. `metric_table` lists every metric, `sinks` write them (JSONL, TensorBoard, Weights & Biases),
+`console` prints them, `run_dir` says where each file of a run is stored, and `text` makes untrusted text safe to print.
+The package `report` makes the HTML page and its plots.
 """

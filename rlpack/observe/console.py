@@ -1,4 +1,4 @@
-"""What one sees in the terminal: a line a step, a progress bar on long work, a few sampled rollouts."""
+"""Terminal output: one line per step, a progress bar for long work, a few sampled rollouts."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,16 +6,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console as Screen
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
-from rlpack.observe.shown import reward_form
-from rlpack.observe.sinks import Phase
-from rlpack.observe.text import shortened, visible
+from rlpack.observe.sinks import LogPhase
+from rlpack.observe.text import reward_format, shortened, visible
 
-# What a line shows, in this order, of what a step reports: metric, label, format.
+# The metrics on a step's line, in order: metric, label, format.
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sft_warmup/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
@@ -33,11 +39,11 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("throughput/tokens_per_s", "tok/s", "{:,.0f}"),
     ("time/step_s", "", "{:.2f} s"),
 )
-# Mean rewards, whose form is that of all of them.
-REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/accuracy"))
-TITLES: dict[Phase, str] = {"sft_warmup": "warm-up", "train": "step", "evaluation": "evaluation"}
-STYLES: dict[Phase, str] = {"sft_warmup": "yellow", "train": "cyan", "evaluation": "bold green"}
-ONLY_IF_SET = frozenset({"reward/quarantined"})
+# Mean rewards, which share one format.
+MEAN_REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/accuracy"))
+TITLES: dict[LogPhase, str] = {"sft_warmup": "warm-up", "train": "step", "evaluation": "evaluation"}
+STYLES: dict[LogPhase, str] = {"sft_warmup": "yellow", "train": "cyan", "evaluation": "bold green"}
+HIDDEN_IF_ZERO = frozenset({"reward/quarantined"})
 TITLE_WIDTH = 20
 SAMPLE_CHARACTERS = 400
 PLAIN_PROGRESS_EVERY_S = 10.0
@@ -45,13 +51,13 @@ PLAIN_PROGRESS_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One rollout, as text.
+    """One rollout as text.
 
     Attributes:
-        prompt: what the policy was given.
-        completion: what it answered.
-        answer: the right answer, if there is one; what a dataset gives as a number or a list becomes its text.
-        reward: its reward; None when it was quarantined.
+        prompt: the policy's input.
+        completion: the policy's response.
+        answer: the correct answer, if there is one; numbers and lists from a dataset become text.
+        reward: its reward; None if it was quarantined.
     """
 
     prompt: str
@@ -60,13 +66,13 @@ class Sample:
     reward: float | None = None
 
     def __post_init__(self) -> None:
-        """Make text of an answer that isn't."""
+        """Convert the answer to text."""
         if self.answer is not None:
             object.__setattr__(self, "answer", str(self.answer))
 
 
-class Progress(Protocol):
-    """Work under way."""
+class ProgressBar(Protocol):
+    """Shows the progress of long work."""
 
     def advance(self, amount: float = 1) -> None:
         """Count `amount` units as done."""
@@ -74,88 +80,90 @@ class Progress(Protocol):
 
 
 class Console:
-    """Writes to one screen; rich colours on a terminal, plain text in a file or pipe."""
+    """Prints to the terminal in colour, or to a file or pipe as plain text."""
 
-    def __init__(self, screen: Screen | None = None) -> None:
-        """Use `screen`, or the standard output."""
-        self._screen = Screen(highlight=False) if screen is None else screen
-        self.shown_at = time.monotonic()
+    def __init__(self, output: RichConsole | None = None) -> None:
+        """Print to `output`; the default is standard output."""
+        self._output = RichConsole(highlight=False) if output is None else output
+        self.last_printed_at = time.monotonic()
 
-    def line(self, step: int, phase: Phase, metrics: Mapping[str, float], total: int | None = None) -> None:
-        """Show one step on one line."""
+    def line(self, step: int, phase: LogPhase, metrics: Mapping[str, float], total: int | None = None) -> None:
+        """Print the metrics of one step on one line."""
         title = f"{TITLES[phase]} {step}" + (f"/{total}" if total else "")
         text = Text(title.ljust(TITLE_WIDTH), style=STYLES[phase])
-        rewards = reward_form(value for name, value in metrics.items() if name in REWARDS)
-        for name, label, form in COLUMNS:
-            if name not in metrics or (name in ONLY_IF_SET and not metrics[name]):
+        mean_reward_format = reward_format(value for name, value in metrics.items() if name in MEAN_REWARDS)
+        for name, label, number_format in COLUMNS:
+            if name not in metrics or (name in HIDDEN_IF_ZERO and not metrics[name]):
                 continue
             text.append("  ")
             text.append(f"{label} " if label else "", style="dim")
-            text.append((rewards if name in REWARDS else form).format(metrics[name]), style="default")
-        self._show(text)
+            value_format = mean_reward_format if name in MEAN_REWARDS else number_format
+            text.append(value_format.format(metrics[name]), style="default")
+        self._print(text)
 
     def note(self, message: str) -> None:
-        """Show a line of our own words."""
-        self._show(Text(visible(message)))
+        """Print a message."""
+        self._print(Text(visible(message)))
 
     def table(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Show a summary: a label, the figure before and the figure after."""
+        """Print a summary; each row is a label, the value before (may be empty) and the value after."""
         labels, before, after = (max(map(len, column), default=0) for column in zip(*rows, strict=True))
         for label, first, last in rows:
             text = Text(f"  {label.ljust(labels)}  ", style="dim")
             text.append(f"{first.rjust(before)} {'→' if first else ' '} ", style="default")
             text.append(last.rjust(after), style="bold")
-            self._show(text)
+            self._print(text)
 
     def show_samples(self, samples: Sequence[Sample], title: str = "samples") -> None:
-        """Show rollouts; whatever they contain stays text."""
+        """Print rollouts; their text is escaped."""
         if not samples:
             return
-        self._show(Text(title, style="bold"))
+        self._print(Text(title, style="bold"))
         for sample in samples:
             reward = "quarantined" if sample.reward is None else f"{sample.reward:g}"
             text = Text.assemble(("  reward ", "dim"), reward)
             if sample.answer is not None:
-                text.append("  answer ", style="dim").append(_clean(sample.answer))
-            text.append("\n    prompt     ", style="dim").append(_clean(sample.prompt))
-            text.append("\n    completion ", style="dim").append(_clean(sample.completion))
-            self._show(text)
+                text.append("  answer ", style="dim").append(_safe(sample.answer))
+            text.append("\n    prompt     ", style="dim").append(_safe(sample.prompt))
+            text.append("\n    completion ", style="dim").append(_safe(sample.completion))
+            self._print(text)
 
     @contextmanager
-    def progress(self, total: float, description: str) -> Iterator[Progress]:
-        """Show how far a piece of long work is: a bar on a terminal, else a line after 10 silent seconds.
+    def progress(self, total: float, description: str) -> Iterator[ProgressBar]:
+        """Show progress as a bar on a terminal, else as a line after 10 s without output.
 
         Args:
             total: units of work.
             description: a word or two.
         """
-        if not self._screen.is_terminal:
+        if not self._output.is_terminal:
             yield _PlainProgress(self, total, description)
             return
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-        with Bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._screen, transient=True) as bars:
-            yield _Bar(bars, bars.add_task(visible(description), total=total))
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(*columns, *times, console=self._output, transient=True) as progress:
+            yield _RichProgress(progress, progress.add_task(visible(description), total=total))
 
-    def _show(self, text: Text) -> None:
-        """Write a text; it is never wrapped, so a log has one line a step."""
-        self._screen.print(text, soft_wrap=True, markup=False, emoji=False)
-        self.shown_at = time.monotonic()
+    def _print(self, text: Text) -> None:
+        """Print text without wrapping, so that a log has one line per step."""
+        self._output.print(text, soft_wrap=True, markup=False, emoji=False)
+        self.last_printed_at = time.monotonic()
 
 
-class _Bar:
-    """Progress drawn by rich."""
+class _RichProgress:
+    """Progress as a bar, drawn by rich."""
 
-    def __init__(self, bars: Bars, task: TaskID) -> None:
-        self._bars = bars
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
         self._task = task
 
     def advance(self, amount: float = 1) -> None:
         """Move the bar."""
-        self._bars.advance(self._task, amount)
+        self._progress.advance(self._task, amount)
 
 
 class _PlainProgress:
-    """Progress as a line now and then, for logs."""
+    """Progress as an occasional line, for logs."""
 
     def __init__(self, console: Console, total: float, description: str) -> None:
         self._console = console
@@ -164,12 +172,12 @@ class _PlainProgress:
         self._done = 0.0
 
     def advance(self, amount: float = 1) -> None:
-        """Count, and say so if the last line was long ago."""
+        """Count, and print a line if the last output was long ago."""
         self._done += amount
-        if time.monotonic() - self._console.shown_at >= PLAIN_PROGRESS_EVERY_S:
+        if time.monotonic() - self._console.last_printed_at >= PLAIN_PROGRESS_EVERY_S:
             self._console.note(f"{self._description}: {self._done:g} of {self._total:g}")
 
 
-def _clean(text: str) -> str:
-    """Return text that can't steer the terminal, of a bearable length."""
+def _safe(text: str) -> str:
+    """Return text escaped for the terminal, at a limited length."""
     return visible(shortened(text, SAMPLE_CHARACTERS))

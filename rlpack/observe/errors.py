@@ -1,13 +1,13 @@
-"""Errors of what is written about a run."""
+"""The errors of run directories, sinks and reports."""
 
 
 class RunDirectoryError(ValueError):
-    """The run directory can't be used; the text says why and which key to change."""
+    """The run directory can't be used; the message says why and which key to change."""
 
 
 class SinkError(ValueError):
-    """A sink that was asked for can't be opened; the text names what is missing."""
+    """A configured sink can't be opened; the message says what is missing."""
 
 
 class ReportError(ValueError):
-    """A report was asked of a directory that holds no readable run."""
+    """A report was requested for a directory without a readable run."""

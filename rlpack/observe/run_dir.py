@@ -1,4 +1,4 @@
-"""The run directory: what lies where, and whether a run may use it."""
+"""The run directory: the names of its files, and checks that a run can use it."""
 
 import json
 import logging
@@ -16,80 +16,82 @@ logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
 PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
-# What a run that never began, or Hydra, may have left in a directory that holds no run.
-_LEFTOVERS = frozenset({REPORT, EVENTS, "wandb", "wandb-id", ".hydra", "logs", "multirun.yaml"})
+# Files that a run which never started, or Hydra, leaves in a directory without a run.
+_HARMLESS = frozenset({REPORT, EVENTS, "wandb", "wandb-id", ".hydra", "logs", "multirun.yaml"})
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether a run has written into `run_dir`."""
+    """Return whether the directory contains a run."""
     return any((run_dir / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
 
 
 def holds_checkpoint(run_dir: Path) -> bool:
-    """Return whether a run has committed a checkpoint in `run_dir`; it may be damaged."""
+    """Return whether the directory contains a committed checkpoint, possibly damaged."""
     return any((run_dir / CHECKPOINTS).glob("*/step-*/COMMITTED"))
 
 
-def has_begun(run_dir: Path) -> bool:
-    """Return whether the run in `run_dir` came to a record or a checkpoint."""
+def has_started(run_dir: Path) -> bool:
+    """Return whether the run in the directory has written a record or a checkpoint."""
     metrics = run_dir / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / CHECKPOINTS).glob("*/step-*"))
 
 
-def give_back(run_dir: Path) -> None:
-    """Delete what a run wrote at its start, and the directory if nothing else is there, unless the run has begun.
+def remove_unstarted_run(run_dir: Path) -> None:
+    """Delete the files of a run that failed at startup, and the directory if it is then empty.
 
-    So the same command works again once its mistake is mended.
+    The same command then works again once its mistake is fixed. A run that has started is left alone.
     """
-    if has_begun(run_dir):
+    if has_started(run_dir):
         return
     try:
         for name in (CONFIG, METRICS, SAMPLES):
             (run_dir / name).unlink(missing_ok=True)
-        shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)  # a frozen policy, and saves that were cut short
+        shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)  # a frozen policy, and incomplete saves
         if not any(run_dir.iterdir()):
             run_dir.rmdir()
     except OSError as error:
-        logger.warning("%s can't be cleared of the run that failed at its start: %s", run_dir, error)
+        logger.warning("the files of the failed run could not be deleted from %s: %s", run_dir, error)
 
 
 def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Check, without making anything, that a run may use `run_dir`.
+    """Check, without creating anything, that a run can use the directory.
 
     Raises:
-        RunDirectoryError: it is a file, can't be written, holds a run that isn't to be resumed, or files of no run.
+        RunDirectoryError: it is a file, can't be written, contains a run without `resume`, or contains unrelated files.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise RunDirectoryError(f"run_dir={run_dir} is not a directory; choose another run_dir")
     if not resume and holds_run(run_dir):
         raise RunDirectoryError(
-            f"run_dir={run_dir} already holds a run; go on with it by resume=auto, or choose another run_dir"
+            f"run_dir={run_dir} already contains a run; continue it with resume=auto, or choose another run_dir"
         )
-    if strangers := [] if holds_run(run_dir) else _strangers(run_dir):
+    if unrelated := [] if holds_run(run_dir) else _unrelated_files(run_dir):
         raise RunDirectoryError(
-            f"run_dir={run_dir} holds files and no run ({', '.join(strangers[:3])}{', …' * (len(strangers) > 3)}); "
-            "choose another run_dir, or one below it"
+            f"run_dir={run_dir} contains unrelated files ({', '.join(unrelated[:3])}{', …' * (len(unrelated) > 3)}); "
+            "choose another run_dir, or a subdirectory"
         )
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise RunDirectoryError(f"run_dir={run_dir} can't be written ({nearest} refuses); choose another run_dir")
+        raise RunDirectoryError(
+            f"run_dir={run_dir} can't be written (no permission in {nearest}); choose another run_dir"
+        )
 
 
-def _strangers(run_dir: Path) -> list[str]:
-    """Return what lies in a directory and is neither a run's nor Hydra's."""
+def _unrelated_files(run_dir: Path) -> list[str]:
+    """Return the files in a directory that neither a run nor Hydra writes."""
     try:
-        return sorted(path.name for path in run_dir.iterdir() if path.name not in _LEFTOVERS)
-    except OSError:  # there is none, or it can't be read, which is said of its own
+        return sorted(path.name for path in run_dir.iterdir() if path.name not in _HARMLESS)
+    except OSError:  # it doesn't exist, or can't be read, which has its own error
         return []
 
 
 def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> None:
-    """Check and make the directory and write `config.yaml`; a resumed run says which keys differ from before.
+    """Create the directory and write `config.yaml`; warn about keys that changed since the last start.
 
     Args:
         run_dir: the directory.
-        config: plain values, secrets already hidden.
-        resume: whether the directory may hold a run.
+        config: plain values, with secrets hidden.
+        resume: allow a directory that contains a run.
 
     Raises:
         RunDirectoryError: the directory can't be used.
@@ -104,49 +106,49 @@ def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> N
         raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error
     changed = changed_keys(before, config) if before else []
     if changed:
-        logger.warning("resumed with other values than before of: %s", ", ".join(changed))
+        logger.warning("resumed with values that changed since the last start: %s", ", ".join(changed))
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the configuration that the run wrote, empty if there is none that can be read."""
+    """Return the stored configuration, empty if it is missing or can't be read."""
     path = run_dir / CONFIG
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        logger.warning("%s can't be read and is left out: %s", path, error)
+        logger.warning("%s can't be read and is ignored: %s", path, error)
         return {}
     return loaded if isinstance(loaded, dict) else {}
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the rollouts that were kept; a line that can't be read is left out."""
+    """Return the stored rollouts; lines that can't be read are skipped with a warning."""
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             sample = json.loads(line)
         except ValueError:
-            logger.warning("a line of %s can't be read and is left out", path)
+            logger.warning("a line of %s can't be read and is skipped", path)
             continue
-        found += [sample] if isinstance(sample, dict) else []
-    return found
+        samples += [sample] if isinstance(sample, dict) else []
+    return samples
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested configuration as dotted keys.
+    """Flatten a nested configuration to dotted keys.
 
     >>> flat({"seed": 1, "trainer": {"steps": 70}})
     {'seed': 1, 'trainer.steps': 70}
     """
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found
+        dotted |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return dotted
 
 
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys whose values differ; `resume` itself, which has to, is left out.
+    """Return the dotted keys whose values differ, except `resume`.
 
     >>> changed_keys({"seed": 1, "resume": "never"}, {"seed": 2, "resume": "auto"})
     ['seed']

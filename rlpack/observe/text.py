@@ -1,26 +1,27 @@
-"""Text that others wrote (models, dataset rows), made safe to show."""
+"""Text for people: untrusted text (models, dataset rows) made safe to print, and number formats."""
 
 import unicodedata
+from collections.abc import Iterable
 
-# Format characters that reorder or hide what a reader sees; tab and newline are shown by signs of their own.
-_SIGNS = {"\n": "⏎", "\t": "⇥"}
+# Newline and tab become visible symbols; other control and format characters become escapes.
+_SYMBOLS = {"\n": "⏎", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with every character that could steer a terminal or mislead a reader written out.
+    r"""Return `text` with every character escaped that could control a terminal or mislead a reader.
 
     Control characters (C0, C1, so every escape sequence), format characters (bidirectional overrides, zero-width
     joiners), surrogates, private-use characters and line separators become `\x1b`-like escapes; newlines and tabs
-    become signs. What is left is printable and has no line break. The result still has to be escaped for HTML.
+    become symbols. The result is printable and has no line break. It still has to be escaped for HTML.
 
     >>> visible("a\x1b[2Jb\nc")
     'a\\x1b[2Jb⏎c'
     """
-    return "".join(_SIGNS.get(character) or _shown(character) for character in text)
+    return "".join(_SYMBOLS.get(character) or _escape(character) for character in text)
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return at most `limit` characters of `text`; a cut in the middle says how much is missing.
+    """Return at most `limit` characters of `text`; a cut in the middle says how many are missing.
 
     >>> shortened("0123456789" * 10, 40)
     '01234567 … 84 characters … 23456789'
@@ -31,8 +32,17 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
 
 
-def _shown(character: str) -> str:
-    """Return a character, or its escape if it isn't plainly printable."""
+def reward_format(rewards: Iterable[float]) -> str:
+    """Return the format of mean rewards: percent if all are between 0 and 1, else decimal.
+
+    >>> reward_format([0.5, 1.0]).format(0.5), reward_format([0.5, 7.25]).format(0.5)
+    ('50.0%', '0.500')
+    """
+    return "{:.1%}" if all(0 <= reward <= 1 for reward in rewards) else "{:.3f}"
+
+
+def _escape(character: str) -> str:
+    """Return a character, or its escape if it isn't printable."""
     if unicodedata.category(character) in {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}:
         return character.encode("unicode_escape").decode("ascii")
     return character

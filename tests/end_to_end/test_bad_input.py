@@ -118,7 +118,7 @@ def test_a_wrong_choice_ends_with_one_message_before_anything_starts(folder, cap
 
 def test_a_run_directory_that_is_taken_is_left_as_it_was(folder, capsys, uninterrupted):
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.run_dir.rglob("*")}
-    assert "already holds a run; go on with it by resume=auto" in said(
+    assert "already contains a run; continue it with resume=auto" in said(
         capsys, folder, 2, f"run_dir={uninterrupted.run_dir}"
     )
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.run_dir.rglob("*")} == before

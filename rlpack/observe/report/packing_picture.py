@@ -1,9 +1,9 @@
-"""The packing picture: what a step's token slots hold, for several plans of the same lengths.
+"""The packing picture: how the token slots of a step are used, for several plans of the same lengths.
 
-Each rank is a row and time runs to the right, counted in token slots. A microbatch is a box whose area is its slots:
-in the padded modes a matrix of one line a sequence, in packed mode a single line of sequences side by side. A sequence
-has its own colour, the same in every plan; padding is grey; hatching is where a rank waits for a slower one, for
-ranks meet at every microbatch. All plans share one scale, so a shorter bar is a shorter step.
+Each rank is a row, and time runs to the right in token slots. A microbatch is a box whose area is its number of slots:
+in the padded modes a matrix with one line per sequence, in packed mode one line of concatenated sequences. Each
+sequence has one colour in all plans, padding is grey, and hatching marks a rank that waits for a slower one, since all
+ranks synchronise at every microbatch. All plans share one scale, so a shorter bar is a shorter step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,9 @@ from rlpack.observe.report.plot_style import INK, SETTINGS, TEXT_SIZE, WAITING, 
 from rlpack.packing.plan import Microbatch, MicrobatchPlan
 
 MOST_RANKS = 8
-# Boxes of more sequences on a rank are too narrow to tell apart: the others are counted, not drawn.
+# More sequences on a rank would be too narrow to tell apart; the rest is counted but not drawn.
 MOST_SEQUENCES = 100
-WIDTH, BAND, RANK_HEIGHT, PANEL_TEXT, MARGINS = 10.0, 0.84, 0.62, 0.66, 1.34  # inches, but BAND is a share of a row
+WIDTH, BAND, RANK_HEIGHT, PANEL_TEXT, MARGINS = 10.0, 0.84, 0.62, 0.66, 1.34  # inches; BAND: fraction of a row
 DPI = 180
 
 
@@ -34,14 +34,14 @@ class Boxes:
     """Rectangles to draw, as (x, y, width, height) in slots and ranks.
 
     Attributes:
-        sequences: with the row that each shows.
-        padding: slots that hold nothing.
-        waiting: time in which a rank waits for another.
+        sequences: (row, x, y, width, height) of each sequence.
+        padding: slots without a token.
+        waiting: times in which a rank waits for another.
         outlines: the microbatches.
         end: slots until the slowest rank is done.
         slots: slots of all ranks.
         tokens: real tokens of all ranks.
-        microbatches: microbatches that hold rows, of all ranks.
+        microbatches: microbatches with rows, over all ranks.
     """
 
     sequences: list[tuple[int, float, float, float, float]] = field(default_factory=list)
@@ -55,18 +55,18 @@ class Boxes:
 
     @property
     def waste(self) -> float:
-        """Return the share of the slots that hold nothing."""
+        """Return the fraction of slots without a token."""
         return 1.0 - self.tokens / self.slots if self.slots else 0.0
 
 
 def packing_picture(plans: Mapping[str, MicrobatchPlan], path: Path, step: int = 0) -> Path:
-    """Draw one optimizer step of several plans of the same lengths, and return the path of the picture.
+    """Draw one optimizer step of several plans of the same lengths, and return the picture's path.
 
-    Its kind is that of the path's suffix, of those that matplotlib writes.
+    The path's suffix selects the file format, any that matplotlib writes.
 
     Args:
         plans: plans by title, drawn from top to bottom.
-        path: the file to write.
+        path: the output file.
         step: the optimizer step to draw; a plan without it is drawn empty.
 
     Raises:
@@ -78,22 +78,22 @@ def packing_picture(plans: Mapping[str, MicrobatchPlan], path: Path, step: int =
 
 
 def draw(plans: Mapping[str, MicrobatchPlan], step: int = 0) -> Figure:
-    """Return the figure of `packing_picture`; call it inside matplotlib's settings."""
+    """Return the figure of `packing_picture`; call it with `plot_style.SETTINGS` active."""
     boxes = {title: layout_boxes(plan, step) for title, plan in plans.items()}
     ranks = min(MOST_RANKS, max((plan.num_ranks for plan in plans.values()), default=1))
     panel = ranks * RANK_HEIGHT + PANEL_TEXT
     height = MARGINS + panel * max(1, len(plans))
     figure = Figure(figsize=(WIDTH, height))
-    whole = max((found.end for found in boxes.values()), default=1.0) or 1.0
-    end = min(whole, *(_legible(found) for found in boxes.values())) if boxes else whole
+    whole = max((layout.end for layout in boxes.values()), default=1.0) or 1.0
+    end = min(whole, *(_legible_end(layout) for layout in boxes.values())) if boxes else whole
     for number, (title, plan) in enumerate(plans.items()):
         bottom = height - 0.42 - panel * number - PANEL_TEXT + 0.3 - ranks * RANK_HEIGHT
         axes = figure.add_axes((0.085, bottom / height, 0.9, ranks * RANK_HEIGHT / height))
         _draw_panel(axes, _cut(boxes[title], end), min(plan.num_ranks, MOST_RANKS), end)
         _title_panel(axes, title, boxes[title])
         if number == len(plans) - 1:
-            part = "" if end == whole else f"; shown are the first {end:,.0f} of {whole:,.0f}"
-            axes.set_xlabel(f"token slots that a rank computes, one after another (one scale for all){part}")
+            part = "" if end == whole else f"; the first {end:,.0f} of {whole:,.0f} are shown"
+            axes.set_xlabel(f"token slots computed by each rank, in order (same scale for all plans){part}")
         else:
             axes.tick_params(labelbottom=False)
     _title_figure(figure, plans, step, height)
@@ -102,7 +102,7 @@ def draw(plans: Mapping[str, MicrobatchPlan], step: int = 0) -> Figure:
 
 
 def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
-    """Return where everything of one optimizer step is drawn; ranks above the eighth are counted, not drawn."""
+    """Return the rectangles of one optimizer step; ranks after the eighth are counted but not drawn."""
     boxes = Boxes()
     if step >= plan.num_steps:
         return boxes
@@ -123,19 +123,19 @@ def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
     return boxes
 
 
-def _legible(boxes: Boxes) -> float:
-    """Return the slot up to which at most `MOST_SEQUENCES` sequences lie side by side on any rank, infinity for all."""
+def _legible_end(boxes: Boxes) -> float:
+    """Return the slot before which no rank has more than `MOST_SEQUENCES` sequences, or infinity."""
     starts: dict[int, list[float]] = {}
     for _, x, y, *_ in boxes.sequences:
-        # Of the lines of a padded microbatch, which lie on top of each other, one counts.
+        # Count one line of each padded microbatch, whose lines are stacked vertically.
         if y == int(y):
             starts.setdefault(int(y), []).append(x)
-    ends = [sorted(found)[MOST_SEQUENCES] for found in starts.values() if len(found) > MOST_SEQUENCES]
+    ends = [sorted(lefts)[MOST_SEQUENCES] for lefts in starts.values() if len(lefts) > MOST_SEQUENCES]
     return min(ends, default=float("inf"))
 
 
 def _cut(boxes: Boxes, end: float) -> Boxes:
-    """Return the boxes that begin before slot `end`; the figures stay those of all."""
+    """Return the boxes that start before slot `end`; the totals stay unchanged."""
     return replace(
         boxes,
         sequences=[box for box in boxes.sequences if box[1] < end],
@@ -144,12 +144,12 @@ def _cut(boxes: Boxes, end: float) -> Boxes:
 
 
 def slots_of(microbatch: Microbatch, plan: MicrobatchPlan) -> int:
-    """Return the token slots that a microbatch computes on."""
+    """Return the number of token slots that a microbatch computes."""
     return microbatch.length if plan.batching.mode == "packed" else microbatch.length * max(1, microbatch.rows.size)
 
 
 def _add_microbatch(boxes: Boxes, microbatch: Microbatch, plan: MicrobatchPlan, left: float, rank: int) -> None:
-    """Add one microbatch: its padding as a whole, its sequences on top."""
+    """Add one microbatch: a grey box for padding, and its sequences on top."""
     outline = (left, float(rank), float(slots_of(microbatch, plan)), BAND)
     boxes.outlines.append(outline)
     boxes.padding.append(outline)
@@ -160,7 +160,7 @@ def _add_microbatch(boxes: Boxes, microbatch: Microbatch, plan: MicrobatchPlan, 
         for row, start, length in zip(microbatch.rows, starts, lengths, strict=False):
             boxes.sequences.append((int(row), float(start), float(rank), float(length), BAND))
         return
-    # n lines of 1/n of the height: a slot is n times as wide and a n-th as high, so the area stays true.
+    # n lines of 1/n of the height: a slot is n times as wide and 1/n as high, so areas stay proportional.
     lines = max(1, microbatch.rows.size)
     for line, (row, length) in enumerate(zip(microbatch.rows, lengths, strict=True)):
         boxes.sequences.append((int(row), left, rank + BAND * line / lines, float(length * lines), BAND / lines))
@@ -174,7 +174,7 @@ def _draw_panel(axes: Axes, boxes: Boxes, ranks: int, end: float) -> None:
     axes.add_collection(waiting)
     colours = [sequence_colour(row) for row, *_ in boxes.sequences]
     sequences = list(_corners([tuple(place) for _, *place in boxes.sequences]))
-    # White borders tell neighbours apart; with very many sequences they would hide the colour.
+    # White borders separate neighbours; with very many sequences they would hide the colours.
     border = 0.5 if len(sequences) <= 150 else 0.15
     axes.add_collection(PolyCollection(sequences, facecolors=colours, edgecolors="white", linewidths=border))
     axes.add_collection(PolyCollection(list(_corners(boxes.outlines)), facecolors="none", edgecolors=INK, linewidths=1))
@@ -187,14 +187,14 @@ def _draw_panel(axes: Axes, boxes: Boxes, ranks: int, end: float) -> None:
 
 
 def _title_panel(axes: Axes, title: str, boxes: Boxes) -> None:
-    """Write the plan's name and its figures above it."""
-    axes.set_title(f"{title}: {boxes.waste:.1%} waste" if boxes.slots else f"{title}: nothing to do", pad=5)
+    """Write the plan's name and totals above its panel."""
+    axes.set_title(f"{title}: {boxes.waste:.1%} waste" if boxes.slots else f"{title}: empty", pad=5)
     text = f"{boxes.slots:,} slots, {boxes.tokens:,} tokens, {boxes.microbatches:,} microbatches"
     axes.set_title(text, loc="right", pad=5, fontweight="normal", fontsize=TEXT_SIZE)
 
 
 def _title_figure(figure: Figure, plans: Mapping[str, MicrobatchPlan], step: int, height: float) -> None:
-    """Write what all plans have in common."""
+    """Write the title of the whole picture."""
     plan = next(iter(plans.values()), None)
     rows = 0 if plan is None else int((plan.step_of_row == step).sum())
     ranks = 0 if plan is None else plan.num_ranks
@@ -205,14 +205,14 @@ def _title_figure(figure: Figure, plans: Mapping[str, MicrobatchPlan], step: int
 
 
 def _legend(figure: Figure) -> None:
-    """Explain the colours."""
-    shown = [
-        Patch(facecolor=sequence_colour(1), edgecolor="white", label="one colour a sequence"),
+    """Add the legend."""
+    handles = [
+        Patch(facecolor=sequence_colour(1), edgecolor="white", label="a sequence (one colour each)"),
         Patch(facecolor=WASTE, label="padding (waste)"),
         Patch(facecolor=WAITING, edgecolor="#9aa1a9", hatch="////", label="waiting for another rank"),
         Line2D([], [], marker="s", markersize=9, color="none", markeredgecolor=INK, label="a microbatch"),
     ]
-    figure.legend(handles=shown, loc="lower center", ncols=4, fontsize=TEXT_SIZE, handlelength=1.4, labelcolor=INK)
+    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=TEXT_SIZE, handlelength=1.4, labelcolor=INK)
 
 
 def _corners(places: list[tuple[float, ...]]) -> Iterator[list[tuple[float, float]]]:

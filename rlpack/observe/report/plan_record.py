@@ -1,4 +1,4 @@
-"""One step's lengths and batching, kept so that its packing can be drawn later and compared with other modes."""
+"""The inputs of one step's plan, stored so that its packing can be drawn and compared with other modes."""
 
 import json
 import logging
@@ -26,15 +26,15 @@ TITLES: dict[Mode, str] = {
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What a plan was made from.
+    """The inputs of a plan.
 
     Attributes:
         step: the step of the run.
         lengths: tokens of each row, in arrival order.
-        batching: how they were batched.
+        batching: the batching settings.
         num_ranks: data-parallel ranks.
-        mini_batch_size: sequences of one optimizer step; None for all.
-        cost: of a sequence, by which ranks were balanced; None for its slots.
+        mini_batch_size: sequences per optimizer step; None for all.
+        cost: cost model by which ranks were balanced; None for token slots.
     """
 
     step: int
@@ -46,49 +46,49 @@ class PlanRecord:
 
     @classmethod
     def of(cls, plan: MicrobatchPlan, step: int = 0) -> Self:
-        """Return what a plan was made from."""
+        """Return the inputs of a plan."""
         asked = plan.request
         lengths = tuple(int(length) for length in asked.lengths)
         return cls(step, lengths, asked.batching, asked.dp_size, asked.mini_batch_size, asked.cost)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Return what `write` wrote.
+        """Read a record written by `write`.
 
         Raises:
-            DataError: the file can't be read or isn't such a record; names file and value.
+            DataError: the file can't be read or isn't a plan record; names the file and the value.
         """
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(f"{path} can't be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} is not JSON: {error}; a run writes it anew with its next step") from error
+            raise DataError(f"{path} is not JSON: {error}; the run rewrites it with its next step") from error
         try:
-            return cls._of(kept)
+            return cls._from_json(values)
         except KeyError as error:
-            raise DataError(f"{path} has no {error}; a run writes it anew with its next step") from error
+            raise DataError(f"{path} has no {error}; the run rewrites it with its next step") from error
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path} is no record of a plan: {error}") from error
+            raise DataError(f"{path} is not a plan record: {error}") from error
 
     @classmethod
-    def _of(cls, kept: Any) -> Self:
-        """Return the record that was read from a file.
+    def _from_json(cls, values: Any) -> Self:
+        """Return the record in decoded JSON.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError: it is invalid.
         """
-        if not isinstance(kept, dict):
-            raise ValueError(f"it holds a {type(kept).__name__}, and should an object")
-        lengths = tuple(check_lengths(kept["lengths"]).tolist())
-        size = kept["mini_batch_size"]
+        if not isinstance(values, dict):
+            raise ValueError(f"it contains a {type(values).__name__} instead of an object")
+        lengths = tuple(check_lengths(values["lengths"]).tolist())
+        size = values["mini_batch_size"]
         return cls(
-            step=check_count(kept["step"], "step") if kept["step"] else 0,
+            step=check_count(values["step"], "step") if values["step"] else 0,
             lengths=lengths,
-            batching=Batching(**kept["batching"]),
-            num_ranks=check_count(kept["num_ranks"], "num_ranks"),
+            batching=Batching(**values["batching"]),
+            num_ranks=check_count(values["num_ranks"], "num_ranks"),
             mini_batch_size=None if size is None else check_count(size, "mini_batch_size"),
-            cost=Cost(**kept["cost"]) if kept.get("cost") else None,
+            cost=Cost(**values["cost"]) if values.get("cost") else None,
         )
 
     def write(self, path: Path) -> None:
@@ -96,9 +96,9 @@ class PlanRecord:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     def plan(self, mode: Mode | None = None) -> MicrobatchPlan:
-        """Return the plan of these lengths, in another mode if one is given.
+        """Return the plan of these lengths, optionally in another mode.
 
-        Over-long rows get a microbatch of their own, so that a comparison never fails on them.
+        Each sequence over the token budget gets a separate microbatch, so that a comparison never fails on it.
         """
         batching = replace(self.batching, mode=mode or self.batching.mode, overlong="own_microbatch")
         lengths = np.asarray(self.lengths, dtype=np.int64)
@@ -107,7 +107,7 @@ class PlanRecord:
         )
 
     def comparison(self) -> dict[str, MicrobatchPlan]:
-        """Return plans of the same lengths by title: padded in arrival order, the mode of the run, and packed."""
+        """Return plans of the same lengths by title: padded in arrival order, as in the run, and packed."""
         modes: list[Mode] = ["fixed", "dynamic", "packed"] if self.batching.mode == "dynamic" else ["fixed", "packed"]
         if self.batching.mode == "fixed" and self.batching.max_tokens is None:
             modes = ["fixed"]
@@ -115,11 +115,11 @@ class PlanRecord:
 
 
 def read_plan(path: Path) -> PlanRecord | None:
-    """Return the record in a file, or None where there is none; one that can't be read is left out with a warning."""
+    """Return the record in a file; None without one, and with a warning if it can't be read."""
     if not path.exists():
         return None
     try:
         return PlanRecord.read(path)
     except DataError as error:
-        logger.warning("the packing picture is left out: %s", error)
+        logger.warning("the packing picture is skipped: %s", error)
         return None

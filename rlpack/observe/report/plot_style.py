@@ -1,4 +1,4 @@
-"""How every figure of the project looks: one size of text, one meaning a colour."""
+"""The style of every plot: one text size, and one meaning per colour."""
 
 import colorsys
 from io import BytesIO
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Distinct for colour-blind readers too (Okabe and Ito, 2008), dark enough on white.
+# A palette for colour-blind readers (Okabe and Ito, 2008), dark enough on white.
 REWARD, SAMPLED, BEST, GREEDY, LOSS = "#0072B2", "#D55E00", "#E69F00", "#009E73", "#8C4A86"
 INK, FAINT, WASTE, WAITING = "#1f2328", "#6e7781", "#c8ccd1", "#ffffff"
 TEXT_SIZE = 11
@@ -32,7 +32,7 @@ SETTINGS: Any = {
 
 
 def sequence_colour(row: int) -> tuple[float, float, float]:
-    """Return the colour of a row, the same in every picture: hues by the golden angle, three lightnesses.
+    """Return the colour of a row, the same in every picture: golden-angle hues in three lightnesses.
 
     >>> sequence_colour(3) == sequence_colour(3), sequence_colour(3) == sequence_colour(4)
     (True, False)
@@ -41,15 +41,15 @@ def sequence_colour(row: int) -> tuple[float, float, float]:
     return colorsys.hls_to_rgb(hue, (0.42, 0.55, 0.68)[row % 3], (0.50, 0.48, 0.58)[row % 3])
 
 
-def plain(axes: Axes, *, grid: Literal["x", "y", "both"] = "y") -> None:
-    """Take away what carries nothing, and add a faint grid."""
+def despine(axes: Axes, *, grid: Literal["x", "y", "both"] = "y") -> None:
+    """Remove the top and right spines, and add a light grid."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(axis=grid, color="#e4e7eb", linewidth=0.8)
 
 
 def svg(figure: Figure) -> str:
-    """Return a figure as SVG text, the same for the same figure on every day."""
+    """Return a figure as SVG text; deterministic, without a date."""
     stream = BytesIO()
     figure.savefig(stream, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.08)
     return stream.getvalue().decode("utf-8")

@@ -1,4 +1,4 @@
-"""The report's curves and bars."""
+"""The curves and bars of the report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlpack.observe.metric_table import METRICS
-from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, plain
+from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, despine
 
 Records = Sequence[dict[str, Any]]
 SIZE = (9.2, 3.6)
@@ -34,11 +34,11 @@ HEALTH = (
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one phase, as it went.
+    """The values of one metric in one phase.
 
     Attributes:
-        steps: the steps that reported it, int64 [n].
-        values: its figures, f64 [n].
+        steps: the steps that logged it, int64 [n].
+        values: its values, f64 [n].
     """
 
     steps: np.ndarray
@@ -46,9 +46,9 @@ class Series:
 
     @classmethod
     def of(cls, records: Records, name: str, phase: str) -> "Series":
-        """Return the finite figures of a metric."""
-        found = [(r["step"], r[name]) for r in records if r["phase"] == phase and np.isfinite(r.get(name, np.nan))]
-        steps, values = zip(*found, strict=True) if found else ((), ())
+        """Return the finite values of a metric."""
+        points = [(r["step"], r[name]) for r in records if r["phase"] == phase and np.isfinite(r.get(name, np.nan))]
+        steps, values = zip(*points, strict=True) if points else ((), ())
         return cls(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Series:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of each value and up to `window - 1` before it.
+    """Return the mean of each value and up to `window - 1` values before it.
 
     >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
     [1.0, 2.0, 4.0]
@@ -68,7 +68,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def reward_and_accuracy(records: Records) -> Figure | None:
-    """Draw the reward of every step and the held-out accuracies, or return None if neither was logged."""
+    """Plot the reward of every step and the held-out accuracies; None if neither was logged."""
     figure = Figure(figsize=SIZE)
     axes = figure.add_subplot()
     reward = Series.of(records, "reward/mean", "train")
@@ -76,27 +76,24 @@ def reward_and_accuracy(records: Records) -> Figure | None:
         axes.plot(reward.steps, reward.values, color=REWARD, alpha=0.3, linewidth=1)
         smooth = running_mean(reward.values, max(1, min(10, len(reward) // 4)))
         axes.plot(reward.steps, smooth, color=REWARD, linewidth=2.2, label="mean reward, training (running mean)")
-    shares = True
     for name, label, colour, line in ACCURACIES:
         series = Series.of(records, name, "evaluation")
         if len(series):
             axes.plot(series.steps, series.values, line, color=colour, markersize=5, linewidth=1.8, label=label)
     if not axes.get_lines():
         return None
-    for line in axes.get_lines():
-        values = np.asarray(line.get_ydata(), dtype=np.float64)
-        shares = shares and bool(((values >= 0) & (values <= 1)).all())
-    if shares:
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()])
+    if ((values >= 0) & (values <= 1)).all():
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _steps(axes)
+    _format_steps(axes)
     axes.set_ylabel("reward, accuracy")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0)
     return figure
 
 
 def sft_warmup_loss(records: Records) -> Figure | None:
-    """Draw the supervised loss before the recipe's own steps, or return None if there was none."""
+    """Plot the loss of the supervised warm-up; None without one."""
     loss = Series.of(records, "sft_warmup/loss", "sft_warmup")
     if not len(loss):
         return None
@@ -105,63 +102,63 @@ def sft_warmup_loss(records: Records) -> Figure | None:
     axes.plot(loss.steps, loss.values, color=LOSS, linewidth=1.6)
     axes.set_ylabel("loss (nats per token)")
     axes.set_ylim(bottom=0)
-    _steps(axes, "warm-up step")
+    _format_steps(axes, "warm-up step")
     return figure
 
 
-def seconds_by_phase(records: Records) -> dict[str, float]:
-    """Return total seconds of each timed part, longest first; the step's total and what contains others is left out."""
+def seconds_by_part(records: Records) -> dict[str, float]:
+    """Return the total seconds of each timed part of a step, longest first."""
     totals: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
             if name.startswith("time/") and name != "time/step_s":
                 part = name.removeprefix("time/").removesuffix("_s")
-                title = "warm-up" if record["phase"] == "sft_warmup" and part == "update" else part
-                totals[title] = totals.get(title, 0.0) + value
+                label = "warm-up" if record["phase"] == "sft_warmup" and part == "update" else part
+                totals[label] = totals.get(label, 0.0) + value
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def time_per_phase(records: Records) -> Figure | None:
-    """Draw where the time went, or return None if nothing was timed."""
-    totals = seconds_by_phase(records)
-    whole = sum(totals.values())
-    if not whole:
+def time_by_part(records: Records) -> Figure | None:
+    """Plot the time of each part of a step; None if nothing was timed."""
+    totals = seconds_by_part(records)
+    total = sum(totals.values())
+    if not total:
         return None
     figure = Figure(figsize=(SIZE[0], 0.75 + 0.36 * len(totals)))
     axes = figure.add_subplot()
     bars = axes.barh(list(totals), list(totals.values()), color=REWARD, height=0.66)
-    labels = [f"  {seconds:,.1f} s  ({seconds / whole:.0%})" for seconds in totals.values()]
+    labels = [f"  {seconds:,.1f} s  ({seconds / total:.0%})" for seconds in totals.values()]
     axes.bar_label(bars, labels)
     axes.invert_yaxis()
     axes.set_xlim(0, max(totals.values()) * 1.2)
-    axes.set_xlabel("seconds of the whole run")
+    axes.set_xlabel("seconds over the whole run")
     axes.tick_params(axis="y", length=0)
-    plain(axes, grid="x")
+    despine(axes, grid="x")
     return figure
 
 
 def policy_health(records: Records) -> Figure | None:
-    """Draw small curves of what tells a healthy run, or return None if nothing of it was logged."""
-    series = {name: found for name in HEALTH if len(found := Series.of(records, name, "train"))}
-    if not series:
+    """Plot small curves of the metrics that show whether a run is healthy; None if none was logged."""
+    curves = {name: series for name in HEALTH if len(series := Series.of(records, name, "train"))}
+    if not curves:
         return None
-    lines = -(-len(series) // 2)
+    lines = -(-len(curves) // 2)
     figure = Figure(figsize=(SIZE[0], 1.95 * lines), layout="constrained")
     grid = figure.subplots(lines, 2, squeeze=False).ravel()
-    for axes, (name, found) in zip(grid, series.items(), strict=False):
-        axes.plot(found.steps, found.values, color=REWARD, linewidth=1.5)
+    for axes, (name, series) in zip(grid, curves.items(), strict=False):
+        axes.plot(series.steps, series.values, color=REWARD, linewidth=1.5)
         unit = METRICS[name].unit
         axes.set_title(name + ("" if unit == "1" else f" ({unit})"), fontsize=10)
         axes.ticklabel_format(axis="y", useOffset=False)
-        _steps(axes, None)
-    for axes in grid[len(series) :]:
+        _format_steps(axes, None)
+    for axes in grid[len(curves) :]:
         axes.set_visible(False)
     return figure
 
 
-def _steps(axes: Axes, label: str | None = "step") -> None:
-    """Give an axis whole steps."""
+def _format_steps(axes: Axes, label: str | None = "step") -> None:
+    """Label the x axis with whole steps."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if label:
         axes.set_xlabel(label, color=FAINT)
-    plain(axes)
+    despine(axes)

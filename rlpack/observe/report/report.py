@@ -1,6 +1,6 @@
-"""The report of a run: one HTML file that opens offline and loads nothing.
+"""The report of a run: one self-contained HTML file that opens offline.
 
-All text is escaped, what a model wrote too; a content policy in the page forbids scripts and outside sources.
+All text is escaped, model output included; a content security policy in the page forbids scripts and external sources.
 """
 
 import base64
@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from rlpack.config.redaction import without_secrets
 from rlpack.observe.errors import ReportError
-from rlpack.observe.metric_table import METRICS as TABLE
-from rlpack.observe.report import plots as figures
+from rlpack.observe.metric_table import METRICS as METRIC_TABLE
+from rlpack.observe.report import plots
 from rlpack.observe.report.packing_picture import packing_picture
 from rlpack.observe.report.plan_record import TITLES, PlanRecord, read_plan
 from rlpack.observe.report.plot_style import SETTINGS, svg
@@ -33,7 +33,7 @@ from rlpack.observe.run_dir import (
 from rlpack.observe.sinks import read_records
 from rlpack.observe.text import shortened, visible
 
-SHOWN_SAMPLES = 8
+NUM_SAMPLES = 8
 SAMPLE_CHARACTERS = 600
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 CSS = """
@@ -62,10 +62,10 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` (and `packing.png`) from the files of a run directory, and return the report's path.
 
     Raises:
-        ReportError: there is no run in the directory.
+        ReportError: the directory contains no run.
     """
     if not (run_dir / METRICS).is_file():
-        raise ReportError(f"{run_dir} holds no run: there is no {METRICS} in it; give the directory of a run")
+        raise ReportError(f"{run_dir} contains no run, since it has no {METRICS}; give the directory of a run")
     records = list(read_records(run_dir / METRICS))
     config = without_secrets(read_config(run_dir))
     plans = read_plan(run_dir / LENGTHS)
@@ -74,11 +74,13 @@ def write_report(run_dir: Path) -> Path:
             _cards(records, plans),
             _reward_section(records),
             _packing_section(run_dir, plans),
-            _figure_section("Where the time went", "", figures.time_per_phase(records)),
+            _figure_section("Time by part of a step", "", plots.time_by_part(records)),
             _figure_section(
-                "Health", "What a step's training and generation looked like.", figures.policy_health(records)
+                "Training health", "Metrics of the policy's training and generation.", plots.policy_health(records)
             ),
-            _figure_section("Warm-up", "Supervised steps before the first rollout.", figures.sft_warmup_loss(records)),
+            _figure_section(
+                "Supervised warm-up", "Supervised steps before the first rollout.", plots.sft_warmup_loss(records)
+            ),
         ]
     sections += [_samples_section(run_dir / SAMPLES), _metrics_section(records), _config_section(config)]
     path = run_dir / REPORT
@@ -87,7 +89,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str:
-    """Put the page together."""
+    """Assemble the page."""
     name = _text(run_dir.resolve().name)
     facts = " · ".join(f"{key} {_text(config[key])}" for key in ("recipe", "seed") if key in config)
     return (
@@ -99,21 +101,21 @@ def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str
     )
 
 
-def _cards(records: figures.Records, plans: PlanRecord | None) -> str:
-    """Return the figures on top."""
+def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
+    """Return the summary cards."""
     cards = "".join(
-        f'<div class="card"><b>{_text(row.figure)}</b><span>{_text(row.label)}</span></div>'
+        f'<div class="card"><b>{_text(row.text)}</b><span>{_text(row.label)}</span></div>'
         for row in summarise(records, plans)
     )
     return f'<div class="cards">{cards}</div>'
 
 
-def _reward_section(records: figures.Records) -> str:
-    """Return the curves of reward and accuracy, or a sentence when there are none."""
+def _reward_section(records: plots.Records) -> str:
+    """Return the curves of reward and accuracy, or a note if there are none."""
     title = "Reward and held-out accuracy"
-    figure = figures.reward_and_accuracy(records)
+    figure = plots.reward_and_accuracy(records)
     if figure is None:
-        return f"<section><h2>{title}</h2><p>No reward and no evaluation has been logged.</p></section>"
+        return f"<section><h2>{title}</h2><p>No reward and no evaluation were logged.</p></section>"
     return _figure_section(title, "Held-out accuracy is measured on the whole validation split.", figure)
 
 
@@ -123,30 +125,30 @@ def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:
         return ""
     png = packing_picture(plans.comparison(), run_dir / PICTURE).read_bytes()
     text = (
-        f"The lengths of step {plans.step}, batched as in this run ({TITLES[plans.batching.mode]}) and otherwise. "
-        "A box is a microbatch, its area the token slots that are computed; each sequence has its own colour."
+        f"The sequences of step {plans.step}, batched as in this run ({TITLES[plans.batching.mode]}) and in other "
+        "modes. Each box is a microbatch, and its area is the number of token slots; each sequence has one colour."
     )
     image = f'<img alt="packing picture" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     return f"<section><h2>Packing</h2><p>{_text(text)}</p>{image}</section>"
 
 
 def _figure_section(title: str, text: str, figure: Figure | None) -> str:
-    """Return a section with a figure; nothing when there is none."""
+    """Return a section with a figure; empty without one."""
     if figure is None:
         return ""
-    # As an image, so that names inside one figure can't meet those of another.
+    # As an image, so that ids inside different SVGs can't clash.
     data = base64.b64encode(svg(figure).encode()).decode()
     image = f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{data}">'
     return f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p>{image}</section>"
 
 
 def _samples_section(path: Path) -> str:
-    """Return the last rollouts that were kept."""
-    shown = read_samples(path)[-SHOWN_SAMPLES:]
-    if not shown:
+    """Return the last stored rollouts."""
+    samples = read_samples(path)[-NUM_SAMPLES:]
+    if not samples:
         return ""
     parts = []
-    for sample in reversed(shown):
+    for sample in reversed(samples):
         head = f"step {sample.get('step')} · " + (
             "quarantined" if sample.get("reward") is None else f"reward {sample['reward']}"
         )
@@ -155,31 +157,31 @@ def _samples_section(path: Path) -> str:
             f'<div class="sample"><span>{_text(head)}</span><pre>{_text(sample.get("prompt"))}</pre>'
             f"<pre><b>{_text(sample.get('completion'))}</b></pre></div>"
         )
-    text = "The last ones kept; control characters are written out."
+    text = "The last stored rollouts, newest first; control characters are escaped."
     return f"<section><h2>Rollouts</h2><p>{text}</p>{''.join(parts)}</section>"
 
 
-def _metrics_section(records: figures.Records) -> str:
-    """Return the table of all metrics: first, last, lowest and highest figure."""
+def _metrics_section(records: plots.Records) -> str:
+    """Return the table of all metrics with their first, last, lowest and highest values."""
     rows = []
     for phase in ("train", "evaluation", "sft_warmup"):
         names = dict.fromkeys(name for record in records if record["phase"] == phase for name in record)
         for name in (name for name in names if name not in {"step", "phase", "time_s"}):
-            series = figures.Series.of(records, name, phase)
+            series = plots.Series.of(records, name, phase)
             if not len(series):
                 continue
-            metric = TABLE.get(name)
+            metric = METRIC_TABLE.get(name)
             numbers = (series.values[0], series.values[-1], series.values.min(), series.values.max())
             cells = "".join(f'<td class="n">{number:.4g}</td>' for number in numbers)
-            about = _text(f"{metric.description} ({metric.unit})" if metric else "")
-            rows.append(f"<tr><td>{phase}</td><td><code>{_text(name)}</code></td>{cells}<td>{about}</td></tr>")
+            meaning = _text(f"{metric.description} ({metric.unit})" if metric else "")
+            rows.append(f"<tr><td>{phase}</td><td><code>{_text(name)}</code></td>{cells}<td>{meaning}</td></tr>")
     heads = "".join(f'<th class="n">{head}</th>' for head in ("first", "last", "lowest", "highest"))
     table = f"<table><tr><th>phase</th><th>metric</th>{heads}<th>meaning (unit)</th></tr>{''.join(rows)}</table>"
     return f"<section><details open><summary>All metrics</summary>{table}</details></section>"
 
 
 def _config_section(config: dict[str, Any]) -> str:
-    """Return the configuration, one key a line."""
+    """Return the configuration, one key per line."""
     rows = "".join(
         f"<tr><td><code>{_text(key)}</code></td><td><code>{_text(value)}</code></td></tr>"
         for key, value in flat(config).items()
@@ -188,5 +190,5 @@ def _config_section(config: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return any value as HTML text of bearable length."""
+    """Return any value as HTML text of limited length."""
     return escape(visible(shortened(str(value), SAMPLE_CHARACTERS)))

@@ -1,4 +1,4 @@
-"""What a run came to, in a few rows: for the cards of the report and the table at the end of a run."""
+"""The summary of a run in a few rows: the cards of the report, and the table printed at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from rlpack.observe.report.packing_picture import layout_boxes
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import ACCURACIES, Records, Series
-from rlpack.observe.shown import reward_form
+from rlpack.observe.text import reward_format
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a summary.
+class SummaryRow:
+    """One row of a summary.
 
     Attributes:
-        label: what it is.
-        before: the first figure, or None where there is only one.
-        after: the last, or only, figure.
+        label: name of the value.
+        before: the first value, or None if there is only one.
+        after: the last, or only, value.
     """
 
     label: str
@@ -24,29 +24,31 @@ class Row:
     after: str
 
     @property
-    def figure(self) -> str:
-        """Return both figures as one text."""
+    def text(self) -> str:
+        """Return both values as text."""
         return self.after if self.before is None else f"{self.before} → {self.after}"
 
 
-def summarise(records: Records, plans: PlanRecord | None) -> list[Row]:
-    """Return reward and accuracies (first and last), wasted slots (padded and as batched), steps and time."""
+def summarise(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
+    """Return first and last reward and accuracies, wasted slots (padded and as batched), steps and time."""
     rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
-    form = reward_form(record[name] for record in records for name, *_ in ACCURACIES if name in record)
+    value_format = reward_format(record[name] for record in records for name, *_ in ACCURACIES if name in record)
     for name, label, *_ in ACCURACIES:
-        rows += _curve(records, name, "evaluation", label, "before and after", form)
+        rows += _curve(records, name, "evaluation", label, "before and after", value_format)
     if plans is not None:
         padded, used = (layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan()))
-        rows.append(Row(f"wasted slots, padded and {plans.batching.mode}", f"{padded:.1%}", f"{used:.1%}"))
+        rows.append(SummaryRow(f"wasted slots, padded and {plans.batching.mode}", f"{padded:.1%}", f"{used:.1%}"))
     steps = {record["step"] for record in records if record["phase"] == "train"}
-    rows.append(Row("training steps", None, f"{max(steps, default=0):,}"))
+    rows.append(SummaryRow("training steps", None, f"{max(steps, default=0):,}"))
     if records:
-        rows.append(Row("time until the last record", None, duration(max(record["time_s"] for record in records))))
+        rows.append(
+            SummaryRow("time until the last record", None, duration(max(record["time_s"] for record in records)))
+        )
     return rows
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it.
+    """Return a time in readable units.
 
     >>> duration(75.2), duration(4000)
     ('1 min 15 s', '1 h 6 min')
@@ -58,9 +60,9 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
 
 
-def _curve(records: Records, name: str, phase: str, label: str, both: str, form: str) -> Sequence[Row]:
-    """Return the first and last figure of a metric, or the only one, if it was logged; `both` says which two."""
-    values = [form.format(value) for value in Series.of(records, name, phase).values]
+def _curve(records: Records, name: str, phase: str, label: str, both: str, value_format: str) -> Sequence[SummaryRow]:
+    """Return the first and last value of a metric, or the only one; `both` describes the two."""
+    values = [value_format.format(value) for value in Series.of(records, name, phase).values]
     if len(values) < 2:
-        return [Row(label, None, value) for value in values]
-    return [Row(f"{label}, {both}", values[0], values[-1])]
+        return [SummaryRow(label, None, value) for value in values]
+    return [SummaryRow(f"{label}, {both}", values[0], values[-1])]

@@ -84,7 +84,7 @@ def test_a_wrong_key_ends_with_code_2_within_two_seconds_and_without_torch_or_ra
 
 def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
-    assert f"rlpack report: {tmp_path} holds no run" in capsys.readouterr().err
+    assert f"rlpack report: {tmp_path} contains no run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -200,8 +200,8 @@ def test_a_picture_that_cannot_be_written_is_said_before_anything_is_planned(
     [
         ("", "packing.json is not JSON"),
         ('{"step": 1}', "packing.json has no 'lengths'"),
-        ("[]", "is no record of a plan: it holds a list"),
-        ('{"lengths": [3, 1.5]}', "is no record of a plan: length of row 1 is 1.5, of type float"),
+        ("[]", "is not a plan record: it contains a list instead"),
+        ('{"lengths": [3, 1.5]}', "is not a plan record: length of row 1 is 1.5, of type float"),
         ('{"lengths": [true]}', "length of row 0 is True, of type bool"),
     ],
 )
@@ -234,7 +234,7 @@ def test_damaged_metrics_are_one_warning_with_a_count(
     code, _, err = run(capsys, "plan", str(tmp_path), "--fit")
     assert (code, "there are 0 steps with times to fit" in err) == (2, True)
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
-        "lines left out that are no records: 30, the first is line 1"
+        "30 lines are not records and are skipped; the first is line 1"
     ]
 
 

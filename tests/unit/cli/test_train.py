@@ -145,7 +145,7 @@ def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, 
         (["resume=auto"], "set run_dir"),
         (["run_dir=file"], "run_dir=file is not a directory; choose another run_dir"),
         (["run_dir=file/below"], "choose another run_dir"),
-        (["run_dir=old"], "run_dir=old already holds a run"),
+        (["run_dir=old"], "run_dir=old already contains a run"),
     ],
 )
 def test_what_is_wrong_before_a_run_is_one_message_and_code_2(ran, tmp_path, capsys, arguments, message):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console as Screen
+from rich.console import Console as RichConsole
 
 from rlpack.observe import console as console_module
 from rlpack.observe.console import Console, Sample
@@ -18,7 +18,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m[bold red]big[/] [link=http://x]y[/link
 
 def screen(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
     written = io.StringIO()
-    return Console(Screen(file=written, force_terminal=terminal, width=60, highlight=False)), written
+    return Console(RichConsole(file=written, force_terminal=terminal, width=60, highlight=False)), written
 
 
 def test_a_step_is_one_line_with_its_figures() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from rich.console import Console as Screen
+from rich.console import Console as RichConsole
 
 from rlpack.config.schema import Config, Logger
 from rlpack.observe.console import Console, Sample
@@ -24,7 +24,7 @@ from rlpack.packing.make_plan import make_plan
 
 
 def start(directory: Path, config: Config | None = None, resume_at: ResumePoint | None = None) -> Run:
-    console = Console(Screen(file=io.StringIO(), width=200))
+    console = Console(RichConsole(file=io.StringIO(), width=200))
     return Run.start(config or Config(), directory, resume_at=resume_at, console=console)
 
 
@@ -63,7 +63,7 @@ def test_a_directory_that_holds_a_run_is_refused_unless_resumed(tmp_path: Path) 
     with start(tmp_path / "run") as run:
         run.log(1, {"reward/mean": 0.1})
         run.log(2, {"reward/mean": 0.2})
-    with pytest.raises(RunDirectoryError, match="already holds a run; go on with it by resume=auto"):
+    with pytest.raises(RunDirectoryError, match="already contains a run; continue it with resume=auto"):
         start(tmp_path / "run")
     with start(tmp_path / "run", Config(resume="auto"), ResumePoint(1)) as run:
         run.log(2, {"reward/mean": 0.3})
@@ -76,8 +76,8 @@ def test_a_run_that_failed_before_its_first_record_leaves_its_directory_free_and
     screen = io.StringIO()
 
     def fail() -> None:
-        with Run.start(Config(), tmp_path / "run", console=Console(Screen(file=screen, width=200))) as run:
-            (run.directory / "checkpoints" / "reference").mkdir(parents=True)
+        with Run.start(Config(), tmp_path / "run", console=Console(RichConsole(file=screen, width=200))) as run:
+            (run.run_dir / "checkpoints" / "reference").mkdir(parents=True)
             raise KeyError
 
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_a_run_that_failed_after_its_first_record_keeps_its_directory(tmp_path: 
     with pytest.raises(KeyError):
         fail()
     assert (tmp_path / "run" / "report.html").exists()
-    with pytest.raises(RunDirectoryError, match="already holds a run"):
+    with pytest.raises(RunDirectoryError, match="already contains a run"):
         start(tmp_path / "run")
 
 
@@ -108,13 +108,13 @@ def test_a_directory_with_files_of_no_run_is_refused_and_one_with_hydras_own_is_
     (tmp_path / "multirun.yaml").touch()
     check_run_dir(tmp_path, resume=resume)
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunDirectoryError, match=r"holds files and no run \(thesis\.tex\); choose another run_dir"):
+    with pytest.raises(RunDirectoryError, match=r"contains unrelated files \(thesis\.tex\); choose another run_dir"):
         check_run_dir(tmp_path, resume=resume)
 
 
 def test_a_directory_that_only_holds_checkpoints_holds_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(RunDirectoryError, match="already holds a run"):
+    with pytest.raises(RunDirectoryError, match="already contains a run"):
         check_run_dir(tmp_path, resume=False)
 
 
@@ -135,7 +135,7 @@ def test_a_missing_package_does_not_take_the_directory(tmp_path: Path, monkeypat
 def test_resuming_with_other_values_says_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path).finish()
     start(tmp_path, Config(seed=2, resume="auto")).finish()
-    assert "other values than before of: seed" in caplog.text
+    assert "values that changed since the last start: seed" in caplog.text
 
 
 def test_secrets_are_hidden_and_token_counts_are_not(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_secrets_are_hidden_and_token_counts_are_not(tmp_path: Path) -> None:
 def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path) -> None:
     with start(tmp_path) as run:
         run.log(400, {"sft_warmup/loss": 1.0}, phase="sft_warmup")
-        run.samples([Sample("p\ud800", "c", None, 1.0)])
-        run.keep_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2))
+        run.log_samples([Sample("p\ud800", "c", None, 1.0)])
+        run.record_plan(make_plan(np.array([3, 4]), Batching(), dp_size=2))
         run.log(1, {})
     assert json.loads((tmp_path / "samples.jsonl").read_text())["step"] == 1
     assert json.loads((tmp_path / "packing.json").read_text())["step"] == 1
@@ -160,7 +160,7 @@ def test_rollouts_and_plan_are_kept_with_the_step_that_logs_them(tmp_path: Path)
 def test_resuming_cuts_the_rollouts_too(tmp_path: Path, point: ResumePoint, kept: list[str]) -> None:
     with start(tmp_path) as run:
         for step in (1, 2):
-            run.samples([Sample("p", f"c{step}")])
+            run.log_samples([Sample("p", f"c{step}")])
             run.log(step, {})
     start(tmp_path, Config(resume="auto"), point).finish()
     found = (tmp_path / "samples.jsonl").read_text().splitlines()
@@ -227,7 +227,7 @@ def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
 
     with pytest.raises(KeyError, match="the cause"):
         fail()
-    assert "no report could be written" in caplog.text
+    assert "the report could not be written" in caplog.text
 
 
 def test_what_starts_a_run_does_not_import_torch_or_matplotlib() -> None:

@@ -83,7 +83,7 @@ def test_time_goes_on_where_the_kept_records_end(tmp_path: Path) -> None:
     assert 100.0 <= lines(path)[-1]["time_s"] < 160.0
 
 
-def test_a_new_run_begins_the_file_anew(tmp_path: Path) -> None:
+def test_a_new_run_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     filled(path)
     JsonlSink(path).close()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from rich.console import Console as Screen
+from rich.console import Console as RichConsole
 
 from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import ReportError
 from rlpack.observe.report.plan_record import PlanRecord
-from rlpack.observe.report.plots import Series, seconds_by_phase
+from rlpack.observe.report.plots import Series, seconds_by_part
 from rlpack.observe.report.report import write_report
 from rlpack.observe.report.summary import summarise
 from rlpack.observe.run import Run
@@ -69,8 +69,8 @@ def test_the_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
     a_run(tmp_path)
-    run = Run(tmp_path, [], Console(Screen(file=io.StringIO())), {})
-    run.samples([Sample(HOSTILE, HOSTILE, HOSTILE, None)])
+    run = Run(tmp_path, [], Console(RichConsole(file=io.StringIO())), {})
+    run.log_samples([Sample(HOSTILE, HOSTILE, HOSTILE, None)])
     run.log(3, {})
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "<script" not in page
@@ -111,8 +111,8 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
 def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent() -> None:
     record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/accuracy_sampled": 0.5}
     later = record | {"step": 9, "evaluation/accuracy_sampled": 7.25}
-    assert summarise([record, later | {"evaluation/accuracy_sampled": 0.75}], None)[0].figure == "50.0% → 75.0%"
-    assert summarise([record, later], None)[0].figure == "0.500 → 7.250"
+    assert summarise([record, later | {"evaluation/accuracy_sampled": 0.75}], None)[0].text == "50.0% → 75.0%"
+    assert summarise([record, later], None)[0].text == "0.500 → 7.250"
 
 
 def test_a_single_figure_is_not_shown_as_a_change() -> None:
@@ -126,7 +126,7 @@ def test_a_single_figure_is_not_shown_as_a_change() -> None:
 
 
 def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="holds no run"):
+    with pytest.raises(ReportError, match="contains no run"):
         write_report(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_time_of_the_warm_up_is_told_apart_and_the_steps_total_is_left_out() -> 
         {"phase": "train", "time/update_s": 1.0, "time/step_s": 9.0, "time/generate_s": 2.0},
         {"phase": "train", "time/update_s": 1.5},
     ]
-    assert seconds_by_phase(records) == {"warm-up": 5.0, "update": 2.5, "generate": 2.0}
+    assert seconds_by_part(records) == {"warm-up": 5.0, "update": 2.5, "generate": 2.0}
 
 
 def test_the_summary_names_padded_and_used_waste() -> None:

@@ -24,7 +24,7 @@ class RecordingRun:
     """Records what is logged; `interrupt_at` is the log call during which Ctrl-C is pressed."""
 
     def __init__(self, directory: Path, interrupt_at: int | None = None) -> None:
-        self.directory = directory
+        self.run_dir = directory
         self.logged: list[tuple[str, int]] = []
         self.records: list[dict[str, float]] = []
         self.notes: list[str] = []
@@ -46,7 +46,7 @@ class RecordingRun:
 
     def advance(self) -> None: ...
 
-    def keep_plan(self, plan: Any) -> None: ...
+    def record_plan(self, plan: Any) -> None: ...
 
     def note(self, message: str) -> None:
         self.notes.append(message)
