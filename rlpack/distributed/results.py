@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlpack.batch import columns as whole
+from rlpack.batch import columns as column_ops
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column, describe
@@ -125,9 +125,9 @@ def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
     A role's columns of no row may be of other types, by which nothing can be put together.
     """
     nowhere = [np.zeros(0, dtype=np.int64)]
-    columns = whole.place([typed.select([])], nowhere, rows.num_rows)
+    columns = column_ops.place_rows([typed.select([])], nowhere, rows.num_rows)
     for name, column in columns.items():
-        lengths = whole.lengths_of(rows[name]) if name in rows else None
+        lengths = column_ops.lengths_of(rows[name]) if name in rows else None
         if lengths is not None and isinstance(column, RemoteColumn):
             columns[name] = column.with_lengths(lengths)
         elif lengths is not None and isinstance(column, Ragged):
