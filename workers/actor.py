@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
-from rlpack.config.roles import role_batching
 from rlpack.config.schema import Actor, Config
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
@@ -37,10 +36,7 @@ class ActorWorker(Worker, Trainable):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy, check that packing isolates its sequences, and make the optimizer."""
-        batching = role_batching(config, "actor")
-        policy = build_policy(
-            config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed, trained=True
-        )
+        policy = build_policy(config, "actor", tokenizer, context)
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
         return cls(context, scorer, config.actor, seed=config.seed)
 

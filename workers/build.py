@@ -1,4 +1,7 @@
-"""Building a model on a rank, from configuration and from weights that came over the wire."""
+"""Build a role's model on a rank: from the configuration, and from weights that other roles send.
+
+Every function that shards or checks a model is a collective: all ranks of the pool call it.
+"""
 
 from pathlib import Path
 from typing import TypeVar, cast
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlpack.config.roles import role_batching, role_compute
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenisation import eos_id, pad_id
 from rlpack.models import attention
@@ -19,9 +23,8 @@ from rlpack.models.heads import TokenHead
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel
-from rlpack.models.parallel import reshard, shard_policy
+from rlpack.models.parallel import reshard, shard_model
 from rlpack.models.policy import Policy
-from rlpack.packing import Batching
 from rlpack.worker import RankContext
 
 M = TypeVar("M", bound=PackedModel)
@@ -35,7 +38,7 @@ def build_model(
     seed: int,
     attention_name: str = attention.NAME,
 ) -> PreTrainedModel:
-    """Return the language model that belongs to the tokenizer, on the rank's device."""
+    """Return the causal language model for the tokenizer, on the rank's device."""
     return build_causal_lm(
         model,
         vocab_size=len(tokenizer),
@@ -47,62 +50,43 @@ def build_model(
     )
 
 
-def build_policy(
-    model: Model,
-    settings: Actor,
-    tokenizer: PreTrainedTokenizerBase,
-    context: RankContext,
-    *,
-    batching: Batching,
-    seed: int,
-    trained: bool = False,
-) -> Policy:
-    """Return the policy, sharded over the pool's ranks and, where it is to be packed, checked for isolation.
-
-    A collective.
+def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> Policy:
+    """Return the policy of a role, sharded and checked; the actor's gets its adapters and frozen weights.
 
     Args:
-        model: where weights come from.
-        settings: precision, checkpointing and the like.
-        tokenizer: whose ids the model reads.
+        config: the role reads `model`, its compute settings and its batching.
+        role: `actor`, or `reference`.
+        tokenizer: of the model.
         context: the rank's place.
-        batching: the role's; a model that leaks when packed is right when padded, so only packing is checked.
-        seed: of a new model's weights, and of adapters.
-        trained: whether it gets the adapters, or the frozen weights, that the settings ask for.
 
     Raises:
-        ModelError: a pattern of the settings matches no weight or layer of this model.
+        ModelError: a pattern of `actor` matches no weight or layer of this model.
         IsolationError: packed sequences see each other in this model.
     """
-    lm = build_model(model, tokenizer, context, seed=seed)
-    if trained:
-        choose_trained(lm, settings, seed=seed)
-    return _prepared(Policy(lm, chunk=settings.logprob_chunk), settings, tokenizer, context, batching)
+    lm = build_model(config.model, tokenizer, context, seed=config.seed)
+    if role == "actor":
+        set_trained_weights(lm, config.actor, seed=config.seed)
+    policy = Policy(lm, chunk=role_compute(config, role).logprob_chunk)
+    return _shard_and_check(policy, config, role, tokenizer, context)
 
 
-def build_critic(
-    config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext, *, batching: Batching
-) -> TokenHead:
-    """Return a critic with a new head, sharded as the policy is and, where it is to be packed, checked for isolation.
-
-    A collective.
+def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> TokenHead:
+    """Return a critic with a new value head, sharded and checked.
 
     Raises:
         ModelError: a pattern of `critic.optimizer` matches no weight.
         IsolationError: packed sequences see each other in this model.
     """
-    path, settings = config.critic.path, config.actor
+    path = config.critic.path
     model = config.model if path is None else Model(path=path, revision=config.critic.revision)
     lm = build_model(model, tokenizer, context, seed=config.seed)
     critic = TokenHead(cast(PreTrainedModel, lm.base_model))
-    freeze(critic.named, config.critic.optimizer, "critic.optimizer")
-    return _prepared(critic, settings, tokenizer, context, batching)
+    freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
+    return _shard_and_check(critic, config, "critic", tokenizer, context)
 
 
-def build_reward_model(
-    config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext, *, batching: Batching
-) -> TokenHead:
-    """Return the classifier of `reward_model.path`, sharded and checked as the policy is; a collective.
+def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> TokenHead:
+    """Return the classifier of `reward_model.path`, sharded and checked.
 
     Raises:
         ModelError: it has more than one label, or no linear head.
@@ -111,25 +95,11 @@ def build_reward_model(
     vocab_size, device = len(tokenizer), context.torch_device
     classifier = load_classifier(config.reward_model, vocab_size=vocab_size, device=device)
     model = TokenHead(cast(PreTrainedModel, classifier.base_model), linear_head(classifier))
-    return _prepared(model, config.actor, tokenizer, context, batching)
+    return _shard_and_check(model, config, "reward_model", tokenizer, context)
 
 
-def _prepared(
-    model: M, settings: Actor, tokenizer: PreTrainedTokenizerBase, context: RankContext, batching: Batching
-) -> M:
-    """Checkpoint activations, shard, and check isolation, as the settings say; a collective."""
-    if settings.gradient_checkpointing:
-        model.checkpoint_activations()
-    mesh = init_device_mesh(context.device, (context.num_ranks,), mesh_dim_names=("data",))
-    shard_policy(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
-    if settings.isolation_check and batching.mode == "packed":
-        check_isolation(model, context.torch_device, len(tokenizer))
-        reshard(model)
-    return model
-
-
-def choose_trained(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:
-    """Leave for training what the settings say: adapters alone where there are to be some, else all that isn't frozen.
+def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:
+    """Add adapters where `settings.lora` asks for them, and freeze the weights that are not trained.
 
     Raises:
         ModelError: a pattern matches no weight or layer of this model, or nothing is left to train.
@@ -140,7 +110,7 @@ def choose_trained(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:
 
 
 def to_tensors(weights: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors over the arrays' memory, copied where it is read-only (Ray maps its objects so)."""
+    """Return tensors that share the arrays' memory; read-only arrays, as Ray maps its objects, are copied."""
     return {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in weights.items()}
 
 
@@ -150,3 +120,21 @@ def read_weights(folder: str) -> dict[str, Tensor]:
     for path in sorted(Path(folder).glob("*.safetensors")):
         weights |= load_file(path)
     return weights
+
+
+def _shard_and_check(
+    model: M, config: Config, role: str, tokenizer: PreTrainedTokenizerBase, context: RankContext
+) -> M:
+    """Checkpoint activations, shard, and check isolation, by the role's settings.
+
+    Only packing can leak: a model that leaks when packed is right when padded.
+    """
+    settings = role_compute(config, role)
+    if settings.gradient_checkpointing:
+        model.checkpoint_activations(role)
+    mesh = init_device_mesh(context.device, (context.num_ranks,), mesh_dim_names=("data",))
+    shard_model(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
+    if settings.isolation_check and role_batching(config, role).mode == "packed":
+        check_isolation(model, context.torch_device, len(tokenizer), role=role)
+        reshard(model)
+    return model

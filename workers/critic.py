@@ -15,7 +15,6 @@ from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.ragged import Ragged
-from rlpack.config.roles import role_batching
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenisation import pad_id
 from rlpack.models.heads import TokenHead
@@ -44,7 +43,7 @@ class CriticWorker(Worker, Trainable):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the critic, check that packing isolates its sequences, and make the optimizer."""
-        critic = build_critic(config, tokenizer, context, batching=role_batching(config, "critic"))
+        critic = build_critic(config, tokenizer, context)
         return cls(context, critic, config.critic, config.algorithm, pad_token_id=pad_id(tokenizer))
 
     @sharded(mini_batches=True)

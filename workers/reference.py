@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.kl import KLEstimator, kl_estimate
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.models.parallel import load_full_state_dict
 from rlpack.worker import RankContext, Worker, broadcast, sharded
@@ -26,8 +25,7 @@ class ReferenceWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build and shard the policy; nothing in it is trained."""
-        batching = role_batching(config, "reference")
-        policy = build_policy(config.model, config.actor, tokenizer, context, batching=batching, seed=config.seed)
+        policy = build_policy(config, "reference", tokenizer, context)
         scorer = Scorer.of(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer)
         return cls(context, scorer, config.algorithm.kl_estimator)
 

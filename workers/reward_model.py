@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
-from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.data.tokenisation import pad_id
 from rlpack.models.heads import TokenHead
@@ -29,7 +28,7 @@ class RewardModelWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Load and shard the classifier, and check that packing isolates its sequences."""
-        model = build_reward_model(config, tokenizer, context, batching=role_batching(config, "reward_model"))
+        model = build_reward_model(config, tokenizer, context)
         return cls(context, model.requires_grad_(False), config.reward_model.weight, pad_token_id=pad_id(tokenizer))
 
     @sharded()

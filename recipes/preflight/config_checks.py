@@ -26,7 +26,7 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.rewards.signatures import check_signature, resolve
-from rlpack.workers.build import choose_trained
+from rlpack.workers.build import set_trained_weights
 from rlpack.workers.judge import api_key
 from rlpack.workers.loss import PolicyGradientLoss
 from rlpack.workers.reward import function_specs
@@ -89,7 +89,7 @@ def _check_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def _check_trained(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """See that there is a model for the critic, and that patterns name weights of what they are over."""
-    choose_trained(copy.deepcopy(model), config.actor, seed=config.seed)
+    set_trained_weights(copy.deepcopy(model), config.actor, seed=config.seed)
     if "critic" in started_roles(config):
         begun = copy.deepcopy(model)
         if (path := config.critic.path) is not None:
@@ -99,7 +99,7 @@ def _check_trained(config: Config, model: PreTrainedModel, tokenizer: PreTrained
             way_out = "leave critic.path=null, or take a model of the policy's family"
             check_same_tokens(path, config.critic.revision, tokenizer, key="critic.path", way_out=way_out)
         critic = TokenHead(cast(PreTrainedModel, begun.base_model))
-        freeze(critic.named, config.critic.optimizer, "critic.optimizer")
+        freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
 
 
 def _check_algorithm(config: Config) -> None:

@@ -1,12 +1,15 @@
-"""What the sections say about one role: how it batches and where it runs."""
+"""What the sections say about one role: how it batches, how it runs its model, and where."""
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
+from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import MAX_LENGTH
 
+# Roles that run a model and never train it.
+_FROZEN = ("reference", "reward_model")
 # Built-in roles whose batching is set in a section of their own.
 _WITH_SECTIONS = ("critic", "reference", "reward_model")
 
@@ -49,6 +52,27 @@ def own_batching(config: Config, role: str) -> RoleBatching:
         "reward_model": config.reward_model.batching,
     }
     return own[role] if role in own else config.roles[role].batching
+
+
+def role_compute(config: Config, role: str) -> Compute:
+    """Return how `role` runs its model: its own settings, and the actor's for those that are null.
+
+    A frozen role recomputes nothing, since it has no backward pass.
+
+    >>> from rlpack.config.schema import Actor, Reference
+    >>> config = Config(actor=Actor(precision="bf16", logprob_chunk=64), reference=Reference(logprob_chunk=256))
+    >>> role_compute(config, "reference").precision, role_compute(config, "reference").logprob_chunk
+    ('bf16', 256)
+    """
+    sections = {"critic": config.critic, "reference": config.reference, "reward_model": config.reward_model}
+    own: RoleCompute | None = sections.get(role)
+    keys = set(Compute.model_fields)
+    values = config.actor.model_dump(include=keys)
+    if own is not None:
+        values |= own.model_dump(include=keys, exclude_none=True)
+    if role in _FROZEN:
+        values["gradient_checkpointing"] = False
+    return Compute(**values)
 
 
 def pool_of(config: Config, role: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.reward_sources import Judge, Reward
 from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
@@ -49,23 +50,17 @@ class Evaluation(Section):
     samples: Count = Field(default=4, description="Samples of each prompt at rollout.temperature; one greedy is added.")
 
 
-class Actor(Section):
+class Actor(Compute):
     """The policy that is trained."""
 
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
-    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="Compute type; weights and sums stay fp32.")
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
-    reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
-    logprob_chunk: Count = Field(default=1024, description="Tokens whose logits exist at one time.")
-    isolation_check: bool = Field(
-        default=True, description="At start, check that packed sequences do not see each other."
-    )
 
 
-class Reference(Section):
+class Reference(RoleCompute):
     """The frozen policy of the KL term; started only when algorithm.kl_coef > 0."""
 
+    logprob_chunk: Count | None = Field(default=None, description="As actor.logprob_chunk; null inherits it.")
     batching: RoleBatching = RoleBatching()
 
 

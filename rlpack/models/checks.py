@@ -18,13 +18,9 @@ _PERTURBED = 1
 # magnitude above.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
-_WAY_OUT = (
-    "train it with batching.mode=dynamic or fixed, or use another model (actor.isolation_check=false trains it anyway)"
-)
-
 
 @torch.no_grad()
-def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size: int) -> None:
+def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size: int, *, role: str = "actor") -> None:
     """Raise unless packing leaves this policy's log-probabilities alone; all ranks of a sharded policy call.
 
     Three sequences are packed, then the middle one is replaced: nothing may change elsewhere, to the last bit, and it
@@ -35,6 +31,7 @@ def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size:
         policy: as it will be trained; its training mode is restored.
         device: where the model is.
         vocab_size: tokens are drawn below it.
+        role: whose model it is, for the error.
 
     Raises:
         IsolationError: which property failed, by how much.
@@ -54,7 +51,7 @@ def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size:
     except ModelError as error:
         raise IsolationError(f"{_name(policy)} can't be run packed: {error}") from error
     except IsolationError as error:
-        raise IsolationError(f"{_name(policy)}: {error}; {_WAY_OUT}") from None
+        raise IsolationError(f"{_name(policy)}: {error}; {_remedy(role)}") from None
     finally:
         policy.train(training)
 
@@ -76,7 +73,7 @@ def _check_alone(policy: PackedModel, rows: list[Tensor], packed: list[Tensor], 
     """Raise if a sequence scores otherwise when it is alone, by our head or by the model's own."""
     for row, (tokens, scores) in enumerate(zip(rows, packed, strict=True)):
         alone = _packed_scores(policy, [tokens], device)[0]
-        own = policy.own_probe(tokens.to(device)).cpu()
+        own = policy.probe_wrapped_model(tokens.to(device)).cpu()
         tolerance = _TOLERANCE[policy.compute_dtype]
         for title, other in (("alone", alone), ("through the model's own head", own)):
             distance = _distance(scores, other) / _unit(other)
@@ -100,6 +97,12 @@ def _unit(probe: Tensor) -> float:
 def _distance(left: Tensor, right: Tensor) -> float:
     """Return the largest difference; NaN if there is one."""
     return (left.double() - right.double()).abs().max().item()
+
+
+def _remedy(role: str) -> str:
+    """Return what to change in the configuration."""
+    batching = "batching" if role == "actor" else f"{role}.batching"
+    return f"set {batching}.mode=dynamic or fixed, or use another model ({role}.isolation_check=false skips this check)"
 
 
 def _name(policy: PackedModel) -> str:

@@ -34,8 +34,8 @@ class TokenHead(PackedModel):
             self.head = head
 
     @property
-    def named(self) -> nn.Module:
-        """Return this module: its names are those of the whole language model, and the head's."""
+    def pattern_root(self) -> nn.Module:
+        """Return this module, whose names cover the language model and the head."""
         return self
 
     def forward(self, inputs: ModelInputs, *, before: bool) -> Tensor:
@@ -58,7 +58,7 @@ class TokenHead(PackedModel):
         """Return the hidden states of all tokens, [T, d]: a new head's numbers would all be alike."""
         return self.hidden(inputs)[inputs.slots].float()
 
-    def own_probe(self, row: Tensor) -> Tensor:
+    def probe_wrapped_model(self, row: Tensor) -> Tensor:
         """Return the hidden states of one row by the wrapped model's own forward, [L, d]."""
         positions = torch.arange(row.shape[0], device=row.device).unsqueeze(0)
         states = self.model(input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False).last_hidden_state

@@ -23,8 +23,8 @@ class PackedModel(nn.Module):
 
     Attributes:
         model: the wrapped model, built with the `rlpack` attention.
-        reshard_after_forward: whether gathered weights are freed after forward; `shard_policy` sets it.
-        compute_dtype: type of the forward pass; `shard_policy` lowers it.
+        reshard_after_forward: whether gathered weights are freed after forward; `shard_model` sets it.
+        compute_dtype: type of the forward pass; `shard_model` lowers it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,8 +34,8 @@ class PackedModel(nn.Module):
         self.compute_dtype = model.dtype
 
     @property
-    def named(self) -> nn.Module:
-        """Return the module by whose names of weights a user knows them: the wrapped model."""
+    def pattern_root(self) -> nn.Module:
+        """Return the module whose weight names the configuration's patterns refer to: the wrapped model."""
         return self.model
 
     def hidden(self, inputs: ModelInputs) -> Tensor:
@@ -56,9 +56,11 @@ class PackedModel(nn.Module):
         """Return what the isolation check looks at for each real token, in row order: [T] or [T, d]."""
         raise TypeError(f"{type(self).__name__} does not say what its isolation is checked on; give it a probe")
 
-    def own_probe(self, row: Tensor) -> Tensor:
+    def probe_wrapped_model(self, row: Tensor) -> Tensor:
         """Return the same for one row [L] by the wrapped model's own forward: the truth to check against."""
-        raise TypeError(f"{type(self).__name__} does not say what its isolation is checked on; give it an own_probe")
+        raise TypeError(
+            f"{type(self).__name__} does not say what its isolation is checked on; give it an probe_wrapped_model"
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode that activation checkpointing and adapters' dropout go by; all else stays as in evaluation."""
@@ -71,8 +73,11 @@ class PackedModel(nn.Module):
                 module.training = mode
         return self
 
-    def checkpoint_activations(self) -> None:
-        """Keep only each decoder layer's input for the backward pass, and compute the rest again there.
+    def checkpoint_activations(self, role: str = "actor") -> None:
+        """Keep only each decoder layer's input for the backward pass, which recomputes the rest.
+
+        Args:
+            role: whose settings ask for it, for the error.
 
         Raises:
             ModelError: the model's config has a dropout; a layer that is checkpointed may apply it.
@@ -82,8 +87,8 @@ class PackedModel(nn.Module):
             if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
                 kind = type(self.model).__name__
                 raise ModelError(
-                    f"{kind} has {name}={value}, which actor.gradient_checkpointing=true would turn on; set it to 0 "
-                    "in the model's config, or leave actor.gradient_checkpointing=false"
+                    f"{kind} has {name}={value}, which {role}.gradient_checkpointing=true would turn on; set it to 0 "
+                    f"in the model's config, or set {role}.gradient_checkpointing=false"
                 )
         options = {"use_reentrant": False}
         if "activation_checkpointing_enable" in dir(self.model):

@@ -29,7 +29,7 @@ _PRECISION = {
 }
 
 
-def shard_policy(
+def shard_model(
     policy: PackedModel,
     mesh: DeviceMesh,
     *,
@@ -48,7 +48,7 @@ def shard_policy(
             False takes more memory and half the gathers.
     """
     if precision not in _PRECISION:
-        raise ModelError(f"actor.precision is {precision!r}; choose one of {', '.join(_PRECISION)}")
+        raise ModelError(f"precision is {precision!r}; choose one of {', '.join(_PRECISION)}")
     rules = _PRECISION[precision]
     policy.reshard_after_forward = reshard_after_forward
     policy.compute_dtype = rules.param_dtype or policy.compute_dtype
@@ -59,7 +59,7 @@ def shard_policy(
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for name in ("probe", "own_probe"):
+    for name in ("probe", "probe_wrapped_model"):
         register_fsdp_forward_method(policy, name)
 
 

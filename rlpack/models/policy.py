@@ -93,7 +93,7 @@ class Policy(PackedModel):
         """Return the log-probs of all tokens, [T]."""
         return Policy.forward(self, inputs, entropy=False).logprobs
 
-    def own_probe(self, row: Tensor) -> Tensor:
+    def probe_wrapped_model(self, row: Tensor) -> Tensor:
         """Return log-probabilities [L] of one row [L] by the wrapped model's own head: the truth to check against.
 
         Holds [L, V]; for short rows only.

@@ -2,19 +2,23 @@
 
 from pydantic import Field
 
+from rlpack.config.sections.compute import RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.config.sections.role_batching import RoleBatching
 from rlpack.config.sections.section import Count, NonNegative, Positive, Section, Unit
 
 
-class Critic(Section):
-    """The critic of recipe=ppo: a value of what lies before each token. It computes as the actor does."""
+class Critic(RoleCompute):
+    """The critic of recipe=ppo: a value of what lies before each token. It runs as the actor does, unless set."""
 
     path: str | None = Field(
         default=None,
         description="Folder or hub name of the model it begins as; null takes the policy as the recipe finds it.",
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
+    gradient_checkpointing: bool | None = Field(
+        default=None, description="As actor.gradient_checkpointing; null inherits it."
+    )
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     batching: RoleBatching = RoleBatching()
     warmup_steps: int = Field(
@@ -30,10 +34,10 @@ class Critic(Section):
     )
 
 
-class RewardModel(Section):
+class RewardModel(RoleCompute):
     """A sequence classifier that scores responses, beside the reward functions; started only with a path.
 
-    It computes as the actor does.
+    It runs as the actor does, unless set.
     """
 
     path: str | None = Field(

@@ -14,7 +14,7 @@ from rlpack.models.parallel import (
     clip_grad_norm,
     full_state_dict,
     load_full_state_dict,
-    shard_policy,
+    shard_model,
 )
 from rlpack.models.policy import Policy
 from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
@@ -69,14 +69,14 @@ def sharded_step(mesh: Any, rank: int, precision: str, reshard: bool, checkpoint
     policy = new_policy(torch.float64 if precision == "fp32" else torch.float32)
     if checkpoint:
         policy.checkpoint_activations()
-    shard_policy(policy, mesh, precision=precision, reshard_after_forward=reshard)
+    shard_model(policy, mesh, precision=precision, reshard_after_forward=reshard)
     return optimizer_step(policy, MICROBATCHES[rank], max_norm=max_norm)
 
 
 def load_and_save(mesh: Any, rank: int) -> tuple[bool, bool, str]:
     """Load other weights after a forward; say whether they arrived and are used, and what a misfit says."""
     policy, other = new_policy(), new_policy()
-    shard_policy(policy, mesh)
+    shard_model(policy, mesh)
     with torch.no_grad():
         policy(pack_rows(ROWS))
         for parameter in other.parameters():
@@ -95,6 +95,6 @@ def load_and_save(mesh: Any, rank: int) -> tuple[bool, bool, str]:
 
 def canary(mesh: Any, rank: int, precision: str) -> bool:
     policy = Policy(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02))
-    shard_policy(policy, mesh, precision=precision)
+    shard_model(policy, mesh, precision=precision)
     check_isolation(policy, "cpu", VOCABULARY)
     return True

@@ -5,7 +5,7 @@ import torch
 
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
-from rlpack.models.parallel import clip_grad_norm, full_state_dict, load_full_state_dict, shard_policy
+from rlpack.models.parallel import clip_grad_norm, full_state_dict, load_full_state_dict, shard_model
 from tests.distributed.models import ranks
 from tests.distributed.models.ranks import MICROBATCHES, ROWS, Step, canary, load_and_save, new_policy
 from tests.distributed.processes import on_ranks
@@ -76,4 +76,4 @@ def test_clipping_returns_the_norm_before_and_scales_down_to_the_bound():
 
 def test_an_unknown_precision_is_named():
     with pytest.raises(ModelError, match=r"actor\.precision is 'fp8'"):
-        shard_policy(new_policy(), None, precision="fp8")
+        shard_model(new_policy(), None, precision="fp8")

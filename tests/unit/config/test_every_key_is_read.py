@@ -30,6 +30,8 @@ SECTIONS = {
     if isinstance(value, type) and (issubclass(value, schema.Section) or value is Batching)
 }
 
+SHARED = {*schema.Compute.model_fields}
+
 
 def types_of_keys():
     """Return section name -> key -> name of the section below it, `[Name]` for a mapping of sections."""
@@ -85,6 +87,10 @@ class Reads(ast.NodeVisitor):
         match node.func:  # the whole config is dumped too, to be shown, which reads nothing
             case ast.Attribute(value=dumped, attr="model_dump") if self.type_of(dumped) == "RoleBatching":
                 self.reads.update(("RoleBatching", name) for name in schema.RoleBatching.model_fields)
+            # `role_compute` merges sections into a `Compute`, whose own keys have to be read like any others.
+            case ast.Attribute(value=dumped, attr="model_dump") if self.type_of(dumped) in ("Actor", "RoleCompute"):
+                kinds = [kind for kind in SECTIONS if issubclass(SECTIONS[kind], SECTIONS[self.type_of(dumped)])]
+                self.reads.update((kind, name) for kind in kinds for name in SHARED & set(SECTIONS[kind].model_fields))
         self.generic_visit(node)
 
     def visit_ClassDef(self, node):

@@ -1,0 +1,77 @@
+"""Each role runs its model by its own settings, and by the actor's where it has none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlpack.config.schema import Actor, Config, Model, Reference
+from rlpack.config.sections.value_models import Critic
+from rlpack.distributed.context import RankContext
+from rlpack.models.errors import IsolationError, ModelError
+from rlpack.models.packed import PackedModel
+from rlpack.models.policy import Policy
+from rlpack.workers.build import build_critic, build_policy
+from tests.builders import MODEL, tiny_config, tiny_tokenizer
+from tests.unit.workers.test_actor import leak
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def policy_of(config: Config, role: str) -> Policy:
+    return build_policy(config, role, tiny_tokenizer(), RankContext())
+
+
+def recomputes(model: PackedModel) -> bool:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert layers
+    return all(layer.gradient_checkpointing for layer in layers)
+
+
+def test_a_reference_inherits_what_it_does_not_set():
+    actor = Actor(precision="bf16", logprob_chunk=7, isolation_check=False)
+    inherited = tiny_config(actor=actor)
+    own = tiny_config(actor=actor, reference=Reference(precision="fp32", logprob_chunk=5))
+    assert (policy_of(inherited, "reference").compute_dtype, policy_of(inherited, "reference").chunk) == (
+        torch.bfloat16,
+        7,
+    )
+    assert (policy_of(own, "reference").compute_dtype, policy_of(own, "reference").chunk) == (torch.float32, 5)
+    assert policy_of(own, "actor").compute_dtype == torch.bfloat16
+
+
+def test_roles_checkpoint_activations_by_their_own_settings_and_frozen_ones_never():
+    config = tiny_config(
+        recipe="ppo",
+        actor=Actor(gradient_checkpointing=True, isolation_check=False),
+        critic=Critic(gradient_checkpointing=False),
+    )
+    assert recomputes(policy_of(config, "actor"))
+    assert not recomputes(policy_of(config, "reference"))
+    assert not recomputes(build_critic(config, tiny_tokenizer(), RankContext()))
+
+
+def test_a_critic_whose_checkpointed_layers_have_dropout_is_refused_by_its_own_key():
+    config = tiny_config(
+        model=Model(config=MODEL | {"attention_dropout": 0.1}), critic=Critic(gradient_checkpointing=True)
+    )
+    with pytest.raises(ModelError, match=r"set critic\.gradient_checkpointing=false"):
+        build_critic(config, tiny_tokenizer(), RankContext())
+
+
+def test_the_isolation_check_of_each_role_is_its_own(monkeypatch: pytest.MonkeyPatch):
+    leak(monkeypatch)
+    config = tiny_config(reference=Reference(isolation_check=True), actor=Actor(isolation_check=False))
+    policy_of(config, "actor")
+    with pytest.raises(
+        IsolationError, match=r"set reference\.batching\.mode=dynamic .*reference\.isolation_check=false"
+    ):
+        policy_of(config, "reference")
