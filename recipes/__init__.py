@@ -1,6 +1,7 @@
 """Recipes: one file per algorithm, whose loop runs on the driver and reads like the paper's pseudo-code.
 
 - `grpo`, `ppo`, `dapo`, `remax`, `sft`: the recipes.
+- `*_spec`: each recipe's roles, config section, rules and warnings, read before anything heavy is imported.
 - `driver`: what the loops are made of: the session, the stages of a step, evaluation and resuming.
 - `preflight`: checks that run before any process starts.
 """

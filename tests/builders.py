@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
+from rlpack.config.recipes import builtin_target, config_class
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
 from rlpack.data.tokenisation import character_tokenizer
 from rlpack.rollout.assemble import assemble
@@ -32,10 +33,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return character_tokenizer(ALPHABET)
 
 
-def tiny_config(**sections: Any) -> Config:
-    """Return a whole configuration: a new tiny model, gradients that are not clipped, and `sections` over it."""
+def tiny_config(recipe: str = "grpo", **sections: Any) -> Config:
+    """Return a whole configuration of a recipe: a new tiny model, unclipped gradients, and `sections` on top."""
     actor = Actor(optimizer=Optimizer(max_grad_norm=1e9), isolation_check=False)
-    return Config(**({"model": Model(config=MODEL), "actor": actor, "seed": 3} | sections))
+    return config_class(builtin_target(recipe))(
+        **({"model": Model(config=MODEL), "actor": actor, "seed": 3} | sections)
+    )
 
 
 def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int = 0) -> BatchedDataDict:

@@ -5,6 +5,8 @@ import torch
 
 from rlpack.algorithms.shaping import informative, soft_overlong
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.recipes import recipe_section
+from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards, report_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate, report_lengths
 from rlpack.recipes.driver.session import Session
@@ -20,7 +22,7 @@ def sample_informative_groups(session: Session, step: StepContext) -> BatchedDat
     settings, num_groups = session.config, session.config.trainer.prompts_per_step
     rounds: list[BatchedDataDict] = []
     num_informative = num_drawn = 0
-    while num_informative < num_groups and len(rounds) < settings.dapo.max_rounds:
+    while num_informative < num_groups and len(rounds) < recipe_section(settings, Dapo).max_rounds:
         missing = num_groups - num_informative
         rollouts = _score_groups(session, step, missing)
         rollouts["group_ids"] = rollouts["group_ids"] + num_drawn
@@ -46,7 +48,7 @@ def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:
 
 def filter_overlong(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Exclude truncated responses from training if `dapo.overlong_filter` is set; their rewards still count."""
-    if not session.config.dapo.overlong_filter:
+    if not recipe_section(session.config, Dapo).overlong_filter:
         return rollouts
     truncated = torch.tensor([reason == "length" for reason in rollouts["finish_reason"]], dtype=torch.bool)
     step.metrics["sampling/overlong_filtered"] = float(truncated.sum())
@@ -55,7 +57,7 @@ def filter_overlong(session: Session, step: StepContext, rollouts: BatchedDataDi
 
 def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDataDict:
     """Return the rollouts of `count` new prompts with their rewards, less the overlong penalty."""
-    settings, longest = session.config.dapo, session.config.rollout.max_new_tokens
+    settings, longest = recipe_section(session.config, Dapo), session.config.rollout.max_new_tokens
     pending = PendingRewards(session.scorers)
     rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
     rollouts = collect_rewards(session, step, rollouts, pending)

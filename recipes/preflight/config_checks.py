@@ -9,8 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
-from rlpack.algorithms.shaping import soft_overlong
 from rlpack.batch.errors import DataError
+from rlpack.config.recipes import RecipeSpec, recipe_of
 from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
@@ -53,7 +53,8 @@ def check_before_start(
             tokenizer has no token that ends a response.
     """
     model = outline(config.model, vocab_size=len(tokenizer))
-    if config.recipe != "sft":
+    spec = recipe_of(config)
+    if spec.generates:
         _check_ends(config, tokenizer)
     names = started_roles(config)
     _check_trained(config, model, tokenizer)
@@ -66,12 +67,12 @@ def check_before_start(
     if "reward_model" in names:
         check_classifier(config.reward_model, tokenizer)
     check_machine(config)
-    if config.recipe != "sft":
-        _check_algorithm(config)
+    if spec.generates:
+        _check_algorithm(config, spec)
     batching = role_batching(config, "actor")
-    if config.recipe == "sft" or config.sft_warmup.steps > 0:
+    if spec.needs_demonstrations or config.sft_warmup.steps > 0:
         _check_demonstrations(prompts, tokenizer, batching)
-    if config.recipe == "sft":
+    if spec.needs_demonstrations:
         _check_demonstrations(held_out, tokenizer, batching)
     return model
 
@@ -102,23 +103,20 @@ def _check_trained(config: Config, model: PreTrainedModel, tokenizer: PreTrained
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
 
 
-def _check_algorithm(config: Config) -> None:
+def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
     """Find the loss and the advantage function, and call the loss once, so that a bound outside its range is said."""
     settings = config.algorithm
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
     PolicyGradientLoss(settings, temperature=config.rollout.temperature).evaluate(tokens)
     own = [name for name in started_roles(config) if not is_builtin(name)]  # such a role may add what it asks for
-    if config.recipe != "ppo" and not own:
+    if "algorithm.advantage" not in spec.ignores and not own:
         added = [f"reward_{name}" for name in config.reward.functions]
         scorers = [name for name in ("reward", "reward_model") if name in started_roles(config)]
         added += [f"rewards_of_{name}" for name in scorers if len(scorers) > 1]
-        added += ["greedy_rewards"] if config.recipe == "remax" else []
+        added += spec.advantage_columns
         added += ["kl_sum"] if "reference" in started_roles(config) else []
         find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *added, *dict(settings)})
-    if config.recipe == "dapo":
-        longest, dapo = config.rollout.max_new_tokens, config.dapo
-        soft_overlong(torch.zeros(1), longest=longest, buffer=dapo.overlong_buffer, penalty=dapo.overlong_penalty)
 
 
 def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:

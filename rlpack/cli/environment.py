@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.secrets import missing_secrets
@@ -17,9 +19,6 @@ from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import check_packages
 
-# Packages, by commas, from which a run may load roles, rewards, losses and advantages; unset, any.
-ALLOWED = "RLPACK_ALLOWED_PACKAGES"
-OWN_PACKAGES = ("rlpack",)
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable of that name, which Ray sets for a submitted job's driver
 
 
@@ -71,16 +70,10 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 
 def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     """Look for the modules that a run is going to import, among those that the operator lets it import."""
-    allowed = environment.get(ALLOWED, "")
-    packages = [*OWN_PACKAGES, *(name.strip() for name in allowed.split(",") if name.strip())]
     for key, target in targets_of(config).items():
-        module = target.partition(":")[0]
-        if allowed.strip() and not any(module == name or module.startswith(f"{name}.") for name in packages):
-            yield (
-                f"{key} is {target!r}, and {ALLOWED} lets a run load code of {', '.join(packages)} alone; take it from "
-                f"one of these, or have who set the variable add {module.partition('.')[0]}"
-            )
-        elif reason := _why_not_importable(module):
+        if problem := why_not_allowed(key, target, environment):
+            yield problem
+        elif reason := _why_not_importable(target.partition(":")[0]):
             yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from here"
 
 
@@ -101,9 +94,9 @@ def targets_of(config: Config) -> dict[str, str]:
         functions = config.reward.functions
         several = {f"reward.functions.{name}.function": function.function for name, function in functions.items()}
         targets |= several or {"reward.function": config.reward.function}
-    if config.recipe != "sft":
-        named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
-        targets |= {key: target for key, target in named.items() if ":" in target}
+    ignored = recipe_of(config).ignores
+    named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
+    targets |= {key: target for key, target in named.items() if ":" in target and key not in ignored}
     return targets
 
 

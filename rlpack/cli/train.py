@@ -4,7 +4,6 @@ Recipes run outside of Hydra's job runner, because it prints its own words about
 its own exit code. So a sweep's last job is known to be valid before its first one starts.
 """
 
-import importlib
 import logging
 import os
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 
 import hydra
@@ -24,9 +24,11 @@ from rlpack.cli.environment import check_surroundings
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
+from rlpack.config.recipe_targets import recipe_targets
+from rlpack.config.recipes import load_main
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
-from rlpack.config.warnings import odd_choices
+from rlpack.config.warnings import config_warnings
 from rlpack.config.yaml_limits import check_yaml_files
 from rlpack.distributed.jobs.secrets import take_secrets
 from rlpack.observe.run_dir import holds_checkpoint
@@ -59,6 +61,8 @@ def train(arguments: list[str]) -> int:
 
     The first job that fails ends a sweep.
     """
+    if os.getcwd() not in sys.path:  # where users keep their own recipes, roles and rewards
+        sys.path.append(os.getcwd())
     try:
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:
@@ -70,8 +74,8 @@ def train(arguments: list[str]) -> int:
     for job in jobs:
         if job.number is not None:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
-        for odd in odd_choices(job.config):
-            log.warning("%s", odd)
+        for warning in config_warnings(job.config):
+            log.warning("%s", warning)
         if code := run(job.config):
             return code
     return 0
@@ -79,11 +83,9 @@ def train(arguments: list[str]) -> int:
 
 def run(config: Config) -> int:
     """Run the recipe of a config, its run_dir made absolute, and return the exit code that its end means."""
-    if os.getcwd() not in sys.path:  # a user's own roles and rewards lie where the command is given
-        sys.path.append(os.getcwd())
     try:
-        recipe = importlib.import_module(f"rlpack.recipes.{config.recipe}")
-        recipe.main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
+        main = load_main(config.recipe.target)
+        main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
         saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
         way_on = f"the same command with run_dir={config.run_dir} resume=auto goes on from its last checkpoint"
@@ -107,7 +109,7 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
         job, in_sweep = HydraConfig.get().job, HydraConfig.get().mode == RunMode.MULTIRUN
         label = f"job {job.num} ({job.override_dirname}): " if in_sweep else ""
         try:
-            config = validate(plain(composed))
+            config = validate(plain(composed, root))
         except ConfigError as error:  # Hydra would print its own words about it
             problems.extend(label + problem for problem in error.problems)
             return
@@ -115,8 +117,8 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
         jobs.append(Job(config, job.num, sweep_dir, job.override_dirname) if in_sweep else Job(config))
 
     flags, overrides = _split(arguments)
-    register_base()
-    with config_errors(overrides), _hydras_command_line([*flags, *overrides]):
+    root = register_base(recipe_targets(overrides, [PRESETS, *_config_dirs(flags)]))
+    with config_errors(overrides, root), _hydras_command_line([*flags, *overrides]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
         raise ConfigError(problems)
@@ -149,6 +151,14 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if override.startswith(_PLUGINS) and not override.endswith("=basic"):
             raise ConfigError([f"{override} is not supported; the jobs of a sweep run one after another"])
     return flags, overrides
+
+
+def _config_dirs(flags: Sequence[str]) -> Iterator[Path]:
+    """Yield the directories that flags add to Hydra's search path."""
+    for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
+        name, has_value, value = flag.partition("=")
+        if name in _DIRECTORY_FLAGS:
+            yield Path(value if has_value else following)
 
 
 def _no_flag(flag: str) -> str:
@@ -184,7 +194,7 @@ def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
     for job in jobs:
         run_dir = job.config.run_dir
         if run_dir is None:
-            run_dir = job.sweep_dir or _fresh_name(now, job.config.recipe)
+            run_dir = job.sweep_dir or _fresh_name(now, job.config.recipe.name)
         elif job.number is not None and named.count(run_dir) > 1:
             run_dir = str(Path(run_dir) / str(job.number))
         run_dir = os.path.expanduser(run_dir)

@@ -21,9 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.keys import find, how_to_set, unknown_key_problem, walk
-from rlpack.config.schema import Config
-from rlpack.config.validate import validate
+from rlpack.config.keys import Key, children, find, how_to_set, root_key, unknown_key_problem, walk
+from rlpack.config.recipe_targets import recipe_targets
+from rlpack.config.recipes import config_class, sweep_class
+from rlpack.config.schema import Config, Recipe
+from rlpack.config.validate import target_of, validate
 
 BASE_NODE = "schema"
 CONFIG_NAME = "train"
@@ -42,32 +44,40 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     >>> compose(["model=tiny", "trainer.steps=3"]).trainer.steps
     3
     """
-    register_base()
+    root = register_base(recipe_targets(overrides, [PRESETS]))
     GlobalHydra.instance().clear()
     with (
-        config_errors(overrides),
+        config_errors(overrides, root),
         hydra.initialize_config_dir(config_dir=str(PRESETS), job_name=CONFIG_NAME, version_base=VERSION_BASE),
     ):
-        composed = plain(hydra.compose(CONFIG_NAME, overrides=list(overrides)))
+        composed = plain(hydra.compose(CONFIG_NAME, overrides=list(overrides)), root)
     return validate(composed)
 
 
-def register_base() -> None:
-    """Store the schema's defaults as Hydra's base node; storing it again replaces it by its equal."""
-    ConfigStore.instance().store(name=BASE_NODE, node=base_node(), provider="rlpack")
+def register_base(targets: Sequence[str]) -> Key:
+    """Store the defaults of recipes' schemas as Hydra's base node, and return the key that all keys are below.
+
+    Raises:
+        ConfigError: a target of `recipe_targets` is no recipe.
+    """
+    kind = sweep_class(targets or [Recipe().target])
+    ConfigStore.instance().store(name=BASE_NODE, node=base_node(kind), provider="rlpack")
+    return root_key(kind)
 
 
-def base_node() -> DictConfig:
+def base_node(kind: type[Config]) -> DictConfig:
     """Return every key at its default, with the mappings in which users choose the names left open."""
-    node = OmegaConf.create(Config().model_dump(mode="json"))
-    for key in walk():
+    node = OmegaConf.create(kind().model_dump(mode="json"))
+    for key in walk(root_key(kind)):
         if key.is_open and "<" not in key.path:
             OmegaConf.set_struct(OmegaConf.select(node, key.path), False)
     return node
 
 
-def plain(composed: DictConfig) -> dict[str, Any]:
+def plain(composed: DictConfig, root: Key) -> dict[str, Any]:
     """Return a composed config as nested dicts and lists, interpolations resolved.
+
+    Sections of recipes that only other jobs of a sweep run are left out.
 
     Raises:
         ConfigError: a value is still missing (`???`), or an interpolation can't be resolved.
@@ -80,13 +90,15 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     except RecursionError as error:
         raise ConfigError(["an interpolation ${...} leads back to itself; give one of its keys a value"]) from error
     if missing:
-        raise ConfigError([f"{path} is missing; {how_to_set(path)}" for path in missing])
+        raise ConfigError([f"{path} is missing; {how_to_set(path, root)}" for path in missing])
     assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items()}
+    named = {str(name): value for name, value in values.items()}
+    of_others = children(root).keys() - config_class(target_of(named)).model_fields.keys()
+    return {name: value for name, value in named.items() if name not in of_others}
 
 
 @contextmanager
-def config_errors(overrides: Sequence[str]) -> Iterator[None]:
+def config_errors(overrides: Sequence[str], root: Key) -> Iterator[None]:
     """Turn what composing may raise into a `ConfigError` that names the override at fault."""
     experiments = [
         override.partition("=")[2].strip("[]") for override in overrides if override.startswith("experiment=")
@@ -114,7 +126,7 @@ def config_errors(overrides: Sequence[str]) -> Iterator[None]:
     except (ConfigError, BrokenPipeError):  # nobody reads what Hydra shows: not for us to speak of
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ConfigError(list(_diagnose(overrides, error)) or [_whole_text(error)]) from error
+        raise ConfigError(list(_diagnose(overrides, error, root)) or [_whole_text(error)]) from error
 
 
 def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
@@ -123,7 +135,7 @@ def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
-def _diagnose(overrides: Sequence[str], error: Exception) -> Iterator[str]:
+def _diagnose(overrides: Sequence[str], error: Exception, root: Key) -> Iterator[str]:
     """Yield a problem for each override that can't be read, or names no choice of its group, or no key."""
     parser = OverridesParser.create()
     for text in overrides:
@@ -137,8 +149,8 @@ def _diagnose(overrides: Sequence[str], error: Exception) -> Iterator[str]:
             group, choice = override.key_or_group, override.value()
             if choice is None or (isinstance(error, MissingConfigException) and f"'{group}/{choice}'" in str(error)):
                 yield _wrong_choice_problem(group, str(choice or "null"), shipped[group])
-        elif not override.is_hydra_override() and find(override.key_or_group) is None:
-            yield unknown_key_problem(override.key_or_group)
+        elif not override.is_hydra_override() and find(override.key_or_group, root) is None:
+            yield unknown_key_problem(override.key_or_group, root)
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
             key = override.key_or_group
             yield f"{text} is a list, and {key} holds keys; set one of them: {key}.<key>=<value>"

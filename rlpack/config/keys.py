@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rlpack.config.recipes import builtin_sections
 from rlpack.config.schema import Config
 
 ANY_NAME = "<name>"
@@ -58,8 +59,15 @@ class Key:
         return not self.is_section and not (self.is_open and _is_section(get_args(self.annotation)[1]))
 
 
+def root_key(kind: type[BaseModel]) -> Key:
+    """Return the key that all keys of a schema are below."""
+    return Key("", kind)
+
+
 def walk(root: Key | None = None) -> Iterator[Key]:
-    """Yield every key below `root` (the whole config when None), parents before children, in the schema's order.
+    """Yield every key below `root`, parents before children, in the schema's order.
+
+    Without a root these are the keys that all recipes share.
 
     >>> [key.path for key in walk() if key.path.startswith("sft_warmup")][:2]
     ['sft_warmup', 'sft_warmup.steps']
@@ -81,15 +89,15 @@ def children(key: Key) -> Mapping[str, Key]:
     return {name: _from_field(_join(key.path, name), info) for name, info in key.annotation.model_fields.items()}
 
 
-def find(path: str) -> Key | None:
-    """Return the key at a dotted path as a user writes it, or None when the schema has no such key.
+def find(path: str, root: Key | None = None) -> Key | None:
+    """Return the key at a dotted path as a user writes it, or None if there is none.
 
     Below an open mapping every name is a key.
 
     >>> find("placement.pools.big.ranks").path, find("model.config.hidden_size").path, find("trainer.stepz")
     ('placement.pools.<name>.ranks', 'model.config', None)
     """
-    key = ROOT
+    key = root or ROOT
     for part in path.split("."):
         below = children(key)
         if key.is_open and not below:
@@ -100,13 +108,17 @@ def find(path: str) -> Key | None:
     return key
 
 
-def unknown_key_problem(path: str) -> str:
-    """Return the message for a key that doesn't exist: the nearest key, and the valid ones beside it.
+def unknown_key_problem(path: str, root: Key | None = None) -> str:
+    """Return the message for a key that doesn't exist: the nearest key, and the valid ones next to it.
 
     >>> unknown_key_problem("sft_warmup.stepz")
     'sft_warmup.stepz is not a key; did you mean sft_warmup.steps? sft_warmup has: steps, batch_size, learning_rate'
     """
-    parent, parts = ROOT, path.split(".")
+    root = root or ROOT
+    top = path.partition(".")[0]
+    if top not in children(root) and (owner := builtin_sections().get(top)):
+        return f"{path} is not a key of this recipe; {top}.* belongs to recipe={owner}"
+    parent, parts = root, path.split(".")
     while (below := children(parent)) and (parts[0] in below or ANY_NAME in below):
         parent = below.get(parts[0]) or below[ANY_NAME]
         parts = parts[1:]
@@ -114,27 +126,27 @@ def unknown_key_problem(path: str) -> str:
     where = ".".join(known)
     if not below:
         return f"{path} is not a key; {where} is a value and has no keys below it"
-    nearest = _nearest(parts[0], where, below)
+    nearest = _nearest(parts[0], where, below, root)
     hint = f"; did you mean {nearest}?" if nearest else ";"
     return f"{path} is not a key{hint} {where or 'the top level'} has: {', '.join(below)}"
 
 
-def how_to_set(path: str) -> str:
-    """Return the way out for a key without a value.
+def how_to_set(path: str, root: Key | None = None) -> str:
+    """Return how to give a value to a key that has none.
 
     >>> how_to_set("data.split")
     'set data.split=… (split that prompts are drawn from (hub and generator))'
     """
-    key = find(path)
+    key = find(path, root)
     text = key.description.rstrip(".") if key else ""
     return f"set {path}=…" + (f" ({text[:1].lower()}{text[1:]})" if text else "")
 
 
-def _nearest(name: str, where: str, below: Mapping[str, Key]) -> str | None:
-    """Return the path of the likeliest key: a sibling of like spelling, else a key of that name elsewhere."""
+def _nearest(name: str, where: str, below: Mapping[str, Key], root: Key) -> str | None:
+    """Return the most likely key's path: a sibling with a similar name, else a key of that name elsewhere."""
     if close := get_close_matches(name, below, n=1):
         return _join(where, close[0])
-    everywhere = {key.name: key.path for key in reversed(list(walk())) if ANY_NAME not in key.path}
+    everywhere = {key.name: key.path for key in reversed(list(walk(root))) if ANY_NAME not in key.path}
     close = get_close_matches(name, everywhere, n=1, cutoff=0.8)
     return everywhere[close[0]] if close else None
 
@@ -203,4 +215,5 @@ def _attribute_text(documentation: str, name: str) -> str:
     return text[:1].upper() + text[1:] if text[:1].isalpha() else text
 
 
-ROOT = Key("", Config)
+# Keys that all recipes share.
+ROOT = root_key(Config)

@@ -6,7 +6,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from rlpack.config.keys import ROOT, Key, children, find
+from rlpack.config.keys import ROOT, Key, children, find, root_key
+from rlpack.config.recipes import builtin_recipes, builtin_target, config_class, find_recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 
@@ -22,7 +23,7 @@ _WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text"
 
 
 def render() -> str:
-    """Return the page's text: one table for the top level, then one for each section."""
+    """Return the page's text: the top level's table, each section's, and those of built-in recipes' own sections."""
     return "\n".join([_HEAD, *_tables()])
 
 
@@ -34,14 +35,21 @@ def main() -> int:
 
 
 def _tables() -> Iterator[str]:
-    pending = [ROOT]
-    while pending:
-        section = pending.pop(0)
-        below = list(children(section).values())
-        rows = [key for key in below if key.is_leaf]
-        if rows:
-            yield from _table(section, rows)
-        pending = [key for key in below if not key.is_leaf] + pending
+    yield from _tables_below(ROOT)
+    for name in builtin_recipes():
+        kind = config_class(builtin_target(name))
+        for section in find_recipe(builtin_target(name)).sections:
+            yield from _tables_below(children(root_key(kind))[section])
+
+
+def _tables_below(key: Key) -> Iterator[str]:
+    """Yield the table of a section's values, then those of the sections below it."""
+    below = list(children(key).values())
+    if rows := [child for child in below if child.is_leaf]:
+        yield from _table(key, rows)
+    for child in below:
+        if not child.is_leaf:
+            yield from _tables_below(child)
 
 
 def _table(section: Key, rows: list[Key]) -> Iterator[str]:

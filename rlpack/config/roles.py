@@ -1,6 +1,7 @@
 """What the sections say about one role: how it batches, how it runs its model, and where."""
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
 from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.optimization import Optimizer
@@ -85,29 +86,29 @@ def pool_of(config: Config, role: str) -> str:
 
 
 def started_roles(config: Config) -> list[str]:
-    """Return the roles that this run starts: under sft the actor alone, a reference for a KL term, a critic for PPO.
+    """Return the roles that this run starts, in the order of `roles`; see `RecipeSpec.roles`.
 
-    >>> started_roles(Config(recipe="sft"))
-    ['actor']
+    >>> started_roles(Config())
+    ['actor', 'rollout', 'reward']
     """
-    if config.recipe == "sft":
-        return ["actor"]
-    wanted = {
-        "critic": config.recipe == "ppo",
-        "reference": config.algorithm.kl_coef > 0,
-        "reward_model": config.reward_model.path is not None,
-    }
-    return [role for role in config.roles if wanted.get(role, True)]
+    spec = recipe_of(config)
+    required = dict.fromkeys(spec.roles, True)
+    if not spec.generates:
+        return [role for role in config.roles if role in required]
+    builtin = dict.fromkeys(builtin_roles(), False)
+    optional = {"reference": config.algorithm.kl_coef > 0, "reward_model": config.reward_model.path is not None}
+    starts = builtin | optional | required
+    return [role for role in config.roles if starts.get(role, True)]
 
 
 def optimizers(config: Config) -> dict[str, Optimizer]:
-    """Return the sections of the optimizers that this run makes, by where they lie.
+    """Return the optimizer section of each role that this run trains, by its key.
 
     >>> list(optimizers(Config()))
     ['actor.optimizer']
     """
-    found = {"actor.optimizer": config.actor.optimizer}
-    return found | ({"critic.optimizer": config.critic.optimizer} if "critic" in started_roles(config) else {})
+    sections = {"actor": config.actor.optimizer, "critic": config.critic.optimizer}
+    return {f"{role}.optimizer": sections[role] for role in recipe_of(config).trains}
 
 
 def pools_in_use(config: Config) -> dict[str, Pool]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import judge_problems, reward_problems
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
@@ -30,13 +31,9 @@ def broken_rules(config: Config) -> list[str]:
     return problems or list(_token_budget(config))
 
 
-def _batch_sizes(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if config.recipe == "sft" and (trainer.mini_batch_size is not None or trainer.updates_per_batch != 1):
-        yield (
-            "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
-            "leave trainer.mini_batch_size=null and trainer.updates_per_batch=1"
-        )
+def _recipe(config: Config) -> Iterator[str]:
+    for rule in recipe_of(config).rules:
+        yield from rule(config)
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -99,19 +96,6 @@ def _kl(config: Config) -> Iterator[str]:
             f"algorithm.kl_coef is 0, so algorithm.kl_target={algorithm.kl_target} and algorithm.kl_placement="
             f"{algorithm.kl_placement} do nothing; set algorithm.kl_coef above 0, where it begins"
         )
-
-
-def _recipe(config: Config) -> Iterator[str]:
-    algorithm, recipe = config.algorithm, config.recipe
-    if recipe == "ppo" and (algorithm.advantage != "group_relative" or algorithm.advantage_arguments):
-        yield (
-            f"algorithm.advantage is {algorithm.advantage!r}, and recipe=ppo takes its advantages from the critic "
-            "(critic.gamma, critic.gae_lambda, critic.normalize_advantages); leave it out, or choose another recipe"
-        )
-    if recipe != "sft":
-        yield from _cut_alike(config)
-    if recipe == "dapo" and config.trainer.group_size == 1:
-        yield "trainer.group_size is 1, and recipe=dapo trains on groups whose rewards differ; set it to 2 or more"
 
 
 def _cut_alike(config: Config) -> Iterator[str]:
@@ -201,13 +185,15 @@ def _why_nothing_is_held_out(data: Data) -> str | None:
 
 
 def _supervision(config: Config) -> Iterator[str]:
-    if config.recipe == "sft" and config.sft_warmup.steps > 0:
-        yield f"sft_warmup.steps is {config.sft_warmup.steps}, but recipe=sft has no warm-up; set sft_warmup.steps=0"
-    supervised = config.recipe == "sft" or config.sft_warmup.steps > 0
-    if supervised and config.data.completion_column is None:
-        reason = "recipe=sft" if config.recipe == "sft" else f"sft_warmup.steps={config.sft_warmup.steps}"
-        way_out = "" if config.recipe == "sft" else ", or sft_warmup.steps=0"
-        yield f"{reason} trains on demonstrations; set data.completion_column{way_out}"
+    if config.data.completion_column is not None:
+        return
+    if recipe_of(config).needs_demonstrations:
+        yield f"recipe={config.recipe.name} trains on demonstrations; set data.completion_column"
+    elif config.sft_warmup.steps > 0:
+        yield (
+            f"sft_warmup.steps={config.sft_warmup.steps} trains on demonstrations; set data.completion_column, or "
+            "sft_warmup.steps=0"
+        )
 
 
 def _targets(config: Config) -> Iterator[str]:
@@ -225,10 +211,9 @@ def _names(config: Config) -> Iterator[str]:
         for name in names:
             if not _NAME.fullmatch(name):
                 yield f"{kind} holds the name {name!r}; use letters, digits, - and _, beginning with a letter"
-    needed = ("actor",) if config.recipe == "sft" else ("actor", "rollout", "reward")
-    for role in (*needed, "critic") if config.recipe == "ppo" else needed:
+    for role in recipe_of(config).roles:
         if role not in config.roles:
-            yield f"recipe={config.recipe} needs the role {role}; keep roles.{role}"
+            yield f"recipe={config.recipe.name} needs the role {role}; keep roles.{role}"
     if config.reward_model.path is not None and "reward_model" not in config.roles:
         yield f"reward_model.path is {config.reward_model.path!r} and needs the role; keep roles.reward_model"
 
@@ -294,7 +279,7 @@ def _job(config: Config) -> Iterator[str]:
 
 def _token_budget(config: Config) -> Iterator[str]:
     """The longest sequence that a rollout can give has to fit one microbatch, else a run may die hours later."""
-    if config.recipe == "sft":
+    if not recipe_of(config).generates:
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for role in started_roles(config):
@@ -313,10 +298,10 @@ def _token_budget(config: Config) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _batch_sizes,
+    _recipe,
     _algorithm,
     _kl,
-    _recipe,
+    _cut_alike,
     _optimizer,
     _object_store,
     _model,

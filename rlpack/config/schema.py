@@ -15,7 +15,7 @@ from rlpack.config.sections.reward_sources import RewardFunction as RewardFuncti
 from rlpack.config.sections.role_batching import ActorBatching, RoleBatching
 from rlpack.config.sections.section import Count, NonNegative, Positive, Seconds, Section, TokenId, Unit
 from rlpack.config.sections.submission import Submission
-from rlpack.config.sections.value_models import Critic, Dapo, RewardModel
+from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.packing.batching import Batching
 
 BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_model")
@@ -232,12 +232,23 @@ class Checkpoint(Section):
     keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
 
 
-class Config(Section):
-    """A whole run."""
+class Recipe(Section):
+    """The algorithm. The group `recipe=…` chooses a built-in one with its presets; a recipe may add its own section."""
 
-    recipe: Literal["grpo", "dapo", "remax", "ppo", "sft"] = Field(
-        default="grpo", description="The algorithm: a file of recipes/."
+    target: str = Field(
+        default="rlpack.recipes.grpo", description="Module of the recipe, as package.module; may be your own."
     )
+
+    @property
+    def name(self) -> str:
+        """The module's last name, which run directories and messages use."""
+        return self.target.rpartition(".")[2]
+
+
+class Config(Section):
+    """A whole run; `rlpack.config.recipes.config_class` adds the sections of its recipe."""
+
+    recipe: Recipe = Recipe()
     seed: int = Field(default=1, ge=0, lt=2**63, description="Seed of everything random.")
     run_dir: str | None = Field(default=None, description="Directory of the run; null makes runs/<date>-<recipe>.")
     resume: Literal["never", "auto"] = Field(
@@ -259,7 +270,6 @@ class Config(Section):
     critic: Critic = Critic()
     reference: Reference = Reference()
     reward_model: RewardModel = RewardModel()
-    dapo: Dapo = Dapo()
     placement: Placement = Placement()
     roles: dict[str, Role] = Field(default_factory=builtin_roles, description="Role classes by name; add your own.")
     logger: Logger = Logger()

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.keys import children, find, how_to_set, unknown_key_problem
+from rlpack.config.keys import Key, children, find, how_to_set, root_key, unknown_key_problem
+from rlpack.config.recipes import config_class
 from rlpack.config.rules import broken_rules
-from rlpack.config.schema import Config
+from rlpack.config.schema import Config, Recipe
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -44,30 +45,39 @@ def validate(composed: Mapping[str, Any]) -> Config:
     >>> validate({"model": {"config": {"model_type": "qwen2"}}, "seed": 7}).seed
     7
     """
+    kind = config_class(target_of(composed))
     try:
-        config = Config.model_validate(dict(composed))
+        config = kind.model_validate(dict(composed))
     except ValidationError as error:
-        raise ConfigError([_problem(details) for details in error.errors(include_url=False)]) from None
+        root = root_key(kind)
+        raise ConfigError([_problem(details, root) for details in error.errors(include_url=False)]) from None
     if problems := broken_rules(config):
         raise ConfigError(problems)
     return config
 
 
-def _problem(details: ErrorDetails) -> str:
-    """Return pydantic's finding in our words."""
+def target_of(composed: Mapping[str, Any]) -> str:
+    """Return the `recipe.target` of a plain nested mapping; the default's if it has none, or one of the wrong type."""
+    recipe = composed.get("recipe")
+    target = recipe.get("target") if isinstance(recipe, Mapping) else None
+    return target if isinstance(target, str) else Recipe().target
+
+
+def _problem(details: ErrorDetails, root: Key) -> str:
+    """Return the message for what pydantic found."""
     kind, path = details["type"], ".".join(str(part) for part in details["loc"])
     if kind in {"extra_forbidden", "unexpected_keyword_argument", "invalid_key"}:
-        return unknown_key_problem(path)
+        return unknown_key_problem(path, root)
     if kind == "missing":
-        return f"{path} is missing; {how_to_set(path)}"
+        return f"{path} is missing; {how_to_set(path, root)}"
     if kind == "value_error":  # our own text, raised by a section's own checks
         return str(details.get("ctx", {})["error"])
     if details["input"] is None:
-        return f"{path} is null, which it can't be; {how_to_set(path)}"
-    return f"{path} is {_show(details['input'])}; {_allowed(details, path)}"
+        return f"{path} is null, which it can't be; {how_to_set(path, root)}"
+    return f"{path} is {_show(details['input'])}; {_allowed(details, path, root)}"
 
 
-def _allowed(details: ErrorDetails, path: str) -> str:
+def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
     """Return what the key takes."""
     kind, context = details["type"], details.get("ctx", {})
     if kind in _LIMITS:
@@ -79,12 +89,12 @@ def _allowed(details: ErrorDetails, path: str) -> str:
         nearest = get_close_matches(str(details["input"]), names, n=1)
         return (f"did you mean {nearest[0]}? " if nearest else "") + f"choose one of {', '.join(names)}"
     if kind in {"model_type", "dataclass_type"}:
-        return f"it is a section, not a value; set one of its keys: {', '.join(_keys_below(path))}"
+        return f"it is a section, not a value; set one of its keys: {', '.join(_keys_below(path, root))}"
     return f"it has to be {_EXPECTED[kind]}" if kind in _EXPECTED else details["msg"]
 
 
-def _keys_below(path: str) -> Iterator[str]:
-    key = find(path)
+def _keys_below(path: str, root: Key) -> Iterator[str]:
+    key = find(path, root)
     return iter(children(key)) if key else iter(())
 
 

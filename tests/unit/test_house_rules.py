@@ -2,17 +2,16 @@
 
 import ast
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from rlpack.config.schema import Config
+from rlpack.config.recipes import builtin_recipes
 
 ROOT = Path(__file__).parents[2]
 PATHS = sorted(path for folder in ("rlpack", "workers", "recipes") for path in (ROOT / folder).rglob("*.py"))
 MAX_FILE, MAX_RECIPE, MAX_FUNCTION = 400, 200, 60
 # The algorithms; what they are made of (session, stages, ...) are files like any other.
-RECIPES = {f"{name}.py" for name in get_args(Config.model_fields["recipe"].annotation)}
+RECIPES = {f"{name}.py" for name in builtin_recipes()}
 DRAWERS = {"utils", "util", "common", "misc", "helpers", "manager"}
 
 

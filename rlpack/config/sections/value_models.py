@@ -5,7 +5,7 @@ from pydantic import Field
 from rlpack.config.sections.compute import RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.config.sections.role_batching import RoleBatching
-from rlpack.config.sections.section import Count, NonNegative, Positive, Section, Unit
+from rlpack.config.sections.section import Positive, Section, Unit
 
 
 class Critic(RoleCompute):
@@ -46,18 +46,3 @@ class RewardModel(RoleCompute):
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
     weight: float = Field(default=1.0, description="What its scores are multiplied by before they are added.")
     batching: RoleBatching = RoleBatching()
-
-
-class Dapo(Section):
-    """What recipe=dapo does beside GRPO (Yu et al. 2025, arXiv:2503.14476)."""
-
-    max_rounds: Count = Field(
-        default=8, description="Times that prompts are drawn until trainer.prompts_per_step groups are informative."
-    )
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="Last tokens of rollout.max_new_tokens in which a response is punished; 0: none."
-    )
-    overlong_penalty: NonNegative = Field(default=1.0, description="Punishment at the end of that buffer.")
-    overlong_filter: bool = Field(
-        default=False, description="Leave the tokens of responses that were cut off out of the loss."
-    )

@@ -91,7 +91,7 @@ def write_report(run_dir: Path) -> Path:
 def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str:
     """Assemble the page."""
     name = _text(run_dir.resolve().name)
-    facts = " · ".join(f"{key} {_text(config[key])}" for key in ("recipe", "seed") if key in config)
+    facts = " · ".join(f"{key} {_text(value)}" for key, value in _facts(config).items())
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -99,6 +99,13 @@ def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str
         f"<style>{CSS}</style></head><body><main><h1>{name}</h1><p>rlpack run{' · ' + facts if facts else ''}</p>"
         f"{''.join(sections)}</main></body></html>\n"
     )
+
+
+def _facts(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies a run in the page's head; empty where the config is missing."""
+    recipe = config.get("recipe")
+    name = str(recipe.get("target")).rpartition(".")[2] if isinstance(recipe, dict) else recipe
+    return {key: value for key, value in {"recipe": name, "seed": config.get("seed")}.items() if value is not None}
 
 
 def _cards(records: plots.Records, plans: PlanRecord | None) -> str:

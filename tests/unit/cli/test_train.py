@@ -69,7 +69,7 @@ def test_a_run_directory_may_lie_in_the_home_directory(ran, tmp_path, monkeypatc
 
 def test_cfg_job_shows_the_config_and_runs_nothing(ran, capsys):
     assert main(["train", "seed=5", "--cfg", "job", "trainer.steps=3"]) == 0
-    assert capsys.readouterr().out.startswith("recipe: grpo\nseed: 5\nrun_dir: null\n")
+    assert capsys.readouterr().out.startswith("recipe:\n  target: rlpack.recipes.grpo\nseed: 5\nrun_dir: null\n")
     assert ran == []
 
 

@@ -24,7 +24,7 @@ def problem_of(*overrides):
 
 
 def test_the_base_node_is_the_schema():
-    assert Config.model_validate(OmegaConf.to_container(base_node())) == Config()
+    assert Config.model_validate(OmegaConf.to_container(base_node(Config))) == Config()
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -43,7 +43,7 @@ def test_the_recipe_group_sets_the_recipe_key_and_goes_with_every_batching(recip
     config = compose([f"recipe={recipe}", f"batching={mode}"])
     # Presets of an algorithm without a loop of its own run GRPO's.
     loop = recipe if recipe in {"sft", "dapo", "ppo", "remax"} else "grpo"
-    assert (config.recipe, config.batching.mode) == (loop, mode)
+    assert (config.recipe.name, config.batching.mode) == (loop, mode)
     assert (config.sft_warmup.steps > 0) == (recipe != "sft")
 
 

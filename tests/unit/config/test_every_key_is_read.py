@@ -13,7 +13,8 @@ from typing import get_args
 import rlpack
 from rlpack.algorithms.registry import ADVANTAGES, LOSSES
 from rlpack.config import schema
-from rlpack.config.keys import Key, children, walk
+from rlpack.config.keys import Key, children, root_key, walk
+from rlpack.config.recipes import builtin_recipes, builtin_sections, builtin_target, config_class, find_recipe
 from rlpack.packing.batching import Batching
 
 ROOT = Path(rlpack.__file__).parents[1]
@@ -24,11 +25,12 @@ SOURCES = [
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.parent.name != "config" or path.name == "roles.py"
 ]
+OF_RECIPES = [section for name in builtin_recipes() for section in find_recipe(builtin_target(name)).sections.values()]
 SECTIONS = {
     name: value
     for name, value in vars(schema).items()
     if isinstance(value, type) and (issubclass(value, schema.Section) or value is Batching)
-}
+} | {section.__name__: section for section in OF_RECIPES}
 
 SHARED = {*schema.Compute.model_fields}
 
@@ -73,8 +75,11 @@ class Reads(ast.NodeVisitor):
                 return self.attributes.get(self.type_of(base), {}).get(attribute)
             case ast.Subscript(value=base) | ast.Call(func=ast.Attribute(value=base, attr="get")):
                 return (self.type_of(base) or "").strip("[]") or None
-            case ast.Call(func=ast.Name(id="cast"), args=[annotation, _]):
-                return type_in(annotation, self.attributes)
+            case (
+                ast.Call(func=ast.Name(id="cast"), args=[kind, _])
+                | ast.Call(func=ast.Name(id="recipe_section"), args=[_, kind])
+            ):
+                return type_in(kind, self.attributes)
             case ast.Call(func=ast.Name(id=function)):
                 return self.returns.get(function)
         return None
@@ -186,4 +191,5 @@ def test_every_key_of_the_schema_is_read_outside_of_the_config_package():
 
 def test_the_sections_hold_every_key():
     named = {key.name for section in SECTIONS.values() for key in children(Key("", section)).values()}
-    assert {key.name for key in walk() if key.name != "<name>"} == named
+    roots = [root_key(config_class(builtin_target(name))) for name in builtin_recipes()]
+    assert {key.name for root in roots for key in walk(root) if key.name != "<name>"} == named | {*builtin_sections()}

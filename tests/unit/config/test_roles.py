@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import config_class
 from rlpack.config.roles import pool_of, role_batching, started_roles
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching, Rollout, builtin_roles
 from rlpack.config.validate import validate
@@ -54,7 +55,7 @@ def test_a_role_overrides_one_key_and_inherits_the_others(name):
 
 def test_a_users_role_takes_its_batching_from_its_own_section():
     roles = builtin_roles() | {"judge": Role(target="a:B", batching=RoleBatching(micro_batch_size=2))}
-    assert role_batching(Config(roles=roles), "judge").rows == 2
+    assert role_batching(Config(roles=roles), "judge").micro_batch_size == 2
 
 
 def test_an_unknown_role_is_named_with_the_known_ones():
@@ -93,4 +94,4 @@ def test_only_the_roles_that_a_run_needs_are_started():
     assert started_roles(Config()) == ["actor", "rollout", "reward"]
     with_kl = Config.model_validate({"algorithm": {"kl_coef": 0.1}})
     assert started_roles(with_kl) == ["actor", "reference", "rollout", "reward"]
-    assert started_roles(Config(recipe="sft")) == ["actor"]
+    assert started_roles(config_class("rlpack.recipes.sft")()) == ["actor"]

@@ -67,7 +67,7 @@ def test_a_valid_mapping_becomes_the_config_that_it_describes():
         ({"roles": {"judge": {}}}, "roles.judge.target is missing; set roles.judge.target=…"),
         ({"model": {"config": 5}}, "model.config is 5; it has to be a mapping"),
         ({"packing": True}, "packing is not a key"),
-        ({"recipe": "x" * 500}, "(502 characters); choose one of grpo, dapo, remax, ppo, sft"),
+        ({"recipe": "x" * 500}, "(502 characters); it is a section, not a value; set one of its keys: target"),
     ],
 )
 def test_a_wrong_value_is_one_message_with_the_key_the_value_and_what_is_allowed(changes, message):

@@ -93,4 +93,4 @@ def test_what_is_copied_is_enough_for_the_default_run(tmp_path):
         check=True,
     )
     assert shown.stdout.startswith(str(tmp_path))
-    assert "recipe: grpo" in shown.stdout
+    assert "target: rlpack.recipes.grpo" in shown.stdout

@@ -8,7 +8,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout, Trainer
-from rlpack.config.sections.value_models import Dapo
+from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
 from rlpack.recipes.driver.policy_stages import add_loss_weights
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_greedy_rewards
@@ -21,7 +21,7 @@ TRAINER = Trainer(prompts_per_step=3, group_size=2)
 
 def answering(folder: Path, rounds: Sequence[Sequence[float]], dapo: Dapo) -> tuple[SavingSession, list[int]]:
     """Return a session whose roles make two responses a prompt, with the rewards of each round, and what was asked."""
-    session = session_of(folder, trainer=TRAINER, dapo=dapo, rollout=Rollout(max_new_tokens=10))
+    session = session_of(folder, recipe="dapo", trainer=TRAINER, dapo=dapo, rollout=Rollout(max_new_tokens=10))
     asked: list[int] = []
 
     def generate(prompts: BatchedDataDict, params: object) -> BatchedDataDict:
@@ -81,7 +81,7 @@ def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:
 def test_truncated_responses_are_excluded_from_training_if_configured(
     tmp_path: Path, enabled: bool, shares: list[float]
 ) -> None:
-    session = session_of(tmp_path, dapo=Dapo(overlong_filter=enabled))
+    session = session_of(tmp_path, recipe="dapo", dapo=Dapo(overlong_filter=enabled))
     rollouts = tiny_rollouts([(3, 4), (3, 10)]).drop(["finish_reason"])
     rollouts = rollouts.union({"finish_reason": ["stop", "length"], "response_tokens": torch.tensor([4, 10])})
     set_group(session, "actor")

@@ -1,0 +1,44 @@
+"""What the framework knows about DAPO: its config section and rules."""
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from rlpack.config.recipes import RecipeSpec, recipe_section
+from rlpack.config.schema import Config
+from rlpack.config.sections.section import Count, NonNegative, Section
+
+
+class Dapo(Section):
+    """What recipe=dapo adds to GRPO (Yu et al. 2025, arXiv:2503.14476)."""
+
+    max_rounds: Count = Field(
+        default=8,
+        description="Most rounds of prompts drawn to fill trainer.prompts_per_step groups with differing rewards.",
+    )
+    overlong_buffer: int = Field(
+        default=0,
+        ge=0,
+        description="Length penalty: it rises over the last this many tokens of rollout.max_new_tokens; 0 for none.",
+    )
+    overlong_penalty: NonNegative = Field(default=1.0, description="Length penalty at the end of the buffer.")
+    overlong_filter: bool = Field(default=False, description="Exclude truncated responses from the loss.")
+
+
+def groups_differ(config: Config) -> Iterator[str]:
+    """Refuse groups of one, whose rewards can't differ."""
+    if config.trainer.group_size == 1:
+        yield "trainer.group_size is 1, but recipe=dapo trains on groups whose rewards differ; set it to 2 or more"
+
+
+def buffer_fits(config: Config) -> Iterator[str]:
+    """Refuse a length penalty that would begin before the response does."""
+    buffer, longest = recipe_section(config, Dapo).overlong_buffer, config.rollout.max_new_tokens
+    if buffer > longest:
+        yield (
+            f"dapo.overlong_buffer is {buffer}, over rollout.max_new_tokens={longest}; lower the buffer or raise the "
+            "limit"
+        )
+
+
+SPEC = RecipeSpec(sections={"dapo": Dapo}, rules=(groups_differ, buffer_fits))

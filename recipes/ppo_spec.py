@@ -1,0 +1,34 @@
+"""What the framework knows about PPO: the critic, and the keys that advantages from a critic leave unread."""
+
+from collections.abc import Iterator
+
+from rlpack.config.recipes import RecipeSpec
+from rlpack.config.schema import Config
+
+
+def no_advantage_function(config: Config) -> Iterator[str]:
+    """Refuse an advantage function, which would compete with the critic."""
+    algorithm = config.algorithm
+    if algorithm.advantage != "group_relative" or algorithm.advantage_arguments:
+        yield (
+            f"algorithm.advantage is {algorithm.advantage!r}, but recipe=ppo computes advantages from the critic "
+            "(critic.gamma, critic.gae_lambda, critic.normalize_advantages); leave it unset, or choose another recipe"
+        )
+
+
+def policy_is_trained(config: Config) -> Iterator[str]:
+    """Yield a warning if the critic warms up to the end of the run."""
+    if config.critic.warmup_steps >= config.trainer.steps > 0:
+        yield f"critic.warmup_steps is {config.critic.warmup_steps}: the policy itself is never trained"
+
+
+SPEC = RecipeSpec(
+    roles=("actor", "critic", "rollout", "reward"),
+    trains=("actor", "critic"),
+    rules=(no_advantage_function,),
+    warnings=(policy_is_trained,),
+    ignores=dict.fromkeys(
+        ("algorithm.advantage", "algorithm.advantage_arguments", "algorithm.baseline", "algorithm.scale"),
+        "advantages come from the critic",
+    ),
+)

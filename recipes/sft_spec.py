@@ -1,0 +1,33 @@
+"""What the framework knows about supervised fine-tuning: one role, demonstrations, and no algorithm."""
+
+from collections.abc import Iterator
+
+from rlpack.config.recipes import RecipeSpec
+from rlpack.config.schema import Config
+
+
+def one_step_per_batch(config: Config) -> Iterator[str]:
+    """Refuse mini-batches, of which there is one for each batch."""
+    trainer = config.trainer
+    if trainer.mini_batch_size is not None or trainer.updates_per_batch != 1:
+        yield (
+            "recipe=sft makes one optimizer step of trainer.prompts_per_step sequences at a time; "
+            "leave trainer.mini_batch_size=null and trainer.updates_per_batch=1"
+        )
+
+
+def no_warmup(config: Config) -> Iterator[str]:
+    """Refuse a supervised warm-up of supervised fine-tuning."""
+    if config.sft_warmup.steps > 0:
+        yield f"sft_warmup.steps is {config.sft_warmup.steps}, but recipe=sft has no warm-up; set sft_warmup.steps=0"
+
+
+SPEC = RecipeSpec(
+    roles=("actor",),
+    rules=(one_step_per_batch, no_warmup),
+    ignores={
+        **dict.fromkeys(("algorithm.advantage", "algorithm.baseline", "algorithm.scale"), "there are no advantages"),
+        "algorithm.loss": "the loss is the cross-entropy of demonstrations",
+    },
+    needs_demonstrations=True,
+)

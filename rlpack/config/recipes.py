@@ -1,0 +1,208 @@
+"""Recipes: what the framework knows about each one besides its loop, and the schema that includes its sections.
+
+A recipe is a module with a function `main(config)` and a `SPEC`. The spec is read from `<module>_spec` if that module
+exists, else from the module itself: built-in recipes keep it apart, so that a config is validated without importing
+PyTorch. `recipe.target` names the module, so a recipe outside the package is found the same way as a built-in one.
+
+Invariants:
+1. This package imports no recipe statically; `find_recipe` imports by name, after the operator's allow-list is checked.
+2. Every key of a recipe's section has a default, and no section takes the name of a key of `Config`.
+3. A config pickles by its recipe's target and its values, so every rank rebuilds the same class.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError, create_model
+
+from rlpack.config.allowed_packages import why_not_allowed
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config, Recipe
+from rlpack.config.sections.section import Section
+
+Rule = Callable[[Any], Iterator[str]]
+BUILTIN_PACKAGE = "rlpack.recipes"
+_FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_HOW = "a recipe is a module with main(config) and SPEC = rlpack.config.recipes.RecipeSpec(...)"
+_Section = TypeVar("_Section", bound=Section)
+
+
+@dataclass(frozen=True)
+class RecipeSpec:
+    """What the framework needs to know about a recipe besides its loop.
+
+    Attributes:
+        roles: built-in roles that it always starts. A recipe that starts `rollout` also starts `reference` when
+            `algorithm.kl_coef` is above 0, `reward_model` when it has a path, and every role that users add.
+        trains: roles that it trains, so that a checkpoint holds them; the exported model is the actor's.
+        sections: its own config sections by name; every key needs a default.
+        rules: generators of problems that make a config invalid.
+        warnings: generators of texts about choices that are valid but hardly intended.
+        ignores: keys of shared sections that it doesn't read, each with the reason.
+        advantage_columns: columns that it adds to rollouts for the advantage function.
+        needs_demonstrations: whether its own steps train on demonstrations.
+    """
+
+    roles: tuple[str, ...] = ("actor", "rollout", "reward")
+    trains: tuple[str, ...] = ("actor",)
+    sections: Mapping[str, type[Section]] = field(default_factory=dict)
+    rules: tuple[Rule, ...] = ()
+    warnings: tuple[Rule, ...] = ()
+    ignores: Mapping[str, str] = field(default_factory=dict)
+    advantage_columns: tuple[str, ...] = ()
+    needs_demonstrations: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether it samples responses, and so needs rewards, a loss and a token budget for whole rollouts."""
+        return "rollout" in self.roles
+
+
+def builtin_recipes() -> list[str]:
+    """Return the names of the built-in recipes.
+
+    >>> builtin_recipes()
+    ['dapo', 'grpo', 'ppo', 'remax', 'sft']
+    """
+    return sorted(path.stem.removesuffix("_spec") for path in _FOLDER.glob("*_spec.py"))
+
+
+def builtin_target(name: str) -> str:
+    """Return the `recipe.target` of a built-in recipe."""
+    return f"{BUILTIN_PACKAGE}.{name}"
+
+
+def builtin_sections() -> dict[str, str]:
+    """Return the config sections that belong to built-in recipes, each with a recipe's name."""
+    return {section: name for name in builtin_recipes() for section in find_recipe(builtin_target(name)).sections}
+
+
+def recipe_of(config: Config) -> RecipeSpec:
+    """Return the spec of a config's recipe."""
+    return find_recipe(config.recipe.target)
+
+
+def recipe_section(config: Config, kind: type[_Section]) -> _Section:
+    """Return the section of class `kind` that the config's recipe declares."""
+    name = next(name for name, section in recipe_of(config).sections.items() if section is kind)
+    section = dict(config)[name]
+    assert isinstance(section, kind)
+    return section
+
+
+@functools.cache
+def find_recipe(target: str) -> RecipeSpec:
+    """Return the spec of the recipe in module `target`.
+
+    Raises:
+        ConfigError: the module can't be imported or isn't allowed, or it is no recipe.
+    """
+    if not _MODULE.fullmatch(target):
+        raise ConfigError([f"recipe.target is {target!r}; it has to be package.module: {_HOW}"])
+    if problem := why_not_allowed("recipe.target", target, os.environ):
+        raise ConfigError([problem])
+    module = _import(target)
+    spec = vars(module).get("SPEC")
+    if not isinstance(spec, RecipeSpec):
+        raise ConfigError([f"recipe.target is {target!r}, but {module.__name__} has no SPEC; {_HOW}"])
+    if module.__name__ == target and not inspect.isfunction(vars(module).get("main")):
+        raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
+    return spec
+
+
+@functools.cache
+def config_class(target: str) -> type[Config]:
+    """Return the schema for the recipe in module `target`: `Config` with the recipe's own sections.
+
+    >>> [name for name in config_class("rlpack.recipes.dapo").model_fields if name not in Config.model_fields]
+    ['dapo']
+
+    Raises:
+        ConfigError: there is no such recipe, or its sections can't be part of a config.
+    """
+    sections = find_recipe(target).sections
+    if target == Config().recipe.target and not sections:
+        return Config
+    if problems := list(_section_problems(target, sections)):
+        raise ConfigError(problems)
+    fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
+    fields["recipe"] = (Recipe, Recipe(target=target))
+    return create_model("Config", __base__=_RecipeConfig, __module__=__name__, __doc__=Config.__doc__, **fields)
+
+
+def sweep_class(targets: Sequence[str]) -> type[Config]:
+    """Return the schema with the sections of several recipes, those of a sweep's jobs; one's is `config_class`'s.
+
+    Raises:
+        ConfigError: as `config_class`.
+    """
+    kinds = [config_class(target) for target in targets]
+    if len(kinds) == 1:
+        return kinds[0]
+    fields = {name: (info.annotation, info) for kind in kinds[1:] for name, info in kind.model_fields.items()}
+    own = {name: value for name, value in fields.items() if name not in kinds[0].model_fields}
+    return create_model("Config", __base__=kinds[0], **cast(dict[str, Any], own))
+
+
+def load_main(target: str) -> Callable[[Config], None]:
+    """Import the recipe in module `target` and return its `main`."""
+    return importlib.import_module(target).main
+
+
+class _RecipeConfig(Config):
+    """Base of configs whose class is made at run time, which pickle can't find by name."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.recipe.target, self.__getstate__())
+
+
+def _rebuild(target: str, state: dict[Any, Any]) -> Config:
+    kind = config_class(target)
+    config = kind.__new__(kind)
+    config.__setstate__(state)
+    return config
+
+
+def _import(target: str) -> ModuleType:
+    """Import the module that holds the spec of a recipe."""
+    try:
+        if importlib.util.find_spec(target) is None:
+            raise ConfigError([f"recipe.target is {target!r}, but there is no module {target}; {_HOW}"])
+        light = f"{target}_spec"
+        return importlib.import_module(light if importlib.util.find_spec(light) else target)
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError([f"recipe.target is {target!r}: {error}; {_HOW}"]) from error
+    except Exception as error:  # importing user code can raise anything
+        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error!r}"]) from error
+
+
+def _section_problems(target: str, sections: Mapping[str, type[Section]]) -> Iterator[str]:
+    """Yield why sections of a recipe can't be part of a config."""
+    for name, section in sections.items():
+        where = f"recipe.target is {target!r}, whose section {name!r}"
+        if not (inspect.isclass(section) and issubclass(section, Section)):
+            yield f"{where} is {section!r}; derive it from rlpack.config.sections.section.Section"
+        elif name in Config.model_fields or not name.isidentifier() or name.startswith("_"):
+            yield f"{where} can't have this name; use a Python name that is not a key: {', '.join(Config.model_fields)}"
+        else:
+            yield from _default_problems(where, section)
+
+
+def _default_problems(where: str, section: type[Section]) -> Iterator[str]:
+    try:
+        section()
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, details["loc"])) for details in error.errors())
+        yield f"{where} has no valid default for {keys}; give every key one"

@@ -1,0 +1,188 @@
+"""Recipes outside the package: found by name, with sections of their own, and refused with one clear error."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlpack.cli.main import main
+from rlpack.config.compose import compose
+from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import (
+    builtin_recipes,
+    builtin_sections,
+    builtin_target,
+    config_class,
+    load_main,
+    recipe_section,
+)
+from rlpack.config.roles import optimizers, started_roles
+from rlpack.config.validate import validate
+from rlpack.config.warnings import config_warnings
+from tests.builders import tiny_config
+
+MODEL = {"model": {"config": {"model_type": "qwen2"}}}
+RECIPE = '''
+"""A recipe of a user's own."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from rlpack.config.recipes import RecipeSpec, recipe_section
+from rlpack.config.sections.section import Section
+
+
+class Mine(Section):
+    """What this recipe adds."""
+
+    key: int = Field(default=1, ge=0, description="A number.")
+
+
+def not_seven(config):
+    if recipe_section(config, Mine).key == 7:
+        yield "my_section.key is 7; set another number"
+
+
+def large(config):
+    if recipe_section(config, Mine).key > 100:
+        yield "my_section.key is large"
+
+
+SPEC = RecipeSpec(roles=("actor",), sections={"my_section": Mine}, rules=(not_seven,), warnings=(large,))
+
+
+def main(config):
+    Path("ran").write_text(str(recipe_section(config, Mine).key))
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> str:
+    """Return the target of a recipe in a package where the command is given; the package's name is the test's own."""
+    package = tmp_path / f"own_{tmp_path.name}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "my_recipe.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    return f"{package.name}.my_recipe"
+
+
+def test_a_recipe_outside_the_package_runs_by_its_target_with_keys_of_its_own(own):
+    assert main(["train", f"recipe.target={own}", "my_section.key=3", "sft_warmup.steps=0"]) == 0
+    assert Path("ran").read_text() == "3"
+
+
+def test_its_keys_are_checked_like_any_other(own, capsys):
+    for override, message in (
+        ("my_section.kay=3", "my_section.kay is not a key; did you mean my_section.key? my_section has: key"),
+        ("my_section.key=-1", "my_section.key is -1; it has to be at least 0"),
+        ("my_section.key=x", "my_section.key is 'x'; it has to be a whole number"),
+        ("my_section.key=7", "my_section.key is 7; set another number"),
+        ("my_sectoin.key=3", "my_sectoin.key is not a key; did you mean my_section?"),
+        ("dapo.max_rounds=3", "dapo.* belongs to recipe=dapo"),
+    ):
+        assert main(["train", f"recipe.target={own}", override]) == 2
+        assert message in capsys.readouterr().err
+    assert not Path("ran").exists()
+
+
+def test_a_sweep_over_recipes_gives_each_job_the_keys_of_its_own(own):
+    command = ["train", "--multirun", f"recipe.target={own},rlpack.recipes.dapo", "dapo.max_rounds=0"]
+    assert main([*command, "my_section.key=3"]) == 2  # dapo's job refuses 0 rounds; the other has no such key
+
+
+def test_an_experiment_can_choose_the_recipe(own, tmp_path, capsys):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    preset = tmp_path / "conf" / "experiment" / "mine.yaml"
+    preset.write_text(f"# @package _global_\nrecipe:\n  target: {own}\nmy_section:\n  key: 5\n")
+    command = ["train", "--config-dir", "conf", "experiment=mine"]
+    assert main(command) == 0
+    assert Path("ran").read_text() == "5"
+    assert main([*command, "my_section.key=6"]) == 0
+    assert Path("ran").read_text() == "6"
+    assert main([*command, "--cfg", "job"]) == 0
+    assert "my_section:\n  key: 5\n" in capsys.readouterr().out
+    preset.write_text("# @package _global_\ndefaults:\n- override /recipe: dapo\n")
+    assert main([*command, "dapo.max_rounds=-1"]) == 2
+    assert "dapo.max_rounds is -1" in capsys.readouterr().err
+
+
+def test_roles_warnings_and_optimizers_follow_from_its_spec(own):
+    config = compose([f"recipe.target={own}", "my_section.key=200"])
+    assert config.recipe.name == "my_recipe"
+    assert started_roles(config) == ["actor"]
+    assert list(optimizers(config)) == ["actor.optimizer"]
+    assert config_warnings(config) == ["my_section.key is large"]
+
+
+def test_a_config_with_its_section_crosses_processes(own):
+    config = compose([f"recipe.target={own}", "my_section.key=4"])
+    again = pickle.loads(pickle.dumps(config))
+    assert again == config
+    assert again.model_dump()["my_section"] == {"key": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no SPEC; a recipe is a module with main(config) and SPEC"),
+        (RECIPE.replace("def main", "def run"), "has no function main; a recipe is"),
+        (RECIPE.replace('"my_section": Mine', '"trainer": Mine'), "whose section 'trainer' can't have this name"),
+        (RECIPE.replace('"my_section": Mine', '"my_section": dict'), "derive it from rlpack.config.sections.section"),
+        (RECIPE.replace("default=1, ge=0, ", ""), "has no valid default for key; give every key one"),
+        ("1 / 0", "importing it failed: ZeroDivisionError('division by zero')"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_module_that_is_no_recipe_is_one_clear_error(own, capsys, text, message):
+    Path(own.replace(".", "/") + ".py").write_text(text)
+    assert main(["train", f"recipe.target={own}"]) == 2
+    said = capsys.readouterr().err
+    assert f"recipe.target is '{own}'" in said
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("target", ["no_such.recipe", "rlpack.recipes.grpoo", "my recipe", "rlpack.recipes.grpo:main"])
+def test_a_target_that_names_no_module_is_one_clear_error(target):
+    with pytest.raises(ConfigError, match=r"recipe\.target is '.*; a recipe is a module|has to be package\.module"):
+        validate(MODEL | {"recipe": {"target": target}})
+
+
+def test_a_recipe_from_a_package_that_the_operator_does_not_allow_is_never_imported(own, monkeypatch, capsys):
+    Path(own.replace(".", "/") + ".py").write_text("open('imported', 'w')")
+    monkeypatch.setenv("RLPACK_ALLOWED_PACKAGES", "other")
+    assert main(["train", f"recipe.target={own}"]) == 2
+    assert "RLPACK_ALLOWED_PACKAGES allows only code from rlpack, other" in capsys.readouterr().err
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_every_built_in_recipe_has_a_main_and_roles_that_exist(name):
+    config = tiny_config(name)
+    assert callable(load_main(builtin_target(name)))
+    assert set(started_roles(config)) <= set(config.roles)
+    assert [f"{role}.optimizer" for role in ("actor", "critic")][: 2 if name == "ppo" else 1] == [*optimizers(config)]
+
+
+def test_a_section_of_another_recipe_is_named_with_its_owner():
+    assert builtin_sections() == {"dapo": "dapo"}
+    with pytest.raises(ConfigError, match=r"dapo is not a key of this recipe; dapo\.\* belongs to recipe=dapo"):
+        validate(MODEL | {"dapo": {"max_rounds": 3}})
+
+
+def test_a_length_penalty_over_the_longest_response_is_refused():
+    values = MODEL | {"recipe": {"target": builtin_target("dapo")}, "rollout": {"max_new_tokens": 8}}
+    validate(values | {"dapo": {"overlong_buffer": 8}})
+    with pytest.raises(ConfigError, match=r"dapo\.overlong_buffer is 9, over rollout\.max_new_tokens=8"):
+        validate(values | {"dapo": {"overlong_buffer": 9}})
+
+
+def test_a_recipe_reads_its_section_by_class():
+    kind = config_class(builtin_target("dapo"))
+    section = builtin_target("dapo_spec")
+    dapo = vars(sys.modules[section])["Dapo"]
+    assert recipe_section(kind(dapo=dapo(max_rounds=3)), dapo).max_rounds == 3
