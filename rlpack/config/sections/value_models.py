@@ -5,7 +5,7 @@ from pydantic import Field
 from rlpack.config.sections.compute import RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.config.sections.role_batching import RoleBatching
-from rlpack.config.sections.section import Positive, Section, Unit
+from rlpack.config.sections.section import Positive, Unit
 
 
 class Critic(RoleCompute):
