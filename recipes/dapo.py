@@ -4,8 +4,9 @@ for each step:
     until the batch is full of groups whose rewards differ:
         rollouts += rollout.generate(prompts × n)
         reward   += reward.score(rollouts) - overlong penalty
-    old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
     rollouts   = without truncated responses, if asked for
+    ref        = reference.logprobs(rollouts)   # in the background
+    old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = group_relative(reward)
     actor.update(rollouts)                      # every mini-batch, μ times
     rollout.load(actor.weights)
@@ -18,10 +19,11 @@ from rlpack.recipes import sft
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
+    collect_reference_logprobs,
     compute_advantages,
     compute_old_logprobs,
-    compute_reference_logprobs,
     freeze_reference,
+    submit_reference_logprobs,
     sync_weights,
     update_actor,
 )
@@ -41,9 +43,10 @@ def train(session: Session) -> None:
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         rollouts = sample_informative_groups(session, step)
-        rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = compute_reference_logprobs(session, step, rollouts)
         rollouts = filter_overlong(session, step, rollouts)
+        reference = submit_reference_logprobs(session, rollouts)
+        rollouts = compute_old_logprobs(session, step, rollouts)
+        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
         rollouts = compute_advantages(session, step, rollouts)
         update_actor(session, step, rollouts)
         sync_weights(session, step)

@@ -4,7 +4,8 @@ for each step:
     prompts    = draw()
     rollouts   = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
-    old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
+    ref        = reference.logprobs(rollouts)   # in the background
+    old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = group_relative(reward)
     actor.update(rollouts)                      # every mini-batch, μ times
     rollout.load(actor.weights)
@@ -16,10 +17,11 @@ from rlpack.config.schema import Config
 from rlpack.recipes import sft
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
+    collect_reference_logprobs,
     compute_advantages,
     compute_old_logprobs,
-    compute_reference_logprobs,
     freeze_reference,
+    submit_reference_logprobs,
     sync_weights,
     update_actor,
 )
@@ -43,8 +45,9 @@ def train(session: Session) -> None:
         prompts = draw_prompts(session, step)
         rewards = PendingRewards(session.scorers)
         rollouts = generate(session, step, prompts, rewards.submit)
+        reference = submit_reference_logprobs(session, rollouts)
         rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = compute_reference_logprobs(session, step, rollouts)
+        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
         rollouts = collect_rewards(session, step, rollouts, rewards)
         rollouts = compute_advantages(session, step, rollouts)
         update_actor(session, step, rollouts)

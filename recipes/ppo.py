@@ -4,11 +4,12 @@ for each step:
     prompts    = draw()
     rollouts   = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
-    old, ref   = actor.logprobs(rollouts), reference.logprobs(rollouts)
+    ref        = reference.logprobs(rollouts)   # in the background
+    old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     values     = critic.values(rollouts)
     advantages = gae(reward - β·KL, values)
     critic.update(rollouts)                     # every mini-batch, μ times
-    actor.update(rollouts)                      # likewise, after the critic's warm-up
+    actor.update(rollouts)                      # likewise, after the critic's warm-up, by normalized advantages
     rollout.load(actor.weights)
 
 Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model the answers' format.
@@ -21,14 +22,15 @@ from rlpack.recipes.driver.critic_stages import (
     compute_token_advantages,
     compute_values,
     initialize_critic,
-    update_actor,
     update_critic,
+    update_warm_actor,
 )
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
+    collect_reference_logprobs,
     compute_old_logprobs,
-    compute_reference_logprobs,
     freeze_reference,
+    submit_reference_logprobs,
     sync_weights,
 )
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
@@ -52,11 +54,12 @@ def train(session: Session) -> None:
         prompts = draw_prompts(session, step)
         rewards = PendingRewards(session.scorers)
         rollouts = generate(session, step, prompts, rewards.submit)
+        reference = submit_reference_logprobs(session, rollouts)
         rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = compute_reference_logprobs(session, step, rollouts)
+        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
         rollouts = collect_rewards(session, step, rollouts, rewards)
         rollouts = compute_values(session, step, rollouts)
-        rollouts = compute_token_advantages(session, step, rollouts)
+        rollouts, moments = compute_token_advantages(session, step, rollouts)
         update_critic(session, step, rollouts)
-        update_actor(session, step, rollouts)
+        update_warm_actor(session, step, rollouts, moments)
         sync_weights(session, step)

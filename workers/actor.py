@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
+from rlpack.algorithms.kl import KLEstimator, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.config.schema import Actor, Config
@@ -61,6 +62,18 @@ class ActorWorker(Worker, Trainable):
                 "logprob_gap": row_sums((own - sampled).abs(), mask),
             }
         )
+
+    @sharded(mini_batches=True)
+    def kl_sums(self, shard: BatchedDataDict, estimator: KLEstimator) -> BatchedDataDict:
+        """Return `kl_sum` f64 [B]: the divergence from the reference, summed over the tokens of each response.
+
+        Args:
+            shard: `input_ids`, `response_mask`, `logprobs`, `reference_logprobs`.
+            estimator: of the divergence at a token.
+        """
+        mask, own, reference = (shard[name] for name in ("response_mask", "logprobs", "reference_logprobs"))
+        kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
+        return shard.keep([]).union({"kl_sum": row_sums(kl, mask)})
 
     @sharded(mini_batches=True, merge=merge_steps)
     def train_step(

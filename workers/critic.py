@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -102,13 +101,6 @@ class CriticWorker(Worker, Trainable):
                 f"{name}_squares": row_sums(values.double().square(), kept),
             }
         return shard.keep([]).union(columns)
-
-    @sharded(mini_batches=True)
-    def normalize_advantages(self, shard: BatchedDataDict, mean: float, std: float) -> BatchedDataDict:
-        """Return `advantages` less the batch's mean, over its standard deviation; 0 outside responses."""
-        mask, advantages = shard["response_mask"], shard["advantages"].values
-        whitened = torch.where(mask.values, (advantages - mean) / (std + 1e-8), 0.0)
-        return shard.keep([]).union({"advantages": mask.with_values(whitened)})
 
     @sharded(mini_batches=True, merge=merge_steps)
     def train_step(

@@ -80,6 +80,17 @@ class LogprobLoss(ABC):
         raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
 
+class Moments(NamedTuple):
+    """Mean and standard deviation of the advantages of a batch."""
+
+    mean: float
+    std: float
+
+    def normalize(self, advantages: Tensor) -> Tensor:
+        """Return advantages of mean 0 and standard deviation 1."""
+        return (advantages - self.mean) / (self.std + 1e-8)
+
+
 @dataclass(frozen=True)
 class PolicyGradientLoss(LogprobLoss):
     """The policy loss of `algorithm.loss`, its KL term and its entropy bonus.
@@ -88,17 +99,25 @@ class PolicyGradientLoss(LogprobLoss):
         algorithm: the loss, its bounds and weights.
         temperature: the sampling temperature; old and new log-probs are both of that distribution.
         needs_entropy: entropies are logged.
+        advantage_moments: normalizes the advantages; None takes them as they are.
+        on_policy: the batch gets this one optimizer step, so the old log-probs are the step's own and the ratio is 1.
+            The column `logprobs` isn't read, and what is otherwise measured with it is a metric of this step.
+        responses: number of responses that train, over which the metric `response_kl` of `on_policy` is a mean.
     """
 
     algorithm: Algorithm
     temperature: float = field(kw_only=True)
     needs_entropy: bool = field(default=True, kw_only=True)
+    advantage_moments: Moments | None = field(default=None, kw_only=True)
+    on_policy: bool = field(default=False, kw_only=True)
+    responses: int = field(default=1, kw_only=True)
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Return the columns that the loss reads: with a KL term also the reference's log-probs."""
         reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
-        return (*_COMMON, "logprobs", "advantages", *reference)
+        old = "rollout_logprobs" if self.on_policy else "logprobs"
+        return (*_COMMON, old, "advantages", *reference)
 
     def with_kl_coef(self, coefficient: float) -> "PolicyGradientLoss":
         """Return this loss with another weight of the KL term."""
@@ -149,14 +168,21 @@ class PolicyGradientLoss(LogprobLoss):
             kl = self._kl(scores.logprobs, rows, tokens.mask)
             loss = loss + settings.kl_coef * (weight * kl).sum()
             metrics["kl"] = (share * kl.detach()).sum()
+            if self.on_policy:
+                metrics["response_kl"] = kl.detach().double().sum() / self.responses
+        if self.on_policy:
+            gap = (tokens.logprobs.detach() - response_values(rows, "rollout_logprobs", weight)).abs()
+            metrics["logprob_gap"] = (share.double() * gap).sum()
         if settings.entropy_coef > 0:
             loss = loss - settings.entropy_coef * (weight * entropy).sum()
         return MicrobatchLoss(loss, metrics | {"loss": loss.detach()})
 
     def _tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
         """Return what the policy loss reads of these rows; `logprobs` are the policy's, [T]."""
-        names = ("token_weight", "logprobs", "advantages")
-        share, old, advantages = (response_values(rows, name, logprobs) for name in names)
+        share, advantages = (response_values(rows, name, logprobs) for name in ("token_weight", "advantages"))
+        old = logprobs.detach() if self.on_policy else response_values(rows, "logprobs", logprobs)
+        if self.advantage_moments is not None:
+            advantages = self.advantage_moments.normalize(advantages)
         return PolicyTokens(logprobs, old, advantages, share > 0, rows["response_mask"].lengths.to(logprobs.device))
 
     def _kl(self, logprobs: Tensor, rows: BatchedDataDict, mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
-from rlpack.workers.loss import ValueLoss
+from rlpack.workers.loss import Moments, ValueLoss
 
 # Columns that advantages are estimated from.
 _ESTIMATE = ("response_mask", "values", "rewards", "valid")
@@ -32,33 +32,32 @@ def compute_values(session: Session, step: StepContext, rollouts: BatchedDataDic
         return rollouts.union(session.critic.run(CriticWorker.values, rollouts.keep(TOKENS)))
 
 
-def compute_token_advantages(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+def compute_token_advantages(
+    session: Session, step: StepContext, rollouts: BatchedDataDict
+) -> tuple[BatchedDataDict, Moments | None]:
     """Add `advantages` and `returns` f32 [T] by generalized advantage estimation, and the actor's weights f32 [B].
 
-    Advantages are normalized over the counted tokens of the batch. Tokens stay with the critic's ranks; the driver
-    gets their sums.
+    Tokens stay with the critic's ranks; the driver gets their sums. Returned with the batch are the moments over its
+    counted tokens, by which the actor's update normalizes the advantages; None without
+    `critic.normalize_advantages`.
     """
-    settings, coefficient = session.config.critic, policy_stages.reward_kl_coef(session)
+    coefficient = policy_stages.reward_kl_coef(session)
     names = [*_ESTIMATE, *(["logprobs", "reference_logprobs"] if coefficient > 0 else [])]
     counts = rollouts["value_tokens"].where(rollouts["valid"], 0)
     with step.timer("advantages"):
         # The plan counts tokens of input_ids, as for all of the critic's calls.
         columns = rollouts.keep(["input_ids", *names])
         estimates = session.critic.run(CriticWorker.advantages, columns, coefficient)
-        mean, std = _moments(estimates, "advantage", counts)
-        estimated = rollouts.union(estimates.keep(["advantages", "returns"]))
-        if settings.normalize_advantages:
-            columns = estimated.keep(["input_ids", "response_mask", "advantages"])
-            normalized = session.critic.run(CriticWorker.normalize_advantages, columns, mean, std)
-            estimated = estimated.drop(["advantages"]).union(normalized)
-    errors, returns = _moments(estimates, "error", counts), _moments(estimates, "return", counts)
+    advantages, errors, returns = (_moments(estimates, name, counts) for name in ("advantage", "error", "return"))
     step.metrics |= {
-        "advantage/mean": mean,
-        "advantage/std": std,
-        "critic/return_mean": returns[0],
-        "critic/explained_variance": 1.0 - (errors[1] / returns[1]) ** 2 if returns[1] > 0 else 0.0,
+        "advantage/mean": advantages.mean,
+        "advantage/std": advantages.std,
+        "critic/return_mean": returns.mean,
+        "critic/explained_variance": 1.0 - (errors.std / returns.std) ** 2 if returns.std > 0 else 0.0,
     }
-    return policy_stages.add_loss_weights(session, step, estimated)
+    estimated = rollouts.union(estimates.keep(["advantages", "returns"]))
+    moments = advantages if session.config.critic.normalize_advantages else None
+    return policy_stages.add_loss_weights(session, step, estimated), moments
 
 
 def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
@@ -77,15 +76,17 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
 
 
-def update_actor(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
-    """Update the actor as `policy_stages.update_actor`, after the first `critic.warmup_steps` steps."""
+def update_warm_actor(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, advantage_moments: Moments | None
+) -> None:
+    """Update the actor (`policy_stages.update_actor`) after the first `critic.warmup_steps` steps."""
     if step.number > session.config.critic.warmup_steps:
-        policy_stages.update_actor(session, step, rollouts)
+        policy_stages.update_actor(session, step, rollouts, advantage_moments)
 
 
-def _moments(estimates: BatchedDataDict, name: str, counts: Tensor) -> tuple[float, float]:
+def _moments(estimates: BatchedDataDict, name: str, counts: Tensor) -> Moments:
     """Return mean and standard deviation over the counted tokens, from the sums of each row."""
     tokens = counts.sum().clamp(min=1)
     mean = (estimates[f"{name}_sum"].sum() / tokens).item()
     square = (estimates[f"{name}_squares"].sum() / tokens).item()
-    return mean, math.sqrt(max(0.0, square - mean * mean))
+    return Moments(mean, math.sqrt(max(0.0, square - mean * mean)))

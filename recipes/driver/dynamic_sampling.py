@@ -61,11 +61,9 @@ def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDat
     pending = PendingRewards(session.scorers)
     rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
     rollouts = collect_rewards(session, step, rollouts, pending)
-    lengths = rollouts["response_lengths"]
-    penalty = soft_overlong(
-        lengths, longest=longest, buffer=settings.overlong_buffer, penalty=settings.overlong_penalty
-    )
-    return rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + penalty})
+    buffer, penalty = settings.overlong_buffer, settings.overlong_penalty
+    added = soft_overlong(rollouts["response_lengths"], longest=longest, buffer=buffer, penalty=penalty)
+    return rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + added})
 
 
 def _first_groups(group_ids: np.ndarray, informative_rows: np.ndarray, count: int) -> np.ndarray:

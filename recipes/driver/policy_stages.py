@@ -11,23 +11,32 @@ from rlpack.algorithms.kl import next_coefficient
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.remote import RemoteColumn
+from rlpack.config.schema import Algorithm
+from rlpack.distributed.calls import Pending
 from rlpack.recipes.driver.learning_rate import learning_rate
-from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
 from rlpack.recipes.driver.resume import reference_folder
 from rlpack.recipes.driver.rollout_stages import TOKENS
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
-from rlpack.workers.loss import PolicyGradientLoss
+from rlpack.workers.loss import Moments, PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
 from rlpack.workers.rollout import RolloutWorker
+
+# Metrics that the update measures when no log-probs were computed before it.
+_MEASURED_IN_UPDATE = {"actor/logprob_gap": "rollout/logprob_gap", "actor/response_kl": "reference/kl"}
 
 
 def compute_old_logprobs(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Add `logprobs` f32 [T], the policy's before its update, 0 outside responses, and `response_tokens` int64 [B].
 
-    The latter counts the tokens of each response that the update's plan keeps.
+    The latter counts the tokens of each response that the update's plan keeps. Where the update doesn't need
+    `logprobs`, they are left out: see `needs_old_logprobs`.
     """
+    if not needs_old_logprobs(session, rollouts):
+        plan = session.actor.plan(rollouts, mini_batches=True)
+        return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
         old = session.actor.run(ActorWorker.logprobs, rollouts.keep([*TOKENS, "rollout_logprobs"]))
     gap = old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)
@@ -35,13 +44,46 @@ def compute_old_logprobs(session: Session, step: StepContext, rollouts: BatchedD
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
-def compute_reference_logprobs(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `reference_logprobs` f32 [T] and `kl_sum` f64 [B]; add nothing without a KL term."""
+def needs_old_logprobs(session: Session, rollouts: BatchedDataDict) -> bool:
+    """Return whether log-probs have to be computed in a pass before the update.
+
+    Where the batch gets a single optimizer step, its own log-probs are the old ones and the ratio is 1, so the pass is
+    needed only for the KL term in rewards, by an advantage function that reads `kl_sum`, for the KL of responses that
+    don't train, and with adapters' dropout, which is off in the pass.
+    """
+    config, plan = session.config, session.actor.plan(rollouts, mini_batches=True)
+    return (
+        plan.num_steps > 1
+        or config.trainer.updates_per_batch > 1
+        or config.actor.lora.dropout > 0
+        or reward_kl_coef(session) > 0
+        or (session.reference is not None and ("trains" in rollouts or _reads_kl_sum(config.algorithm)))
+    )
+
+
+def _reads_kl_sum(settings: Algorithm) -> bool:
+    return "kl_sum" in advantage_parameters(settings.advantage)
+
+
+def submit_reference_logprobs(session: Session, rollouts: BatchedDataDict) -> Pending[BatchedDataDict] | None:
+    """Start the reference on the batch; None without a KL term."""
     if session.reference is None:
+        return None
+    return session.reference.submit(ReferenceWorker.logprobs, rollouts.keep(TOKENS))
+
+
+def collect_reference_logprobs(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, pending: Pending[BatchedDataDict] | None
+) -> BatchedDataDict:
+    """Add `reference_logprobs` f32 [T], and next to `logprobs` also `kl_sum` f64 [B]; nothing without a KL term."""
+    if pending is None:
         return rollouts
     with step.timer("reference"):
-        scored = session.reference.run(ReferenceWorker.logprobs, rollouts.keep([*TOKENS, "logprobs"]))
-    return rollouts.union(scored)
+        rollouts = rollouts.union(pending.result())
+        if "logprobs" not in rollouts:
+            return rollouts
+        columns = rollouts.keep([*TOKENS, "logprobs", "reference_logprobs"])
+        return rollouts.union(session.actor.run(ActorWorker.kl_sums, columns, session.config.algorithm.kl_estimator))
 
 
 def compute_advantages(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
@@ -78,10 +120,11 @@ def add_loss_weights(session: Session, step: StepContext, rollouts: BatchedDataD
     plan = session.actor.plan(rollouts, mini_batches=True)
     trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
     counts = rollouts["response_tokens"].where(trains, 0)
+    if session.reference is not None:
+        step.metrics["reference/kl_coef"] = session.kl_coef
     if "kl_sum" in rollouts:
         of_valid = rollouts["kl_sum"][rollouts["valid"]]
         step.metrics["reference/kl"] = of_valid.mean().item() if of_valid.numel() else 0.0
-        step.metrics["reference/kl_coef"] = session.kl_coef
     step.report_plan(plan, keep=True)
     return rollouts.union(step_weights(counts, plan, session.config.algorithm))
 
@@ -97,12 +140,22 @@ def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> Batc
     )
 
 
-def update_actor(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
-    """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch."""
+def update_actor(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, advantage_moments: Moments | None = None
+) -> None:
+    """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch.
+
+    Per-token advantages are normalized by `advantage_moments`, if given.
+    """
     trainer, optimizer = session.config.trainer, session.config.actor.optimizer
     has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
-    loss = PolicyGradientLoss(session.config.algorithm, temperature=session.config.rollout.temperature)
-    loss = loss.with_kl_coef(session.kl_coef if has_kl else 0.0)
+    loss = PolicyGradientLoss(
+        session.config.algorithm,
+        temperature=session.config.rollout.temperature,
+        advantage_moments=advantage_moments,
+        on_policy="logprobs" not in rollouts,
+        responses=max(1, int(rollouts["valid"].sum())),
+    ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     batch = rollouts.keep(loss.reads)
     with step.timer("update"):
         rate = learning_rate(optimizer, step.number, trainer.steps)
@@ -110,6 +163,9 @@ def update_actor(session: Session, step: StepContext, rollouts: BatchedDataDict)
             session.actor.run(ActorWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)
         ]
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
+    for name, logged in _MEASURED_IN_UPDATE.items():
+        if name in step.metrics:
+            step.metrics[logged] = step.metrics.pop(name)
     _adapt_kl(session, step, rollouts.num_rows)
 
 

@@ -17,6 +17,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.models.heads import TokenHead
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
 from rlpack.workers.loss import ValueLoss
 from rlpack.workers.optimizer_step import OptimizerStepper
@@ -87,7 +88,9 @@ def all_combinations(
         critics[mode] = critic, batching
         columns["critic", mode] = _run(critic.values, batch.keep(["input_ids", "response_mask"]), batching)
         sent = batch.keep(["input_ids", "response_mask", "logprobs"])
-        columns["reference", mode] = _run(reference.logprobs, sent, batching)
+        scored = _run(reference.logprobs, sent, batching)
+        sums = _run(ActorWorker.__new__(ActorWorker).kl_sums, sent.union(scored), batching, "k3")  # needs no model
+        columns["reference", mode] = scored.union(sums)
         columns["reward", mode] = _run(rewards.score, sent, batching)
     found = {}
     for key in itertools.product(MODES, MODES, MODES):
@@ -97,10 +100,7 @@ def all_combinations(
             whole = whole.union(part)
         critic, batching = critics[key[0]]
         made = _run(critic.advantages, whole, batching, KL_COEF)
-        mean, std = 0.25, 2.0
-        white = _run(critic.normalize_advantages, whole.union(made.keep(["advantages"])), batching, mean, std)
         found[key] = {name: made[name].values.numpy() for name in ("advantages", "returns")} | {
-            "whitened": white["advantages"].values.numpy(),
             "rewards": whole["rewards"].numpy(),
             "kl_sum": whole["kl_sum"].numpy(),
             "values": whole["values"].values.numpy(),

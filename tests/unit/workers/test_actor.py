@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rlpack.models import attention
 from rlpack.models.errors import IsolationError
 from rlpack.packing import Batching, make_plan
 from rlpack.workers.actor import ActorWorker
-from rlpack.workers.loss import PolicyGradientLoss, SFTLoss
+from rlpack.workers.loss import Moments, PolicyGradientLoss, SFTLoss
 from rlpack.workers.reference import ReferenceWorker
 from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
 
@@ -52,6 +53,56 @@ def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch
     (metrics,) = actor.train_step(shard_of(batch), PolicyGradientLoss(Algorithm(), temperature=1.0))
     weights = actor.export_weights()
     return metrics, {name: torch.from_numpy(weight) for name, weight in weights.items()}
+
+
+ON_POLICY = Algorithm(kl_coef=0.2, entropy_coef=0.1)
+
+
+def on_policy_batch(actor: ActorWorker) -> BatchedDataDict:
+    """Return a batch of which the second row doesn't train."""
+    rollouts = tiny_rollouts(SIZES).keep(["input_ids", "response_mask", "rollout_logprobs"])
+    share = torch.tensor([1 / 15, 0.0, 1 / 15])
+    mask = rollouts["response_mask"]
+    generator = torch.Generator().manual_seed(4)
+    advantages = torch.randn(mask.values.shape, generator=generator)
+    reference = mask.with_values(torch.where(mask.values, -2 * torch.rand(mask.values.shape, generator=generator), 0.0))
+    weights = {"loss_weight": share, "token_weight": share}
+    return rollouts.union(weights | {"advantages": mask.with_values(advantages), "reference_logprobs": reference})
+
+
+def loss_of(**settings: Any) -> PolicyGradientLoss:
+    return PolicyGradientLoss(ON_POLICY, temperature=1.0, **settings)
+
+
+def test_a_single_update_without_old_log_probs_is_the_one_with_them_bit_for_bit():
+    actors = [actor_of(tiny_config(algorithm=ON_POLICY)) for _ in range(2)]
+    batch = on_policy_batch(actors[0])
+    old = batch.restore([actors[0].logprobs(shard_of(batch))])
+    columns = batch.union(old.keep(["logprobs"]))
+    sums = batch.restore([actors[0].kl_sums(shard_of(columns), "k3")])["kl_sum"]
+    (expected,) = actors[0].train_step(shard_of(columns.drop(["rollout_logprobs"])), loss_of(), 0.1)
+    (metrics,) = actors[1].train_step(shard_of(batch), loss_of(on_policy=True, responses=2), 0.1)
+    trains = torch.tensor([True, False, True])
+    gap = old["logprob_gap"][trains].sum() / old["response_tokens"][trains].sum()
+    assert metrics.pop("actor/logprob_gap") == pytest.approx(gap.item(), rel=1e-6)
+    assert metrics.pop("actor/response_kl") == pytest.approx(sums[trains].mean().item(), rel=1e-6)
+    assert metrics == expected
+    assert metrics["actor/grad_norm"] > 0
+    one, other = (actor.export_weights() for actor in actors)
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_advantages_are_normalized_by_the_moments_that_the_loss_gets():
+    actors = [actor_of(tiny_config(algorithm=ON_POLICY)) for _ in range(2)]
+    batch = on_policy_batch(actors[0])
+    mask, advantages = batch["response_mask"], batch["advantages"]
+    normalized = advantages.with_values(torch.where(mask.values, (advantages.values - 0.25) / (2.0 + 1e-8), 0.0))
+    (expected,) = actors[0].train_step(
+        shard_of(batch.drop(["advantages"]).union({"advantages": normalized})), loss_of(on_policy=True), 0.1
+    )
+    moments = Moments(0.25, 2.0)
+    (metrics,) = actors[1].train_step(shard_of(batch), loss_of(on_policy=True, advantage_moments=moments), 0.1)
+    assert metrics == expected
 
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:

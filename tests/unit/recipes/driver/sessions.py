@@ -59,12 +59,15 @@ class AnsweringGroup:
         self.role, self.batching, self.answers, self.num_ranks = role, batching, answers, 1
         self.called: list[str] = []
         self.trained = False
+        self.mini_batch_size: int | None = None
 
     def implements(self, interface: type) -> bool:
         return interface is Trainable and self.trained
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
-        return make_plan(batch["input_ids"].lengths.numpy(), self.batching, dp_size=1)
+        mini_batch_size = self.mini_batch_size if mini_batches else None
+        lengths = batch["input_ids"].lengths.numpy()
+        return make_plan(lengths, self.batching, dp_size=1, mini_batch_size=mini_batch_size)
 
     def with_plan(self, plan: Any) -> Self:
         return self

@@ -10,13 +10,28 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
 from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
-from rlpack.config.schema import Algorithm
-from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, freeze_reference
+from rlpack.config.schema import Actor, Algorithm, Trainer
+from rlpack.config.sections.optimization import Lora
+from rlpack.packing import Batching
+from rlpack.recipes.driver.policy_stages import (
+    collect_reference_logprobs,
+    compute_advantages,
+    compute_old_logprobs,
+    freeze_reference,
+    needs_old_logprobs,
+    submit_reference_logprobs,
+    update_actor,
+)
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.resume import reference_folder
+from rlpack.workers.loss import PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import session_of, set_group
+
+ONE_UPDATE, TWO_UPDATES = Trainer(updates_per_batch=1), Trainer(updates_per_batch=2)
+TO_REWARD = Algorithm(kl_coef=0.1, kl_placement="reward")
+READS_KL = Algorithm(kl_coef=0.1, advantage=f"{__name__}:by_divergence")
 
 
 def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path):
@@ -36,7 +51,7 @@ def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path
 
 
 def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
-    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
+    session, rollouts = session_of(tmp_path, trainer=TWO_UPDATES), tiny_rollouts([(2, 4), (3, 9), (1, 2)])
 
     def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
         sums = {"logprob_sum": torch.zeros(3).double(), "logprob_gap": torch.tensor([2.0, 2.5, 1.0]).double()}
@@ -47,6 +62,70 @@ def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
     step = session.begin_step(1)
     assert "response_tokens" in compute_old_logprobs(session, step, rollouts)
     assert step.metrics["rollout/logprob_gap"] == pytest.approx(0.5)
+
+
+def by_divergence(rewards: torch.Tensor, kl_sum: torch.Tensor) -> torch.Tensor:
+    """Return advantages from the divergence of whole responses."""
+    return rewards - kl_sum
+
+
+@pytest.mark.parametrize(
+    ("needed", "sections"),
+    [
+        (False, {"trainer": ONE_UPDATE}),
+        (False, {"trainer": ONE_UPDATE, "algorithm": Algorithm(kl_coef=0.1)}),
+        (True, {"trainer": TWO_UPDATES}),
+        (True, {"trainer": ONE_UPDATE, "algorithm": TO_REWARD}),
+        (True, {"trainer": ONE_UPDATE, "algorithm": READS_KL}),
+        (True, {"trainer": ONE_UPDATE, "actor": Actor(lora=Lora(rank=2, dropout=0.1))}),
+    ],
+)
+def test_log_probs_before_the_update_are_computed_only_where_they_are_needed(
+    tmp_path: Path, needed: bool, sections: dict[str, Any]
+):
+    session = session_of(tmp_path, **sections)
+    set_group(session, "actor")
+    if session.config.algorithm.kl_coef > 0:
+        set_group(session, "reference")
+    assert needs_old_logprobs(session, tiny_rollouts([(2, 4), (3, 9)])) == needed
+
+
+def test_several_optimizer_steps_need_log_probs_before_the_update(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, trainer=ONE_UPDATE), tiny_rollouts([(2, 4), (3, 9)])
+    set_group(session, "actor").mini_batch_size = 1
+    assert needs_old_logprobs(session, rollouts)
+
+
+def test_without_log_probs_the_counted_tokens_are_those_that_the_plan_keeps(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, trainer=ONE_UPDATE), tiny_rollouts([(2, 4), (3, 9)])
+    set_group(session, "actor", Batching(max_tokens=8, overlong="truncate"))
+    counted = compute_old_logprobs(session, session.begin_step(1), rollouts)
+    assert counted["response_tokens"].tolist() == [4, 5]
+
+
+def test_without_log_probs_the_update_is_on_policy_and_measures_gap_and_divergence(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, algorithm=Algorithm(kl_coef=0.1)), tiny_rollouts([(2, 4), (3, 9)])
+    session.progress = Progress(phase="train")
+    losses: list[PolicyGradientLoss] = []
+
+    def train_step(batch: BatchedDataDict, loss: PolicyGradientLoss, rate: float) -> list[dict[str, float]]:
+        losses.append(loss)
+        return [{"actor/skipped_steps": 0.0, "actor/logprob_gap": 0.25, "actor/response_kl": 0.5}]
+
+    actor = set_group(session, "actor", train_step=train_step)
+    column = rollouts["rollout_logprobs"]
+    reference = rollouts.keep([]).union({"reference_logprobs": column})
+    set_group(session, "reference", logprobs=reference)
+    step = session.begin_step(1)
+    pending = submit_reference_logprobs(session, rollouts)
+    rollouts = compute_old_logprobs(session, step, rollouts)
+    rollouts = collect_reference_logprobs(session, step, rollouts, pending)
+    assert rollouts["response_tokens"].tolist() == [4, 9]
+    scored = {"rewards": torch.tensor([0.0, 1.0]), "valid": torch.tensor([True, False])}
+    update_actor(session, step, compute_advantages(session, step, rollouts.union(scored)))
+    assert actor.called == ["train_step"]
+    assert (losses[0].on_policy, losses[0].responses) == (True, 1)
+    assert (step.metrics["rollout/logprob_gap"], step.metrics["reference/kl"]) == (0.25, 0.5)
 
 
 def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
