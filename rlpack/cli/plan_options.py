@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_args
 
 from rlpack.packing import Algorithm, Mode, PackingError
 from rlpack.packing.analysis.traces import MAX_ROWS, TRACES
-from rlpack.packing.make_plan import MAX_RANKS
+from rlpack.packing.request import MAX_RANKS
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)

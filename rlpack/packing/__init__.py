@@ -4,6 +4,7 @@ from rlpack.packing.algorithms.jit_warmup import warm_up_jit
 from rlpack.packing.algorithms.packers import lower_bound, pack
 from rlpack.packing.algorithms.partition import partition
 from rlpack.packing.analysis.cost import Cost
+from rlpack.packing.analysis.invariants import assert_invariants
 from rlpack.packing.analysis.metrics import PackingMetrics
 from rlpack.packing.batching import Algorithm, Batching, Mode, Overlong
 from rlpack.packing.errors import PackingError
@@ -21,6 +22,7 @@ __all__ = [
     "PackingError",
     "PackingMetrics",
     "RankPlan",
+    "assert_invariants",
     "lower_bound",
     "make_plan",
     "pack",

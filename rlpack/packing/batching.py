@@ -3,8 +3,10 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
+
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import MAX_LENGTH, check_count
+from rlpack.packing.lengths import MAX_LENGTH, UNLIMITED, align, check_count
 
 Mode = Literal["packed", "dynamic", "fixed"]
 Algorithm = Literal[
@@ -69,6 +71,21 @@ class Batching:
             check_count(value, f"batching.{field.name}", _LIMITS.get(field.name, MAX_LENGTH))
         if self.max_tokens is None and self.mode != "fixed":
             raise PackingError(f"batching.max_tokens is not set; batching.mode={self.mode} needs a token budget")
+
+    @property
+    def budget(self) -> int:
+        """Token slots that a microbatch may take; `UNLIMITED` without a token budget."""
+        return UNLIMITED if self.max_tokens is None else self.max_tokens
+
+    @property
+    def alignment(self) -> int:
+        """Multiple that slots are rounded up to; also the smallest length of a microbatch, and that of a dummy one."""
+        return self.pad_to_multiple if self.mode == "packed" else self.length_multiple
+
+    def slots_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the slots of each row, int64 [B]: its length, aligned; a padded row takes at least one alignment."""
+        slots = align(lengths, self.alignment)
+        return slots if self.mode == "packed" else np.maximum(slots, self.alignment)
 
     def override(self, **changes: Any) -> "Batching":
         """Return a copy in which every value of `changes` that is not None replaces this one's.

@@ -9,6 +9,8 @@ from rlpack.packing.errors import PackingError
 
 # Segment bounds are int32 in every attention kernel.
 MAX_LENGTH = 2**31 - 1
+# Stands for "no limit" where kernels compare products of rows and slots.
+UNLIMITED = 2**62
 # Ids leave room for one sum or difference in int64.
 _LARGEST = 2**62
 

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import numpy as np
 
-from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.analysis.metrics import PackingMetrics
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
+from rlpack.packing.request import PlanRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,39 +27,6 @@ class Microbatch:
     rows: np.ndarray
     length: int
     is_dummy: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What `make_plan` was asked for, checked.
-
-    Attributes:
-        lengths: tokens of each row as given, int64 [B].
-        batching: the mode, the budget and the alignments.
-        dp_size: number of data-parallel ranks.
-        mini_batch_size: rows of an optimizer step; None for all.
-        groups: group of each row, int64 [B], or None.
-        cost: model of a row's cost; None for its slots.
-        seed: of `first_fit_shuffle`.
-    """
-
-    lengths: np.ndarray
-    batching: Batching
-    dp_size: int
-    mini_batch_size: int | None = None
-    groups: np.ndarray | None = None
-    cost: Cost | None = None
-    seed: int = 0
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of a full optimizer step."""
-        return self.mini_batch_size or max(1, self.lengths.size)
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps; the last may hold fewer rows."""
-        return -(-self.lengths.size // self.rows_per_step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +96,7 @@ class MicrobatchPlan:
         step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1]; the same on every rank.
     """
 
-    request: Request
+    request: PlanRequest
     metrics: PackingMetrics
     lengths: np.ndarray
     order: np.ndarray
@@ -196,13 +163,3 @@ class MicrobatchPlan:
             Microbatch(plan.rows[microbatch.rows], microbatch.length, microbatch.is_dummy)
             for microbatch in plan.microbatches(step)
         ]
-
-    def assert_invariants(self) -> None:
-        """Check everything that a plan guarantees (see `rlpack.packing.analysis.invariants`).
-
-        Raises:
-            AssertionError: a guarantee is broken, which is a bug of the planner.
-        """
-        from rlpack.packing.analysis.invariants import assert_invariants
-
-        assert_invariants(self)

@@ -16,16 +16,17 @@ import numpy as np
 
 from rlpack.packing.algorithms.jit import compiled
 from rlpack.packing.algorithms.sorting import ascending
+from rlpack.packing.analysis.cost import lockstep_cost
 
 # A microbatch this close to its goal, as a part of it, is left alone.
 _CLOSE = 2**12
-_SWEEPS = 32
+_MAX_SWEEPS = 32
 _PATIENCE = 3
 # Parts of what an exchange could gain at most, from which on others are not looked for.
 _ALMOST, _GOOD = 0.95, 0.75
 _WINDOW = 12
 # A sweep first sorts the bins, which takes as long as to look at so many exchanges for each.
-_SORTED = 16
+_SORT_WORK = 16
 # Of large bins, a part of the rows is tried against all pairs of the other bin's rows: about so many of both.
 _PAIRS = 2**11
 
@@ -57,51 +58,54 @@ class _Members(NamedTuple):
     sizes: np.ndarray
 
 
-def refine(
+def rebalance(
     labels: np.ndarray,
     slots: np.ndarray,
     costs: np.ndarray,
-    ranks: int,
-    shape: tuple[int, int],
     *,
+    ranks: int,
+    num_bins: int,
+    capacity: int,
     enough: float = 0.0,
     work: int = 2**62,
 ) -> tuple[np.ndarray, int]:
-    """Return labels after exchanges between bins, int64 [I], under which Σ_i max_rank cost(rank, i) is the least seen.
-
-    And the work that is left over.
+    """Exchange items between bins to lower Σ_i max_rank cost(rank, i).
 
     Args:
         labels: bin of each item, int64 [I].
-        slots: of each item, int64 [I].
-        costs: ticks of each item, int64 [I].
-        ranks: bins that meet at one index, when bins are dealt in order of cost.
-        shape: how many bins there are, and the slots that none may pass.
-        enough: a lock-step cost that is not improved further.
-        work: about how many exchanges may be looked at; counted, not timed, so that plans are the same everywhere.
+        slots: slots of each item, int64 [I].
+        costs: integer cost of each item, int64 [I].
+        ranks: number of bins that meet at one index, when bins are dealt in order of cost.
+        num_bins: number of bins.
+        capacity: most slots of a bin.
+        enough: lock-step cost at which to stop.
+        work: about how many exchanges to try; counted, not timed, so that plans are the same on every machine.
+
+    Returns:
+        The labels with the lowest lock-step cost seen, int64 [I], and the work that is left.
     """
-    bins, capacity = shape
-    if labels.size == 0 or bins < 2 or ranks < 2:
+    if labels.size == 0 or num_bins < 2 or ranks < 2:
         return labels, work
-    loads = np.bincount(labels, weights=costs, minlength=bins).astype(np.int64)
-    least, idle = int(np.sort(loads)[::-1][::ranks].sum()), 0
-    if least <= enough:
+    loads = np.bincount(labels, weights=costs, minlength=num_bins).astype(np.int64)
+    lowest, idle = lockstep_cost(loads, ranks), 0
+    if lowest <= enough:
         return labels, work
-    members = _gather(labels, ascending(costs), bins)
-    used = np.bincount(labels, weights=slots, minlength=bins).astype(np.int64)
-    for _ in range(_SWEEPS):
-        dealt = np.argsort(-loads, kind="stable")
-        goals = _goals(members, costs, loads, dealt, ranks)
+    members = _gather(labels, ascending(costs), num_bins)
+    used = np.bincount(labels, weights=slots, minlength=num_bins).astype(np.int64)
+    for _ in range(_MAX_SWEEPS):
+        by_cost = np.argsort(-loads, kind="stable")
+        goals = _goals(members, costs, loads, by_cost, ranks)
         queue = np.argsort(goals - loads, kind="stable")
-        made, work = _sweep(members, slots, costs, used, loads, (goals, queue), (capacity, work - _SORTED * bins))
-        if not made:
+        limits = (capacity, work - _SORT_WORK * num_bins)
+        num_exchanges, work = _sweep(members, slots, costs, used, loads, (goals, queue), limits)
+        if not num_exchanges:
             break
-        length = int(np.sort(loads)[::-1][::ranks].sum())
-        # Squares may go on shrinking while the dearest of each index, which alone counts, stay as they are.
-        idle = 0 if length + length // _CLOSE < least else idle + 1
-        if length < least:
-            least, labels = length, _labels(members, labels.size)
-        if idle == _PATIENCE or least <= enough or work <= 0:
+        cost = lockstep_cost(loads, ranks)
+        # The squares may keep shrinking while the costliest bin of each index, which alone counts, stays the same.
+        idle = 0 if cost + cost // _CLOSE < lowest else idle + 1
+        if cost < lowest:
+            lowest, labels = cost, _labels(members, labels.size)
+        if idle == _PATIENCE or lowest <= enough or work <= 0:
             break
     return labels, work
 

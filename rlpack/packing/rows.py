@@ -1,97 +1,99 @@
-"""What a planner moves around: rows, or groups of rows that stay together, with their slots and costs."""
+"""Rows: the rows of a batch after truncation and dropping, and the items they are planned as.
 
-from dataclasses import dataclass
+1. No item spans two optimizer steps.
+2. An item above the token budget is dropped or gets its own microbatch, as `batching.overlong` says; else it is an
+   error.
+3. Items count in the order of their first rows.
+
+`tests/unit/packing/test_make_plan.py` asserts them.
+"""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlpack.packing.analysis.cost import Cost, ticks
-from rlpack.packing.batching import Batching
+from rlpack.packing.algorithms.packers import bins_of
+from rlpack.packing.algorithms.sorting import by_first_row
+from rlpack.packing.bins import pack_items
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import align
-from rlpack.packing.plan import Request
-
-# Stands for "no limit" where kernels compare products of rows and slots.
-UNLIMITED = 2**62
-
-
-@dataclass(frozen=True, eq=False)
-class Items:
-    """Rows, or groups of rows, that no microbatch boundary parts; I of them, in order of their first rows.
-
-    Attributes:
-        counts: rows of each, int64 [I].
-        widths: aligned length of the longest row of each, int64 [I].
-        slots: packed slots of each, int64 [I].
-        costs: ticks of each when packed, int64 [I].
-        unit_costs: ticks of one row as wide as `widths`, int64 [I].
-    """
-
-    counts: np.ndarray
-    widths: np.ndarray
-    slots: np.ndarray
-    costs: np.ndarray
-    unit_costs: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """How many items there are."""
-        return self.counts.size
-
-    def take(self, index: np.ndarray) -> "Items":
-        """Return some of the items."""
-        return Items(
-            self.counts[index], self.widths[index], self.slots[index], self.costs[index], self.unit_costs[index]
-        )
+from rlpack.packing.request import PlanRequest
+from rlpack.packing.row_sets import RowSets
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a batch after over-long ones were dealt with.
+    """The rows of a batch and the items they are planned as: single rows, or groups that stay together.
 
     Attributes:
-        lengths: tokens after truncation, 0 for a dropped row, int64 [B].
-        aligned: slots of each row, int64 [B].
-        overlong: rows over the budget as given, bool [B].
-        dropped: rows left out, bool [B].
-        item: what each row belongs to, int64 [B]: items count in order of their first rows.
-        items: the items.
-        alone: items over the budget that get a microbatch of their own, bool [I].
+        request: the request; if groups were split, with their new ids.
+        lengths: tokens of each row after truncation, 0 for a dropped row, int64 [B].
+        item: item of each row, int64 [B].
+        items: rows, slots and costs of each item.
+        oversized: items above the token budget, bool [I].
+        num_groups_split: number of groups that were split.
     """
 
+    request: PlanRequest
     lengths: np.ndarray
-    aligned: np.ndarray
-    overlong: np.ndarray
-    dropped: np.ndarray
     item: np.ndarray
-    items: Items
-    alone: np.ndarray
+    items: RowSets
+    oversized: np.ndarray
+    num_groups_split: int = 0
+
+    @property
+    def dropped(self) -> np.ndarray:
+        """Rows that are left out, bool [B]."""
+        return self.dropped_items[self.item]
+
+    @property
+    def dropped_items(self) -> np.ndarray:
+        """Items that are left out, bool [I]."""
+        return self.oversized & (self.request.batching.overlong == "drop")
+
+    def items_of_steps(self) -> list[np.ndarray]:
+        """Return the items of each optimizer step, dropped ones excluded, int64 each."""
+        step_of_item = np.zeros(self.items.size, dtype=np.int64)
+        step_of_item[self.item] = self.request.step_of_row
+        bounds = np.searchsorted(step_of_item, np.arange(1, self.request.num_steps))
+        remaining = ~self.dropped_items
+        steps = np.split(np.arange(self.items.size), bounds)[: self.request.num_steps]
+        return [items[remaining[items]] for items in steps]
 
 
-def multiple_of(batching: Batching) -> int:
-    """Return what this mode rounds slots up to; also the least length of a microbatch, and that of a filler."""
-    return batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
-
-
-def slots_of(batching: Batching, lengths: np.ndarray) -> np.ndarray:
-    """Return the slots of each row; padded rows are never of width 0."""
-    aligned = align(lengths, multiple_of(batching))
-    return aligned if batching.mode == "packed" else np.maximum(aligned, batching.length_multiple)
-
-
-def resolve_rows(request: Request) -> Rows:
-    """Deal with over-long rows and gather rows into items.
+def resolve_rows(request: PlanRequest, *, split_groups: bool = False) -> Rows:
+    """Truncate overlong rows, gather rows into items, and find the items that are above the budget.
 
     Raises:
-        PackingError: a row or a group does not fit, and `overlong` says nothing else; no row could ever fit.
+        PackingError: a row or group is above the budget and `overlong` is "error", a group spans two optimizer steps,
+            or not even an empty row fits.
     """
-    batching, capacity = request.batching, request.batching.max_tokens
-    multiple = multiple_of(batching)
-    lengths = request.lengths
-    budget = UNLIMITED if capacity is None else capacity
+    batching = request.batching
+    lengths = _resolve_lengths(request)
+    items = RowSets.of_rows(batching.slots_of(lengths), request.cost)
+    item, num_split = np.arange(lengths.size), 0
+    if request.groups is not None:
+        item = by_first_row(request.groups)
+        _check_steps(request, request.groups, item)
+        if split_groups:
+            item, num_split = _split_groups(request, items, item)
+            request = replace(request, groups=item)
+        items = items.merge(item)
+    oversized = items.slots_in(batching.mode) > batching.budget
+    rows = Rows(request, lengths, item, items, oversized, num_split)
+    _check_items(rows)
+    return replace(rows, lengths=np.where(rows.dropped, 0, lengths))
+
+
+def _resolve_lengths(request: PlanRequest) -> np.ndarray:
+    """Return the tokens of each row after truncation, int64 [B]."""
+    batching, lengths = request.batching, request.lengths
+    budget, multiple = batching.budget, batching.alignment
     if multiple > budget:
         key = "pad_to_multiple" if batching.mode == "packed" else "length_multiple"
-        raise PackingError(f"batching.{key} is {multiple}, over batching.max_tokens of {budget}; lower it")
-    overlong = slots_of(batching, lengths) > budget
+        raise PackingError(f"batching.{key} ({multiple}) exceeds batching.max_tokens ({budget}); lower it")
+    if batching.overlong == "truncate":
+        return np.minimum(lengths, budget // multiple * multiple)
+    overlong = batching.slots_of(lengths) > budget
     if overlong.any() and batching.overlong == "error":
         row = int(np.flatnonzero(overlong)[0])
         rounded = "" if multiple == 1 else f" (rounded up to a multiple of {multiple})"
@@ -99,89 +101,78 @@ def resolve_rows(request: Request) -> Rows:
             f"sequence {row} has {lengths[row]} tokens{rounded}, over the budget of {budget}; "
             "raise batching.max_tokens or set batching.overlong=truncate"
         )
-    if batching.overlong == "truncate":
-        lengths = np.minimum(lengths, budget // multiple * multiple)
-    aligned = slots_of(batching, lengths)
-    item = _item_of_row(request)
-    items = _items(item, aligned, request.cost)
-    too_big = _needs(batching, items) > budget
-    if batching.mode == "fixed":
-        _check_group_rows(np.where(too_big & (batching.overlong == "drop"), 0, items.counts), item, request)
-    dropped = np.zeros(lengths.size, dtype=bool)
-    if too_big.any() and batching.overlong in {"error", "truncate"}:
-        raise _group_over_budget(too_big, item, items, request)
-    if batching.overlong == "drop":
-        dropped = too_big[item]
-        lengths = np.where(dropped, 0, lengths)
-    return Rows(lengths, aligned, overlong, dropped, item, items, alone=too_big)
+    return lengths
 
 
-def _needs(batching: Batching, items: Items) -> np.ndarray:
-    """Return the slots of each item in a microbatch of its own."""
-    return items.slots if batching.mode == "packed" else items.counts * items.widths
+def _check_steps(request: PlanRequest, groups: np.ndarray, item: np.ndarray) -> None:
+    """Raise a `PackingError` if a group has rows in two optimizer steps."""
+    steps = request.step_of_row
+    first_row = np.unique(item, return_index=True)[1]
+    first_step = steps[first_row][item]
+    outside = np.flatnonzero(steps != first_step)
+    if outside.size:
+        row = int(outside[0])
+        raise PackingError(
+            f"group {groups[row]} has rows in optimizer steps {first_step[row]} and {steps[row]}; "
+            f"choose a mini-batch size ({request.rows_per_step}) that holds whole groups"
+        )
 
 
-def _item_of_row(request: Request) -> np.ndarray:
-    """Return the item of each row: itself, or its group; groups count in order of their first rows."""
-    if request.groups is None:
-        return np.arange(request.lengths.size)
-    first, inverse = check_steps(request)
-    rank = np.empty_like(first)
-    rank[np.argsort(first)] = np.arange(first.size)
-    return rank[inverse]
+def _split_groups(request: PlanRequest, rows: RowSets, item: np.ndarray) -> tuple[np.ndarray, int]:
+    """Split each group above the budget into as few items as the mode's packer finds.
 
+    Its rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
+    as a whole.
 
-def check_steps(request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row of each group, ids ascending, and the group of each row.
-
-    Raises:
-        PackingError: a group has rows in two optimizer steps.
+    Returns:
+        The item of each row, int64 [B], and the number of groups that were split.
     """
-    assert request.groups is not None
-    _, first, inverse = np.unique(request.groups, return_index=True, return_inverse=True)
-    steps = np.arange(request.lengths.size) // request.rows_per_step
-    parted = steps != steps[first][inverse]
-    if parted.any():
-        row = int(np.flatnonzero(parted)[0])
+    batching = request.batching
+    groups = rows.merge(item)
+    oversized = rows.slots_in(batching.mode) > batching.budget
+    over = (groups.counts > 1) & _is_above_limits(request, groups)
+    if batching.overlong == "drop":
+        over[item[oversized]] = False
+    members, pieces, unused = bins_of(item), item.copy(), groups.size
+    for group in np.flatnonzero(over).tolist():
+        alone = oversized[members[group]]
+        sharing = members[group][~alone]
+        labels, _ = pack_items(batching, rows.select(sharing), request.seed)
+        num_bins = int(labels.max(initial=-1)) + 1
+        pieces[sharing] = unused + labels
+        pieces[members[group][alone]] = unused + num_bins + np.arange(alone.sum())
+        unused += num_bins + int(alone.sum())
+    return by_first_row(pieces), int(over.sum())
+
+
+def _is_above_limits(request: PlanRequest, groups: RowSets) -> np.ndarray:
+    """Return which groups no microbatch can hold, bool [G]."""
+    batching = request.batching
+    too_many_rows = (groups.counts > batching.micro_batch_size) & (batching.mode == "fixed")
+    return (groups.slots_in(batching.mode) > batching.budget) | too_many_rows
+
+
+def _check_items(rows: Rows) -> None:
+    """Raise a `PackingError` for an item that no microbatch can hold, unless it is dropped or gets its own."""
+    request, batching = rows.request, rows.request.batching
+    if batching.mode == "fixed" and request.groups is not None:
+        counts = np.where(rows.dropped_items, 0, rows.items.counts)
+        if counts.max(initial=0) > batching.micro_batch_size:
+            largest = int(np.argmax(counts))
+            raise PackingError(
+                f"group {_name(rows, largest)} has {counts[largest]} rows, over batching.micro_batch_size of "
+                f"{batching.micro_batch_size}; raise it or allow make_plan to split_groups"
+            )
+    if rows.oversized.any() and batching.overlong in {"error", "truncate"}:
+        first = int(np.flatnonzero(rows.oversized)[0])
         raise PackingError(
-            f"group {request.groups[row]} has rows in optimizer steps {steps[first][inverse][row]} and {steps[row]}; "
-            f"make the mini-batch size ({request.rows_per_step}) hold whole groups"
-        )
-    return first, inverse
-
-
-def _items(item: np.ndarray, aligned: np.ndarray, cost: Cost | None) -> Items:
-    """Add the rows of each item up."""
-    costs = ticks(aligned if cost is None else cost.of(aligned))
-    total = int(item.max(initial=-1)) + 1
-    if total == item.size:
-        return Items(np.ones_like(item), aligned, aligned, costs, costs)
-    counts, slots, summed, widths, units = (np.zeros(total, dtype=np.int64) for _ in range(5))
-    np.add.at(counts, item, 1)
-    np.add.at(slots, item, aligned)
-    np.add.at(summed, item, costs)
-    np.maximum.at(widths, item, aligned)
-    np.maximum.at(units, item, costs)
-    return Items(counts, widths, slots, summed, units)
-
-
-def _check_group_rows(counts: np.ndarray, item: np.ndarray, request: Request) -> None:
-    """Raise a `PackingError` if one of these counts of items, int64 [I], is over the rows of a microbatch."""
-    if counts.size and counts.max() > request.batching.micro_batch_size and request.groups is not None:
-        at = int(np.argmax(counts))
-        group = request.groups[np.flatnonzero(item == at)[0]]
-        raise PackingError(
-            f"group {group} has {counts[at]} rows, over batching.micro_batch_size of "
-            f"{request.batching.micro_batch_size}; raise it or allow make_plan to split_groups"
+            f"group {_name(rows, first)} takes {rows.items.slots_in(batching.mode)[first]} slots for "
+            f"{rows.items.counts[first]} rows, over the budget of {batching.max_tokens}; raise batching.max_tokens, "
+            "set batching.overlong=drop, or allow make_plan to split_groups"
         )
 
 
-def _group_over_budget(too_big: np.ndarray, item: np.ndarray, items: Items, request: Request) -> PackingError:
-    at = int(np.flatnonzero(too_big)[0])
-    row = int(np.flatnonzero(item == at)[0])
-    group = row if request.groups is None else request.groups[row]
-    return PackingError(
-        f"group {group} takes {_needs(request.batching, items)[at]} slots for {items.counts[at]} rows, over the budget "
-        f"of {request.batching.max_tokens}; raise batching.max_tokens, set batching.overlong=drop, or allow make_plan "
-        "to split_groups"
-    )
+def _name(rows: Rows, item: int) -> int:
+    """Return the id of an item's group, or its row."""
+    row = int(np.flatnonzero(rows.item == item)[0])
+    return row if rows.request.groups is None else int(rows.request.groups[row])

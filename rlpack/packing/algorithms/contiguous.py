@@ -16,7 +16,7 @@ import numpy as np
 
 from rlpack.packing.algorithms import kernels
 from rlpack.packing.algorithms.jit import compiled
-from rlpack.packing.rows import UNLIMITED
+from rlpack.packing.lengths import UNLIMITED
 
 # Beyond this, path costs would not fit into an int64 any more.
 _LARGEST = 2**62

@@ -99,7 +99,7 @@ def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tup
 
 
 @compiled
-def dispatch(slots: np.ndarray) -> np.ndarray:
+def deal(slots: np.ndarray) -> np.ndarray:
     """Deal the microbatches of each index to ranks, one to each; `slots` are int64 [indices, ranks].
 
     The indices come in order of how far apart their slots lie; at each, the microbatch with the most slots goes to the

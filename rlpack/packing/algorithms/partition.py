@@ -7,15 +7,14 @@ import numpy as np
 from rlpack.packing.algorithms import kernels
 from rlpack.packing.algorithms.jit import compiled
 from rlpack.packing.algorithms.packers import bins_of
-from rlpack.packing.algorithms.sorting import decreasing
-from rlpack.packing.analysis.cost import ticks
+from rlpack.packing.algorithms.sorting import by_first_row, decreasing
+from rlpack.packing.analysis.cost import integer_costs
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import Integers, check_count, one_by_one
-from rlpack.packing.rebalance import refine
+from rlpack.packing.lengths import UNLIMITED, Integers, check_count, one_by_one
+from rlpack.packing.rebalance import rebalance
 
 # Differencing takes time in rows × parts. With more of both, parts have so many rows that largest first is as good.
 _DIFFERENCING_LIMIT = 2**24
-_UNLIMITED = 2**62
 
 
 def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np.ndarray]:
@@ -37,7 +36,7 @@ def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np
     Raises:
         PackingError: a weight is negative, not finite or no number.
     """
-    return bins_of(balance(ticks(check_weights(weights)), check_count(k, "k"), equal_size=equal_size), k)
+    return bins_of(balance(integer_costs(check_weights(weights)), check_count(k, "k"), equal_size=equal_size), k)
 
 
 def check_weights(weights: Integers) -> np.ndarray:
@@ -72,29 +71,21 @@ def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndar
     if weights.size == 0:
         return np.zeros(0, dtype=np.int64)
     if not equal_size and weights.size * k > _DIFFERENCING_LIMIT:
-        return _by_first_rows(_largest_first(weights, k))
+        return by_first_row(_largest_first(weights, k))
     # With equal sizes, rows start out in blocks of k of like weight, one row to each part; dummies fill the last block.
     dummies = -weights.size % k if equal_size else 0
     padded = np.concatenate((weights, np.zeros(dummies, dtype=np.int64)))
     order = decreasing(weights)
     order = np.concatenate((order, np.arange(weights.size, padded.size)))
-    return _by_first_rows(_differencing(padded, order, k, k if equal_size else 1)[: weights.size])
+    return by_first_row(_differencing(padded, order, k, k if equal_size else 1)[: weights.size])
 
 
 def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
     """Return the part of each row, int64 [B]: the heaviest rows first to the lightest part, then rows exchanged."""
     order, slots = decreasing(weights), np.zeros_like(weights)
     parts = np.empty_like(weights)
-    parts[order] = kernels.spread(slots, weights[order], k, _UNLIMITED)
-    return refine(parts, slots, weights, k, (k, _UNLIMITED))[0]
-
-
-def _by_first_rows(parts: np.ndarray) -> np.ndarray:
-    """Return parts that count in the order of their first rows."""
-    _, first, inverse = np.unique(parts, return_index=True, return_inverse=True)
-    rank = np.empty_like(first)
-    rank[np.argsort(first)] = np.arange(first.size)
-    return rank[inverse]
+    parts[order] = kernels.spread(slots, weights[order], k, UNLIMITED)
+    return rebalance(parts, slots, weights, ranks=k, num_bins=k, capacity=UNLIMITED)[0]
 
 
 @compiled

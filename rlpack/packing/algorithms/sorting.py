@@ -32,6 +32,18 @@ def decreasing(values: np.ndarray) -> np.ndarray:
     return ascending(int(values.max(initial=0)) - values)
 
 
+def by_first_row(labels: np.ndarray) -> np.ndarray:
+    """Return labels renumbered from 0 in the order of their first rows, int64 [B].
+
+    >>> by_first_row(np.array([7, 3, 7, 5])).tolist()
+    [0, 1, 0, 2]
+    """
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.empty_like(first)
+    rank[np.argsort(first)] = np.arange(first.size)
+    return rank[inverse]
+
+
 def shuffled(count: int, seed: int) -> np.ndarray:
     """Return a permutation of `count` rows that `seed` alone decides, on every machine and NumPy release.
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from rlpack.packing.errors import PackingError
 
-# The dearest row gets 2**TICK_BITS ticks: precise to 1e-9, and 2**20 such rows add up exactly, also in float64.
-TICK_BITS = 32
+# The dearest row gets 2**COST_BITS ticks: precise to 1e-9, and 2**20 such rows add up exactly, also in float64.
+COST_BITS = 32
 # Times the square of the longest length this is still finite, and 2**20 such rows add up too.
 _LARGEST = 1e280
 
@@ -51,17 +51,22 @@ class Cost:
         return self.linear * slots + self.quadratic * slots * slots
 
 
-def ticks(weights: np.ndarray) -> np.ndarray:
+def integer_costs(weights: np.ndarray) -> np.ndarray:
     """Scale weights to integers by a power of two, so that their sums do not depend on the order of summing.
 
     The greatest becomes about 2**32; whole numbers below that stay as they are. Plans computed from ticks are the
     same on every machine.
 
-    >>> ticks(np.array([1.0, 0.5, 0.0])).tolist()
+    >>> integer_costs(np.array([1.0, 0.5, 0.0])).tolist()
     [2147483648, 1073741824, 0]
     """
-    if weights.dtype.kind in "iu" and (weights.size == 0 or int(weights.max()) <= 2**TICK_BITS):
+    if weights.dtype.kind in "iu" and (weights.size == 0 or int(weights.max()) <= 2**COST_BITS):
         return weights.astype(np.int64)
     values = weights.astype(np.float64)
     _, exponent = np.frexp(values.max(initial=0.0))
-    return np.rint(np.ldexp(values, TICK_BITS - int(exponent))).astype(np.int64)
+    return np.rint(np.ldexp(values, COST_BITS - int(exponent))).astype(np.int64)
+
+
+def lockstep_cost(costs: np.ndarray, ranks: int) -> int:
+    """Return Σ_i max_rank cost(rank, i) of bins, int64 [K], that are dealt to the ranks in order of cost."""
+    return int(np.sort(costs)[::-1][::ranks].sum())

@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlpack.packing.lengths import align
+from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import Microbatch, MicrobatchPlan
 
 
@@ -117,8 +118,6 @@ def _assert_groups(plan: MicrobatchPlan) -> None:
 
 
 def _assert_repeatable(plan: MicrobatchPlan) -> None:
-    from rlpack.packing.make_plan import make_plan
-
     request = plan.request
     again = make_plan(
         request.lengths,

@@ -1,33 +1,42 @@
-"""How well a plan uses its slots, and how evenly its ranks are loaded."""
+"""Metrics of a plan: how well it uses its slots, and how evenly its ranks are loaded."""
 
 from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from rlpack.packing.algorithms.packers import fewest_bins
+from rlpack.packing.analysis.cost import Cost
+from rlpack.packing.batching import Batching
+from rlpack.packing.rows import Rows
 
 
 @dataclass(frozen=True)
 class PackingMetrics:
-    """Figures of a whole plan; fillers count as slots, but neither as microbatches nor as bins.
+    """Metrics of a whole plan.
+
+    Dummy microbatches count towards slots and microbatches per rank, but not as microbatches or bins.
 
     Attributes:
         num_microbatches: microbatches that hold rows, over all ranks and optimizer steps.
         bin_utilisation: real tokens / (microbatches × token budget); without a budget, × the largest microbatch.
-        waste_ratio: slots that hold no real token / all slots: the share of the computation that is thrown away.
-        bin_balance: mean slots / most slots of a microbatch; 1 when all are alike.
-        packing_efficiency: fewest microbatches that the rows could be packed into / microbatches.
+        waste_ratio: slots that hold no real token / all slots: the share of the computation that is wasted.
+        bin_balance: mean slots / most slots of a microbatch; 1 if all are equal.
+        packing_efficiency: lower bound on the number of microbatches / microbatches.
         rank_imbalance: most slots of a rank / the ranks' mean − 1, weighted over optimizer steps.
-        lockstep_overhead: Σ_i max_rank cost(rank, i) / (Σ cost / ranks) − 1: how much longer a step takes than
-            on ranks that never wait for each other at a microbatch; 0 is the bound.
+        lockstep_overhead: Σ_i max_rank cost(rank, i) / (Σ cost / ranks) − 1: how much longer a step takes than on ranks
+            that never wait for each other at a microbatch; 0 is the bound.
         dummy_microbatches: microbatches without rows.
-        overlong: rows over the token budget, whatever was done about them.
+        overlong: rows over the token budget, however they were handled.
         dropped: rows left out.
         truncated_tokens: tokens cut off.
-        real_tokens: tokens that are computed on and are no padding.
-        slots: all slots, padding and fillers included.
-        microbatches_per_rank: of a rank, over all optimizer steps, fillers included.
-        critical_slots: slots of the dearest microbatch of each index, added up: what a step waits for.
-        critical_squares: squared slots of the sequences of these microbatches, added up: their attention.
-        search_limit_hits: optimizer steps in which the search of `algorithm=optimal` ended at its budget, with more
-            microbatches than are known to be needed.
-        groups_split: groups that no microbatch could hold, and that were split where that was allowed.
+        real_tokens: tokens that are not padding.
+        slots: all slots, padding and dummy microbatches included.
+        microbatches_per_rank: microbatches of a rank, over all optimizer steps, dummy ones included.
+        critical_slots: slots of the costliest microbatch of each index, summed: a step waits for these.
+        critical_squares: squared slots of the sequences of these microbatches, summed: their attention.
+        search_limit_hits: optimizer steps in which the search of `algorithm=optimal` hit its limit with more
+            microbatches than the lower bound.
+        groups_split: groups that no microbatch could hold and that were split.
     """
 
     num_microbatches: int
@@ -50,5 +59,105 @@ class PackingMetrics:
     groups_split: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        """Return name and value of every figure, for logging."""
+        """Return the name and value of every metric, for logging."""
         return {name: float(value) for name, value in asdict(self).items()}
+
+
+def measure(
+    rows: Rows,
+    order: np.ndarray,
+    counts: np.ndarray,
+    widths: np.ndarray,
+    step_bounds: np.ndarray,
+    *,
+    search_limit_hits: int,
+) -> PackingMetrics:
+    """Return the metrics of a grid of microbatches.
+
+    Args:
+        rows: the rows of the batch.
+        order: rows in dispatch order, rank by rank, int64 [B − dropped].
+        counts: rows of each microbatch, int64 [ranks, M].
+        widths: padded length of each microbatch, int64 [ranks, M].
+        step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1].
+        search_limit_hits: optimizer steps in which the search for fewer microbatches hit its limit.
+    """
+    request, batching = rows.request, rows.request.batching
+    in_use = counts > 0
+    slots = microbatch_slots(batching, counts, widths)
+    used_slots = slots[in_use]
+    largest = int(used_slots.max(initial=0))
+    capacity = batching.max_tokens or max(largest, 1)
+    real_tokens, all_slots = int(rows.lengths.sum()), int(slots.sum())
+    lengths = rows.lengths[order]
+    costs = microbatch_costs(batching, lengths, counts, widths, request.cost)
+    squares = microbatch_costs(batching, lengths, counts, widths, Cost(linear=0.0, quadratic=1.0))
+    costliest = (costs.argmax(axis=0) if costs.size else np.zeros(0, dtype=np.int64), np.arange(costs.shape[1]))
+    return PackingMetrics(
+        num_microbatches=int(in_use.sum()),
+        bin_utilisation=_ratio(real_tokens, used_slots.size * capacity),
+        waste_ratio=1.0 - _ratio(real_tokens, all_slots),
+        bin_balance=_ratio(int(used_slots.sum()), used_slots.size * largest),
+        packing_efficiency=_ratio(_fewest_microbatches(rows, capacity), used_slots.size),
+        rank_imbalance=_overhead(_slots_per_step(slots * in_use, step_bounds)),
+        lockstep_overhead=_overhead(costs),
+        dummy_microbatches=int(in_use.size - in_use.sum()),
+        overlong=int((batching.slots_of(request.lengths) > batching.budget).sum()),
+        dropped=int(rows.dropped.sum()),
+        truncated_tokens=int((request.lengths - rows.lengths)[~rows.dropped].sum()),
+        real_tokens=real_tokens,
+        slots=all_slots,
+        microbatches_per_rank=counts.shape[1],
+        critical_slots=int(slots[costliest].sum()),
+        critical_squares=float(squares[costliest].sum()),
+        search_limit_hits=search_limit_hits,
+        groups_split=rows.num_groups_split,
+    )
+
+
+def microbatch_slots(batching: Batching, counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return the slots of each microbatch, padding included, int64 of the shape of `counts`."""
+    return widths if batching.mode == "packed" else widths * np.maximum(counts, 1)
+
+
+def microbatch_costs(
+    batching: Batching, lengths: np.ndarray, counts: np.ndarray, widths: np.ndarray, cost: Cost | None
+) -> np.ndarray:
+    """Return the cost of each microbatch, float64 of the shape of `counts`; a dummy one costs 0.
+
+    Args:
+        batching: the mode and the alignment.
+        lengths: tokens of each row, in dispatch order, int64 [n].
+        counts: rows of each microbatch, int64.
+        widths: padded length of each microbatch, int64, of the same shape.
+        cost: cost model of a row; None for its slots.
+    """
+    if batching.mode != "packed":
+        return counts * (widths.astype(np.float64) if cost is None else cost.of(widths))
+    slots = batching.slots_of(lengths)
+    microbatch = np.repeat(np.arange(counts.size), counts.ravel())
+    weights = slots if cost is None else cost.of(slots)
+    return np.bincount(microbatch, weights=weights, minlength=counts.size).reshape(counts.shape)
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Return part / whole; 1, the best value, if `whole` is 0."""
+    return part / whole if whole else 1.0
+
+
+def _overhead(loads: np.ndarray) -> float:
+    """Return Σ of the ranks' maxima over Σ of the ranks' means, minus 1; `loads` is [ranks, ...]."""
+    longest = float(loads.max(axis=0, initial=0).sum())
+    return max(0.0, _ratio(longest * loads.shape[0], float(loads.sum())) - 1.0)
+
+
+def _slots_per_step(slots: np.ndarray, step_bounds: np.ndarray) -> np.ndarray:
+    """Return the slots of each rank in each optimizer step, int64 [ranks, steps]."""
+    first = step_bounds[:-1]
+    return np.add.reduceat(slots, first, axis=1) if first.size else slots[:, :0]
+
+
+def _fewest_microbatches(rows: Rows, capacity: int) -> int:
+    """Return a lower bound on the number of microbatches, over all optimizer steps."""
+    slots = np.minimum(rows.items.slots, capacity)
+    return sum(fewest_bins(slots[items], capacity) for items in rows.items_of_steps())

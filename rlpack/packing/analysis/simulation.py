@@ -11,9 +11,10 @@ from typing import get_args
 import numpy as np
 
 from rlpack.packing.analysis.cost import Cost
+from rlpack.packing.analysis.metrics import microbatch_costs, microbatch_slots
 from rlpack.packing.batching import Algorithm, Batching, Mode
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import MAX_LENGTH, align
+from rlpack.packing.lengths import MAX_LENGTH
 from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import MicrobatchPlan
 
@@ -91,10 +92,11 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
     >>> round(found.step_s, 3), round(found.idle_share, 3)
     (0.3, 0.25)
     """
-    seconds = FORWARD_AND_BACKWARD / device.flops_per_s * _grid(plan, cost) + device.overhead_s
+    costs = microbatch_costs(plan.batching, plan.lengths[plan.order], plan.counts, plan.widths, cost)
+    seconds = FORWARD_AND_BACKWARD / device.flops_per_s * costs + device.overhead_s
     step_s = float(seconds.max(axis=0, initial=0.0).sum())
     busy = float(seconds.sum()) / plan.num_ranks
-    slots = plan.widths if plan.batching.mode == "packed" else plan.widths * np.maximum(plan.counts, 1)
+    slots = microbatch_slots(plan.batching, plan.counts, plan.widths)
     tokens = plan.metrics.real_tokens / plan.num_ranks
     return Forecast(
         step_s=step_s,
@@ -104,15 +106,6 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
         microbatches=plan.counts.shape[1],
         tokens_per_s=tokens / step_s if step_s else 0.0,
     )
-
-
-def _grid(plan: MicrobatchPlan, cost: Cost) -> np.ndarray:
-    """Return the cost of each microbatch, float64 [ranks, M]."""
-    if plan.batching.mode != "packed":
-        return plan.counts * cost.of(plan.widths)
-    slots = align(plan.lengths[plan.order], plan.batching.pad_to_multiple)
-    cells = np.repeat(np.arange(plan.counts.size), plan.counts.ravel())
-    return np.bincount(cells, weights=cost.of(slots), minlength=plan.counts.size).reshape(plan.counts.shape)
 
 
 @dataclass(frozen=True)

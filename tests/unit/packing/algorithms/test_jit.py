@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.packing import bins as binning
-from rlpack.packing.algorithms import kernels
+from rlpack.packing.algorithms import halving, kernels
 from rlpack.packing.algorithms import partition as partitioning
 from rlpack.packing.algorithms.jit import compiled
 
@@ -59,10 +58,10 @@ def test_python_and_numba_agree(sizes: list[int], k: int) -> None:
         (kernels.spread, (lengths[order], lengths[order], k, 10**9)),
         (kernels.chunk, (ones, lengths, lengths, (k, 100, 90))),
         (partitioning._differencing, (lengths, order, k, 1)),
-        (binning._cut, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True)),
-        (binning._cut, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, False)),
+        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True)),
+        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, False)),
     ]
     for function, arguments in calls:
         assert function(*arguments).tolist() == function.plain(*arguments).tolist(), function.plain.__name__
     grid = lengths[order][: len(order) // k * k].reshape(-1, k)
-    assert kernels.dispatch(grid).tolist() == kernels.dispatch.plain(grid).tolist()
+    assert kernels.deal(grid).tolist() == kernels.deal.plain(grid).tolist()

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.packing import Batching, lower_bound, make_plan, pack
+from rlpack.packing import Batching, assert_invariants, lower_bound, make_plan, pack
 from rlpack.packing.algorithms import optimal
 from rlpack.packing.analysis.traces import trace
 
@@ -43,5 +43,5 @@ def test_a_search_that_ends_at_its_budget_is_said_in_the_metrics(monkeypatch: py
     assert done.metrics.search_limit_hits == 0
     monkeypatch.setattr(optimal, "_BUDGET", 100)
     plan = make_plan(lengths, batching, dp_size=2, mini_batch_size=150)
-    plan.assert_invariants()
+    assert_invariants(plan)
     assert plan.metrics.search_limit_hits >= 1

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlpack.packing import Cost, PackingError
-from rlpack.packing.analysis.cost import ticks
+from rlpack.packing.analysis.cost import integer_costs
 
 
 def test_cost_is_linear_plus_quadratic() -> None:
@@ -38,12 +38,12 @@ def test_a_coefficient_that_is_no_number_or_too_large_is_refused_by_key(name: st
 def test_the_largest_coefficients_give_finite_costs() -> None:
     costs = Cost(1e280, 1e280).of(np.array([0, 1, 2**31 - 1]))
     assert np.isfinite(costs).all()
-    assert 2**31 <= ticks(costs)[2] <= 2**32
+    assert 2**31 <= integer_costs(costs)[2] <= 2**32
 
 
 @given(weights=st.lists(st.floats(0, 1e30), min_size=1, max_size=30))
-def test_ticks_keep_proportions(weights: list[float]) -> None:
-    scaled = ticks(np.array(weights))
+def test_integer_costs_keep_proportions(weights: list[float]) -> None:
+    scaled = integer_costs(np.array(weights))
     assert scaled.dtype == np.int64
     assert scaled.max() <= 2**32
     if max(weights) > 0:
@@ -52,7 +52,7 @@ def test_ticks_keep_proportions(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize("weights", [np.zeros(3), np.zeros(0), np.array([], dtype=np.int64), np.array([2**40, 2**39])])
-def test_ticks_take_nothing_and_large_integers(weights: np.ndarray) -> None:
-    scaled = ticks(weights)
+def test_integer_costs_take_nothing_and_large_integers(weights: np.ndarray) -> None:
+    scaled = integer_costs(weights)
     assert scaled.shape == weights.shape
     assert scaled.max(initial=0) <= 2**32

@@ -1,0 +1,103 @@
+"""Split the costliest bins in half until there are enough.
+
+The halves of a packed bin have similar costs; those of a padded bin keep its rows sorted by width, so that the costlier
+half costs as little as possible.
+"""
+
+import heapq
+
+import numpy as np
+
+from rlpack.packing.algorithms.jit import compiled
+
+
+@compiled
+def halve_costliest(
+    labels: np.ndarray,
+    members: np.ndarray,
+    sizes: np.ndarray,
+    count: int,
+    counts: np.ndarray,
+    costs: np.ndarray,
+    packed: bool,
+) -> np.ndarray:
+    """Return the labels of `cut`. `members` are the items of one bin after the other, `sizes` their numbers."""
+    labels, members = labels.copy(), members.copy()
+    bins = sizes.size
+    most = min(count, bins + members.size)
+    starts, ends = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64)
+    ends[:bins] = np.cumsum(sizes)
+    starts[:bins] = ends[:bins] - sizes
+    heap = [(0, 0, 0) for _ in range(0)]  # the dearest bin comes first, of bins alike the one of more items
+    for at in range(bins):
+        if sizes[at] > 1:
+            inside = members[starts[at] : ends[at]]
+            heap.append((-_cost_of(inside, counts, costs, packed), -inside.size, at))
+    heapq.heapify(heap)
+    while bins < count and len(heap) > 0:
+        _, _, at = heapq.heappop(heap)
+        inside = members[starts[at] : ends[at]]
+        middle = starts[at] + (_halve(inside, costs) if packed else _halve_in_order(inside, counts, costs))
+        starts[bins], ends[bins], ends[at] = middle, ends[at], middle
+        labels[members[middle : ends[bins]]] = bins
+        for half in (at, bins):
+            inside = members[starts[half] : ends[half]]
+            if inside.size > 1:
+                heapq.heappush(heap, (-_cost_of(inside, counts, costs, packed), -inside.size, half))
+        bins += 1
+    return labels
+
+
+@compiled
+def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed: bool) -> int:
+    """Return the ticks of one bin."""
+    if packed:
+        return int(costs[members].sum())
+    return int(counts[members].sum() * costs[members].max())
+
+
+@compiled
+def _halve(members: np.ndarray, costs: np.ndarray) -> int:
+    """Bring packed members, dearest first, into two parts of like cost; returns the size of the first, at least 1.
+
+    Each goes to the cheaper part; one that costs nothing, or finds both alike, to the part of fewer members. Were
+    those that cost nothing all in one part, it would have to be halved once for each of them.
+    """
+    others = np.zeros(members.size, dtype=np.int64)
+    first, second, ahead = 0, 0, 0
+    for at in range(members.size):
+        item = members[at]
+        cost = int(costs[item])
+        even = ahead == 0 or cost == 0
+        if (first <= second) if even else (ahead < 0):
+            members[first] = item
+            first += 1
+            ahead += cost
+        else:
+            others[second] = item
+            second += 1
+            ahead -= cost
+    members[first:] = others[:second]
+    return first
+
+
+@compiled
+def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) -> int:
+    """Return how many padded members the first of two parts takes, so that the dearer part costs the least.
+
+    Of cuts alike it is the one nearest to the middle.
+    """
+    total = members.size
+    behind = np.zeros(total, dtype=np.int64)
+    rows, unit = 0, 0
+    for at in range(total - 1, 0, -1):
+        rows, unit = rows + counts[members[at]], max(unit, costs[members[at]])
+        behind[at] = rows * unit
+    best, least, distance = 1, behind[0], 0
+    rows, unit = 0, 0
+    for at in range(1, total):
+        rows, unit = rows + counts[members[at - 1]], max(unit, costs[members[at - 1]])
+        dearer, away = max(rows * unit, behind[at]), abs(2 * at - total)
+        if at == 1 or dearer < least or (dearer == least and away < distance):
+            best, least, distance = at, dearer, away
+    return best

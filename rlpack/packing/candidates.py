@@ -1,0 +1,148 @@
+"""Candidates for the packed or dynamic bins of one optimizer step, and a bound on what they can cost.
+
+`labels`, int64 [I], say which bin each item is in; bins count from 0 without gaps. No bin passes the token budget.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rlpack.packing.algorithms import kernels
+from rlpack.packing.algorithms.contiguous import partition_sorted
+from rlpack.packing.algorithms.partition import balance
+from rlpack.packing.algorithms.sorting import decreasing
+from rlpack.packing.analysis.cost import lockstep_cost
+from rlpack.packing.batching import Batching
+from rlpack.packing.lengths import UNLIMITED
+from rlpack.packing.row_sets import RowSets
+
+# Differencing takes time in items × bins; beyond this, levelling is as good and faster.
+_DIFFERENCING_LIMIT = 2**13
+# Padded runs may take one slot in this many more than the fewest, if that lets ranks wait less for each other.
+_SLOTS_FOR_EVENNESS = 250
+
+
+def candidates(
+    batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int
+) -> Iterator[np.ndarray]:
+    """Yield labels of at most `num_bins` bins within the budget, the most promising first.
+
+    Args:
+        batching: the mode and the budget.
+        items: the items to put into bins.
+        packed: labels of as few bins as the mode's packer finds.
+        num_bins: most bins to use.
+        ranks: number of bins that meet at one index.
+    """
+    if items.size == 0:
+        yield packed
+    elif batching.mode == "dynamic":
+        yield from _contiguous(batching, items, num_bins)
+    else:
+        levelled = _level(batching, items, num_bins)
+        if levelled is not None:
+            yield levelled
+        others = list(_not_levelled(batching, items, packed, num_bins, ranks))
+        yield from sorted(others, key=lambda labels: lockstep_cost(items.merge(labels).costs, ranks))
+
+
+def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
+    """Return a lower bound of Σ_i max_rank cost(rank, i), however packed rows are dealt.
+
+    An index costs at least its costliest row. The first k indices cost at least what the longest rows 1, R + 1, … of R
+    ranks cost, as long as no two of these fit together; their R · k bins hold at most as many of the costliest rows as
+    the budget allows, and the remaining rows make up the other indices.
+    """
+    total = int(items.costs.sum())
+    bound = -(-total // ranks)
+    if batching.mode != "packed" or items.size == 0 or (items.counts > 1).any():
+        return bound
+    order = decreasing(items.slots)
+    slots, costs = np.minimum(items.slots[order], batching.budget), items.costs[order]
+    firsts = np.arange(0, items.size, ranks)
+    firsts = firsts[(firsts == 0) | (2 * slots[firsts] > batching.budget)]
+    heads = np.cumsum(costs[firsts])
+    ends = np.searchsorted(np.cumsum(slots), (firsts + ranks) * batching.budget)
+    covered = np.cumsum(costs)[np.minimum(ends, items.size - 1)]
+    rest = np.maximum(total - np.minimum(covered, heads * ranks), 0)
+    return max(bound, int((heads + rest // ranks).max()))
+
+
+def _not_levelled(
+    batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int
+) -> Iterator[np.ndarray]:
+    """Yield labels of packed bins of which none or only the last are levelled."""
+    yield packed
+    tail = _level_tail(batching, items, packed, num_bins, ranks)
+    if tail is not None:
+        yield tail
+    if items.size * num_bins <= _DIFFERENCING_LIMIT:
+        differenced = balance(items.costs, num_bins)
+        if items.merge(differenced).slots.max() <= batching.budget:
+            yield differenced
+
+
+def _level(batching: Batching, items: RowSets, num_bins: int) -> np.ndarray | None:
+    """Return labels of packed bins: the costliest items first, each to the cheapest bin; None if one doesn't fit."""
+    order = decreasing(items.costs)
+    placed = kernels.spread(items.slots[order], items.costs[order], num_bins, batching.budget)
+    if placed.size and placed.min() < 0:
+        return None
+    in_use = np.bincount(placed, minlength=num_bins) > 0
+    labels = np.empty_like(placed)
+    labels[order] = (np.cumsum(in_use) - 1)[placed]
+    return labels
+
+
+def _level_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int) -> np.ndarray | None:
+    """Return labels that keep the costliest bins, and level the rest over the last index of all ranks.
+
+    None if there is nothing to keep, or if levelling breaks the budget.
+    """
+    costs = items.merge(packed).costs
+    num_unchanged = (num_bins - 1) // ranks * ranks
+    if not 0 < num_unchanged < costs.size:
+        return None
+    place = np.empty_like(costs)
+    place[decreasing(costs)] = np.arange(costs.size)
+    labels = place[packed]
+    rest = np.flatnonzero(labels >= num_unchanged)
+    levelled = _level(batching, items.select(rest), num_bins - num_unchanged)
+    if levelled is None:
+        return None
+    labels[rest] = num_unchanged + levelled
+    return labels
+
+
+def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[np.ndarray]:
+    """Yield runs of similar width: those with the fewest slots, then evener ones with hardly more.
+
+    A tighter budget makes them more even.
+    """
+    order = decreasing(items.widths)
+    counts, widths = items.counts[order], items.widths[order]
+    labels = np.empty(items.size, dtype=np.int64)
+    labels[order] = partition_sorted(counts, widths, num_bins, batching.budget)
+    yield labels
+    fewest = int(items.merge(labels).slots_in("dynamic").sum())
+    tightest = _tightest_budget(batching, counts, widths, num_bins)
+    for share in (0, 1, 3):
+        evened = np.empty_like(labels)
+        budget = tightest + (batching.budget - tightest) * share // 8
+        evened[order] = partition_sorted(counts, widths, num_bins, budget)
+        if int(items.merge(evened).slots_in("dynamic").sum()) <= fewest + fewest // _SLOTS_FOR_EVENNESS:
+            yield evened
+
+
+def _tightest_budget(batching: Batching, counts: np.ndarray, widths: np.ndarray, num_bins: int) -> int:
+    """Return about the smallest budget under which `num_bins` runs hold all rows, found by bisection."""
+    high = min(batching.budget, int(counts.sum() * widths[0]))
+    low = 0
+    while low + 1 < high and (high - low) * 1000 > high:
+        middle = (low + high) // 2
+        labels = kernels.chunk(counts, widths, widths, (UNLIMITED, middle, UNLIMITED))
+        if int(labels[-1]) < num_bins:
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,66 @@
+"""RowSets: sets of rows that are moved as one, with their slots and costs.
+
+A set is a single row, a group of rows, or a whole microbatch. Merging rows gives groups; merging rows and groups
+(called items) gives microbatches (called bins while they are formed).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlpack.packing.analysis.cost import Cost, integer_costs
+from rlpack.packing.batching import Mode
+
+
+@dataclass(frozen=True, eq=False)
+class RowSets:
+    """Sets of rows, as columns of one entry per set.
+
+    Attributes:
+        counts: rows of each set, int64 [I].
+        widths: slots of its longest row, int64 [I].
+        slots: slots of all its rows, packed, int64 [I].
+        costs: integer cost of all its rows, packed, int64 [I].
+        unit_costs: integer cost of its longest row, int64 [I].
+    """
+
+    counts: np.ndarray
+    widths: np.ndarray
+    slots: np.ndarray
+    costs: np.ndarray
+    unit_costs: np.ndarray
+
+    @classmethod
+    def of_rows(cls, slots: np.ndarray, cost: Cost | None) -> "RowSets":
+        """Return one set per row; without a cost model, a row costs its slots."""
+        costs = integer_costs(slots if cost is None else cost.of(slots))
+        return cls(np.ones_like(slots), slots, slots, costs, costs)
+
+    @property
+    def size(self) -> int:
+        """Number of sets."""
+        return self.counts.size
+
+    def select(self, index: np.ndarray) -> "RowSets":
+        """Return the sets at `index`."""
+        return RowSets(
+            self.counts[index], self.widths[index], self.slots[index], self.costs[index], self.unit_costs[index]
+        )
+
+    def merge(self, labels: np.ndarray) -> "RowSets":
+        """Return the union of the sets of each label, int64 [I]; labels count from 0."""
+        counts, widths, slots, costs, unit_costs = np.zeros((5, int(labels.max(initial=-1)) + 1), dtype=np.int64)
+        np.add.at(counts, labels, self.counts)
+        np.maximum.at(widths, labels, self.widths)
+        np.add.at(slots, labels, self.slots)
+        np.add.at(costs, labels, self.costs)
+        np.maximum.at(unit_costs, labels, self.unit_costs)
+        return RowSets(counts, widths, slots, costs, unit_costs)
+
+    def slots_in(self, mode: Mode) -> np.ndarray:
+        """Return the slots of each set as one microbatch, padding included, int64 [I]."""
+        return self.slots if mode == "packed" else self.counts * self.widths
+
+    def costs_in(self, mode: Mode) -> np.ndarray:
+        """Return the integer cost of each set as one microbatch, padding included, int64 [I]."""
+        return self.costs if mode == "packed" else self.counts * self.unit_costs
