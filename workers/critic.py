@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
-from rlpack.algorithms.gae import estimate, token_rewards
+from rlpack.algorithms.gae import compute_gae, token_rewards
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
@@ -83,7 +83,7 @@ class CriticWorker(Worker, Trainable):
         if kl_coef > 0:
             logprobs, reference = shard["logprobs"].values, shard["reference_logprobs"].values
             penalties = kl_coef * kl_estimate(logprobs, reference, self._algorithm.kl_estimator, mask=kept.values)
-        found = estimate(
+        found = compute_gae(
             shard["values"].values,
             token_rewards(shard["rewards"], kept, penalties),
             kept,

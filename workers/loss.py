@@ -21,8 +21,8 @@ from torch import Tensor
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import call_with, find_loss
-from rlpack.algorithms.statistics import join, statistics_of
-from rlpack.algorithms.value_loss import squared_error
+from rlpack.algorithms.statistics import concat_tokens, statistics_of
+from rlpack.algorithms.value_loss import clipped_value_loss
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm
 from rlpack.models.policy import TokenScores
@@ -139,7 +139,7 @@ class PolicyGradientLoss(LogprobLoss):
 
     def statistics(self, inputs: Sequence[PolicyTokens]) -> dict[str, float]:
         """Return the statistics that the policy loss declares, over all tokens of the optimizer step."""
-        return self._statistics(join(list(inputs)))
+        return self._statistics(concat_tokens(list(inputs)))
 
     def evaluate(self, tokens: PolicyTokens, statistics: dict[str, float] | None = None) -> PolicyLoss:
         """Return the policy loss of tokens; without `statistics`, those that it needs are computed from these tokens.
@@ -229,7 +229,7 @@ class ValueLoss:
     def __call__(self, values: Tensor, rows: BatchedDataDict) -> MicrobatchLoss:
         """Return Σ weight · squared error over the response tokens; `values` f32 [T] are the critic's."""
         weight, old, returns = (response_values(rows, name, values) for name in ("loss_weight", "values", "returns"))
-        errors = squared_error(values, old, returns, clip=self.clip)
+        errors = clipped_value_loss(values, old, returns, clip=self.clip)
         inside = trained_tokens(rows)
         loss = (weight * torch.where(inside, errors.token_losses, 0.0)).sum()
         return MicrobatchLoss(

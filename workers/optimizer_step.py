@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlpack.algorithms.metric_reduction import MetricSums
+from rlpack.algorithms.metric_reduction import MetricAccumulator
 from rlpack.batch.batch import MicrobatchView
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.optimization import Optimizer
@@ -67,7 +67,7 @@ class OptimizerStepper:
         """
         model = self.model.train()
         self._optimizer.zero_grad(set_to_none=True)
-        sums = MetricSums()
+        sums = MetricAccumulator()
         for number, view in enumerate(views, start=1):
             accumulate(model, last=number == len(views))
             loss = microbatch_loss(view, number)

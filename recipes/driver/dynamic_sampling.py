@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from rlpack.algorithms.shaping import informative, soft_overlong
+from rlpack.algorithms.shaping import informative_rows, soft_overlong_penalty
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.recipes import recipe_section
 from rlpack.recipes.dapo_spec import Dapo
@@ -43,7 +43,7 @@ def sample_informative_groups(session: Session, step: StepContext) -> BatchedDat
 
 def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:
     """Return whether the rewards of each row's group differ, bool [B]."""
-    return informative(rollouts["rewards"], rollouts["group_ids"], rollouts["valid"])
+    return informative_rows(rollouts["rewards"], rollouts["group_ids"], rollouts["valid"])
 
 
 def filter_overlong(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
@@ -62,16 +62,16 @@ def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDat
     rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
     rollouts = collect_rewards(session, step, rollouts, pending)
     buffer, penalty = settings.overlong_buffer, settings.overlong_penalty
-    added = soft_overlong(rollouts["response_lengths"], longest=longest, buffer=buffer, penalty=penalty)
+    added = soft_overlong_penalty(rollouts["response_lengths"], longest=longest, buffer=buffer, penalty=penalty)
     return rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + added})
 
 
-def _first_groups(group_ids: np.ndarray, informative_rows: np.ndarray, count: int) -> np.ndarray:
+def _first_groups(group_ids: np.ndarray, informative: np.ndarray, count: int) -> np.ndarray:
     """Return the rows of the first `count` groups, informative ones before others, in the order of the batch.
 
     >>> _first_groups(np.array([0, 0, 1, 1, 2, 2]), np.array([False, False, True, True, True, True]), 2).tolist()
     [2, 3, 4, 5]
     """
     ids, first = np.unique(group_ids, return_index=True)
-    order = np.lexsort((first, ~informative_rows[first]))
+    order = np.lexsort((first, ~informative[first]))
     return np.flatnonzero(np.isin(group_ids, ids[order[:count]]))

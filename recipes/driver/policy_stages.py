@@ -7,7 +7,7 @@ changes: every role returns its rows in the order it got them.
 from shutil import rmtree
 
 from rlpack.algorithms.advantages import zero_group_fraction
-from rlpack.algorithms.kl import next_coefficient
+from rlpack.algorithms.kl import next_kl_coef
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.remote import RemoteColumn
@@ -175,7 +175,7 @@ def _adapt_kl(session: Session, step: StepContext, rows: int) -> None:
     if settings.kl_target is not None and session.reference is not None:
         measured, horizon = step.metrics["reference/kl"], settings.kl_horizon
         step.advance(
-            kl_coef=next_coefficient(session.kl_coef, measured, target=settings.kl_target, horizon=horizon, rows=rows)
+            kl_coef=next_kl_coef(session.kl_coef, measured, target=settings.kl_target, horizon=horizon, rows=rows)
         )
 
 

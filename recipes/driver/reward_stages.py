@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.algorithms.metric_reduction import merge
+from rlpack.algorithms.metric_reduction import merge_metrics
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.fields import FIELDS
@@ -98,7 +98,7 @@ class PendingRewards:
         if len(of_roles) > 1:
             single = (result.rewards.where(result.valid, torch.nan) for result in of_roles)
             extras = extras.union(dict(zip(role_columns, single, strict=True)))
-        return RowRewards(rewards.where(valid, 0.0), valid, extras, merge(result.counts for result in of_roles))
+        return RowRewards(rewards.where(valid, 0.0), valid, extras, merge_metrics(result.counts for result in of_roles))
 
 
 def collect_rewards(

@@ -1,6 +1,6 @@
-"""Advantages, losses and KL: tensors in, tensors out; no I/O and no process groups.
+"""Advantages, losses and KL estimators: tensors in, tensors out; no I/O and no process groups.
 
-A loss is written once, over flat tokens. `aggregation` turns token losses into one number by weights whose
-denominators belong to the whole optimizer step, so a loss can't tell packed rows from padded ones, nor one rank
-from many.
+Each loss is one pure function over flat tokens. `aggregation` weights token losses by denominators of the whole
+optimizer step, so losses, gradients and metrics don't depend on how rows are batched or on the number of ranks.
+`registry` looks functions up by their name in the configuration, which may be a user's `package.module:function`.
 """

@@ -2,4 +2,4 @@
 
 
 class AlgorithmError(ValueError):
-    """A choice or a column that an algorithm can't use; the text names it, what was found and the way out."""
+    """An invalid option or column of an algorithm; the message names it, its value and what is allowed."""

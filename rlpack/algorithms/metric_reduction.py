@@ -1,8 +1,8 @@
-"""How microbatches and ranks report figures: sums over global denominators, and extremes.
+"""Merge metrics over microbatches and ranks, by a reducer that the metric's name implies.
 
-A microbatch reports what it adds to the step's figure (a mean comes already divided by the step's denominator), so
-figures, like losses, don't depend on batching. The name alone says how parts are merged: `…_max` by the largest,
-`…_min` by the smallest, all others by their sum. Sums are exact (`math.fsum`), so the order of parts can't show.
+A microbatch reports its contribution to the step's metric (a mean is already divided by the step's denominator), so
+metrics, like losses, don't depend on batching. Names ending in `_max` and `_min` merge by the maximum and minimum, all
+others by their sum. Sums are exact (`math.fsum`), so they don't depend on the order of the parts.
 """
 
 import math
@@ -19,7 +19,7 @@ REDUCERS: tuple[tuple[str, Reducer], ...] = (("_max", "max"), ("_min", "min"))
 
 
 def reducer_of(name: str) -> Reducer:
-    """Return how parts of the metric `name` are merged.
+    """Return the reducer of the metric `name`.
 
     >>> reducer_of("actor/ratio_max"), reducer_of("actor/loss")
     ('max', 'sum')
@@ -30,28 +30,28 @@ def reducer_of(name: str) -> Reducer:
     return "sum"
 
 
-def merge(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of all parts together; a name may be missing in some. NaN in a part shows in the whole.
+def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the merged metrics of all parts; a name may be missing in some, NaN propagates.
 
-    >>> merge([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5}, {"ratio_max": 2.0}])
+    >>> merge_metrics([{"loss": 0.25, "ratio_max": 1.5}, {"loss": 0.5}, {"ratio_max": 2.0}])
     {'loss': 0.75, 'ratio_max': 2.0}
     """
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             values.setdefault(name, []).append(float(value))
-    return {name: _reduce(reducer_of(name), figures) for name, figures in values.items()}
+    return {name: _reduce(reducer_of(name), parts) for name, parts in values.items()}
 
 
-class MetricSums:
-    """Collects the parts of one optimizer step on one rank.
+class MetricAccumulator:
+    """The metrics of one optimizer step on one rank.
 
-    Tensors are kept as they are until `result`, so a GPU is not made to wait at every microbatch.
+    Tensors are read only in `result`, so that microbatches don't synchronize with the GPU.
 
-    >>> sums = MetricSums()
-    >>> sums.add({"loss": torch.tensor(0.5)})
-    >>> sums.add({"loss": 0.25})
-    >>> sums.result()
+    >>> accumulator = MetricAccumulator()
+    >>> accumulator.add({"loss": torch.tensor(0.5)})
+    >>> accumulator.add({"loss": 0.25})
+    >>> accumulator.result()
     {'loss': 0.75}
     """
 
@@ -59,35 +59,37 @@ class MetricSums:
         self._parts: list[dict[str, Tensor | float]] = []
 
     def add(self, part: Mapping[str, Tensor | float]) -> None:
-        """Take the figures of one microbatch: floats, or tensors of one number (kept without their graph)."""
+        """Add the metrics of one microbatch: floats, or tensors of one number, which are detached."""
         self._parts.append({n: v.detach() if isinstance(v, Tensor) else v for n, v in part.items()})
 
     def result(self) -> dict[str, float]:
-        """Return the figures of everything added so far."""
+        """Return the merged metrics of all parts added so far."""
         tensors = [
             value.double().flatten() for part in self._parts for value in part.values() if isinstance(value, Tensor)
         ]
-        read = iter(torch.cat(tensors).tolist() if tensors else ())
-        return merge({n: next(read) if isinstance(v, Tensor) else v for n, v in part.items()} for part in self._parts)
+        numbers = iter(torch.cat(tensors).tolist() if tensors else ())
+        return merge_metrics(
+            {n: next(numbers) if isinstance(v, Tensor) else v for n, v in part.items()} for part in self._parts
+        )
 
 
-def _reduce(reducer: Reducer, figures: list[float]) -> float:
-    """Merge one metric's figures."""
+def _reduce(reducer: Reducer, values: list[float]) -> float:
+    """Merge the values of one metric."""
     if reducer == "max":
-        return float(np.max(figures))
+        return float(np.max(values))
     if reducer == "min":
-        return float(np.min(figures))
+        return float(np.min(values))
     try:
-        return math.fsum(figures)
+        return math.fsum(values)
     except (ValueError, OverflowError):
-        # fsum refuses inf - inf and sums beyond float64; such a figure has to be seen as the NaN or infinity it is.
-        return float(sum(figures))
+        # fsum raises for inf - inf and for overflow; such a metric should be NaN or infinite.
+        return float(sum(values))
 
 
 def merge_steps(ranks: Iterable[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """Return the figures of each optimizer step, merged over the ranks, which all took the same steps.
+    """Return the metrics of each optimizer step, merged over ranks, which all took the same steps.
 
     >>> merge_steps([[{"loss": 0.25}, {"loss": 1.0}], [{"loss": 0.5}, {"loss": 2.0}]])
     [{'loss': 0.75}, {'loss': 3.0}]
     """
-    return [merge(parts) for parts in zip(*ranks, strict=True)]
+    return [merge_metrics(parts) for parts in zip(*ranks, strict=True)]

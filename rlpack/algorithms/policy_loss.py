@@ -1,11 +1,11 @@
-"""Policy losses: pure functions from the tokens of a microbatch to one number a token.
+"""Policy losses: pure functions from the tokens of a microbatch to one loss per token.
 
-Whole rows are in a microbatch, so a loss may look at all tokens of a row, and never at another row: what it gives for
-a row doesn't depend on how rows are batched. What needs more, figures of the whole optimizer step, says so by
-`needs_statistics` (rlpack.algorithms.statistics) and is given them.
+A microbatch has whole rows, so a loss may combine the tokens of a row, but never of several rows: its result for a row
+doesn't depend on batching. A loss that depends on statistics of the whole optimizer step declares them with
+`needs_statistics` (rlpack.algorithms.statistics).
 
-Letters: T tokens, B rows. r = π / π_old is the ratio of a token, A its advantage. The log-ratio is clamped to ±20,
-where e^r would soon overflow; no gradient passes beyond it.
+Shape letters: T tokens, B rows. r = π / π_old is the ratio of a token, A its advantage. The log-ratio is clamped to
+±20, before its exponential overflows; there is no gradient outside.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, eq=False)
 class PolicyTokens:
-    """What a policy loss reads of a microbatch; outside the mask all columns may hold anything, NaN included.
+    """The tokens of a microbatch that a policy loss reads; columns may be anything outside the mask, even NaN.
 
     Attributes:
-        logprobs: under the policy that is trained, with gradient, [T].
-        old_logprobs: under the policy before this step's first update, [T].
-        advantages: one a token, [T].
-        mask: sampled tokens that count, bool [T].
+        logprobs: log-probs of the trained policy, with gradient, [T].
+        old_logprobs: log-probs of the policy before the batch's first update, [T].
+        advantages: one per token, [T].
+        mask: sampled tokens, bool [T].
         lengths: tokens of each row, int64 [B], rows end to end.
 
     Raises:
@@ -41,15 +41,17 @@ class PolicyTokens:
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        """Check shapes, and put zeros outside the mask."""
+        """Check shapes, and set columns to zero outside the mask."""
         columns = (self.logprobs, self.old_logprobs, self.advantages, self.mask)
         shapes = {tuple(column.shape) for column in columns}
         if len(shapes) > 1 or self.mask.dtype != torch.bool:
             raise AlgorithmError(
-                f"columns have shapes {sorted(shapes)} and a mask of {self.mask.dtype}; need four [T] and bool"
+                f"columns have shapes {sorted(shapes)} and mask dtype {self.mask.dtype}; all must be [T], the mask bool"
             )
         if int(self.lengths.sum()) != self.mask.shape[0]:
-            raise AlgorithmError(f"lengths add up to {int(self.lengths.sum())} for {self.mask.shape[0]} tokens")
+            raise AlgorithmError(
+                f"lengths add up to {int(self.lengths.sum())}, and there are {self.mask.shape[0]} tokens"
+            )
         for name in ("logprobs", "old_logprobs", "advantages"):
             # `where` before any arithmetic: 0 · NaN would still be NaN, in the value and in the gradient.
             object.__setattr__(self, name, torch.where(self.mask, vars(self)[name], 0.0))
@@ -67,9 +69,9 @@ class PolicyTokens:
 
     @cached_property
     def sequence_ratio(self) -> Tensor:
-        """Return the geometric mean of the ratios of a token's row, [T]: (Π r)^(1/n) over its n counted tokens.
+        """Return the geometric mean of the ratios of a token's row, [T]: (Π r)^(1/n) over its n masked tokens.
 
-        Its gradient goes to the token's own log-probability, as if it were the token's ratio.
+        Its gradient is that of the token's own ratio.
         """
         own = self.logprobs.detach()
         sums = own.new_zeros(self.lengths.shape[0])
@@ -80,12 +82,12 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a policy loss found, flat over T tokens; everything is 0 or False outside the mask.
+    """The result of a policy loss, one entry per token; all are 0 or False outside the mask.
 
     Attributes:
-        token_losses: to be summed under the weights of `aggregation.row_weights`, [T].
-        ratio: new over old probability, as the loss bounds it, without gradient, [T]; above 0 inside the mask, so a
-            maximum may ignore it.
+        token_losses: losses with gradient, to be summed with the weights of `aggregation.row_weights`, [T].
+        ratio: new over old probability, before clipping, without gradient, [T]; above 0 in the mask, so a maximum over
+            all tokens ignores the others.
         clipped_low: tokens whose gradient the lower bound removed, bool [T].
         clipped_high: tokens whose gradient the upper bound removed, bool [T].
     """
@@ -97,7 +99,7 @@ class PolicyLoss:
 
     @classmethod
     def of(cls, tokens: PolicyTokens, losses: Tensor, ratio: Tensor, low: Tensor, high: Tensor) -> "PolicyLoss":
-        """Return the loss with everything outside the mask put to 0."""
+        """Return the result with everything outside the mask set to 0."""
         mask = tokens.mask
         return cls(torch.where(mask, losses, 0.0), torch.where(mask, ratio.detach(), 0.0), low & mask, high & mask)
 
@@ -105,11 +107,11 @@ class PolicyLoss:
 def ppo_clip(
     tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """Return `-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)` a token.
+    """Return `-min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A)` per token.
 
     PPO (Schulman et al. 2017, arXiv:1707.06347) with two separate bounds (clip-higher, DAPO, arXiv:2503.14476). With
-    `dual_clip` = c the loss of a negative advantage is at most `-c·A` (Ye et al. 2020, arXiv:1912.09729), since r has
-    no bound there.
+    `dual_clip` = c, the loss of a negative advantage is at most `-c·A` (Ye et al. 2020, arXiv:1912.09729), because r is
+    unbounded there.
 
     >>> tokens = PolicyTokens(
     ...     torch.tensor([0.5, 0.5, 0.5]).log(), torch.tensor([0.25, 0.25, 0.5]).log(), torch.tensor([1.0, -1.0, 1.0]),
@@ -121,10 +123,10 @@ def ppo_clip(
     tensor([ True, False, False])
 
     Args:
-        tokens: of the microbatch.
+        tokens: tokens of the microbatch.
         clip_low: the ratio is clipped below 1 - clip_low.
         clip_high: the ratio is clipped above 1 + clip_high.
-        dual_clip: bound on the ratio for negative advantages, above 1; None for none.
+        dual_clip: upper bound on the ratio for negative advantages, above 1; None for none.
 
     Raises:
         AlgorithmError: a bound is outside its range.
@@ -133,12 +135,11 @@ def ppo_clip(
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
-    """Return GSPO's loss a token: clipping by the geometric mean s of the row's ratios (Zheng et al. 2025).
+    """Return `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)` per token, with s = (Π r)^(1/n) of the row.
 
-    arXiv:2507.18071: `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)`, with s = (Π r)^(1/n). Every token of a row
-    has the row's loss, so under `seq_mean_token_mean` the sum over its tokens is the paper's, and so is the gradient.
-    It is written as the paper's GSPO-token, in which s has the gradient of the token's own ratio: so advantages may
-    differ within a row.
+    GSPO (Zheng et al. 2025, arXiv:2507.18071). All tokens of a row have the row's loss, so with `seq_mean_token_mean`
+    value and gradient are those of the paper. This is the paper's GSPO-token form, in which s has the gradient of the
+    token's own ratio, so advantages may differ within a row.
 
     >>> both = torch.tensor([True, True])
     >>> tokens = PolicyTokens(torch.tensor([2.0, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))
@@ -149,10 +150,10 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.28) -> PolicyLoss:
-    """Return `-sg(clip(r, 1 - clip_low, 1 + clip_high))·A·log π` a token: the weight is clipped, no token is lost.
+    """Return `-sg(clip(r, 1 - clip_low, 1 + clip_high))·A·log π` per token; sg stops the gradient.
 
-    CISPO (MiniMax-M1, 2025, arXiv:2506.13585, equation 4); sg stops the gradient. clip_low = 1 sets no lower bound, as
-    in the paper.
+    CISPO (MiniMax-M1, 2025, arXiv:2506.13585, equation 4): the importance weight is clipped, and every token keeps a
+    gradient. clip_low = 1 sets no lower bound, as in the paper.
 
     >>> tokens = PolicyTokens(
     ...     torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -3.0]), torch.ones(2), torch.ones(2, dtype=torch.bool),
@@ -168,9 +169,10 @@ def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.2
 
 
 def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> PolicyLoss:
-    """Return `-(4/τ)·σ(τ·(r - 1))·A` a token: a soft gate where others clip (Gao et al. 2025, arXiv:2511.20347).
+    """Return `-(4/τ)·σ(τ·(r - 1))·A` per token, a soft gate in place of clipping.
 
-    τ is `tau_positive` where A > 0, else `tau_negative`. At r = 1 the gradient is that of r·A.
+    SAPO (Gao et al. 2025, arXiv:2511.20347). τ is `tau_positive` where A > 0, else `tau_negative`. At r = 1 the
+    gradient is that of r·A.
 
     >>> tokens = PolicyTokens(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([True]), torch.tensor([1]))
     >>> sapo(tokens).token_losses
@@ -178,7 +180,7 @@ def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float
     """
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         if not tau > 0:
-            raise AlgorithmError(f"{name} is {tau}; algorithm.loss_arguments.{name} is above 0")
+            raise AlgorithmError(f"{name} is {tau}; set algorithm.loss_arguments.{name} above 0")
     tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative)
     gate = 4.0 / tau * torch.sigmoid(tau * (tokens.ratio - 1.0))
     none = torch.zeros_like(tokens.mask)
@@ -186,7 +188,7 @@ def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float
 
 
 def reinforce(tokens: PolicyTokens) -> PolicyLoss:
-    """Return `-A·log π` a token (Williams 1992): for one update a batch, since nothing holds the policy back.
+    """Return `-A·log π` per token (Williams 1992), for one update per batch.
 
     >>> tokens = PolicyTokens(
     ...     torch.tensor([-2.0]), torch.tensor([-2.0]), torch.tensor([0.5]), torch.tensor([True]), torch.tensor([1]))
@@ -205,8 +207,8 @@ def _clipped(
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
-    seen = ratio.detach()
-    low, high = (seen < 1 - clip_low) & (advantages < 0), (seen > 1 + clip_high) & (advantages > 0)
+    value = ratio.detach()
+    low, high = (value < 1 - clip_low) & (advantages < 0), (value > 1 + clip_high) & (advantages > 0)
     return PolicyLoss.of(tokens, losses, ratio, low, high)
 
 
@@ -215,10 +217,10 @@ def _bounded(log_ratio: Tensor) -> Tensor:
 
 
 def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None, *, lowest_open: bool = True) -> None:
-    """Refuse bounds that would make no trust region."""
+    """Raise an `AlgorithmError` for bounds that make no trust region."""
     if not (0 <= clip_low < 1 or (clip_low == 1 and not lowest_open)):
-        raise AlgorithmError(f"clip_low is {clip_low}; algorithm.clip_low is from 0 to below 1")
+        raise AlgorithmError(f"clip_low is {clip_low}; set algorithm.clip_low from 0 to below 1")
     if not clip_high >= 0:
-        raise AlgorithmError(f"clip_high is {clip_high}; algorithm.clip_high is 0 or more")
+        raise AlgorithmError(f"clip_high is {clip_high}; set algorithm.clip_high to 0 or more")
     if dual_clip is not None and not dual_clip > 1:
-        raise AlgorithmError(f"dual_clip is {dual_clip}; algorithm.dual_clip is above 1, or null")
+        raise AlgorithmError(f"dual_clip is {dual_clip}; set algorithm.dual_clip above 1, or to null")

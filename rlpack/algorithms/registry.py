@@ -1,8 +1,8 @@
-"""Find a policy loss or an advantage function by the name that a configuration gives, and see that it can be called.
+"""Look up policy losses and advantage functions by the name in the configuration, and check their signatures.
 
-A user's own is `package.module:function`. What it takes beyond the fixed arguments is named by its signature: settings
-of `algorithm` (clip_low, …), `algorithm.loss_arguments` and `algorithm.advantage_arguments`, and for an advantage
-function any column of numbers a row that roles left in the batch.
+A user's own function is `package.module:function`. Beyond the fixed arguments, its parameters are matched by name:
+fields of `algorithm` (clip_low, …), `algorithm.loss_arguments` and `algorithm.advantage_arguments`, and for an
+advantage function any per-row column of numbers in the batch.
 """
 
 import importlib
@@ -35,10 +35,10 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def find_loss(target: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Callable[..., PolicyLoss]:
-    """Return the loss, once it is known that it takes `arguments`.
+    """Return a loss function that can be called with `settings` and `arguments`.
 
     Raises:
-        AlgorithmError: there is no such function, or it can't be called with tokens, an argument, or without more.
+        AlgorithmError: there is no such function, it lacks one of the arguments, or requires others.
     """
     function = _find("algorithm.loss", target, LOSSES)
     _check(function, "algorithm.loss", {"tokens", "statistics", *settings}, arguments, positional=1)
@@ -46,10 +46,10 @@ def find_loss(target: str, arguments: Mapping[str, Any], settings: Mapping[str, 
 
 
 def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[str]) -> Callable[..., Tensor]:
-    """Return the advantage function, once it is known that `columns` and `arguments` give it what it asks for.
+    """Return an advantage function that can be called with `columns` and `arguments`.
 
     Raises:
-        AlgorithmError: there is no such function, or it asks for something else.
+        AlgorithmError: there is no such function, it lacks one of the arguments, or requires others.
     """
     function = _find("algorithm.advantage", target, ADVANTAGES)
     _check(function, "algorithm.advantage", columns, arguments, positional=0)
@@ -57,7 +57,7 @@ def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[
 
 
 def advantage_parameters(target: str) -> set[str]:
-    """Return the names that the advantage function asks for.
+    """Return the parameter names of the advantage function.
 
     Raises:
         AlgorithmError: there is no such function.
@@ -68,35 +68,35 @@ def advantage_parameters(target: str) -> set[str]:
 def row_advantages(
     target: str, arguments: Mapping[str, Any], settings: Mapping[str, Any], columns: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the advantage of each row, f32 [B], by `algorithm.advantage`; rows that are not `valid` have 0.
+    """Return the advantage of each row by `algorithm.advantage`, f32 [B]; rows that are not `valid` get 0.
 
     Args:
-        target: the function's name.
+        target: name of the function.
         arguments: `algorithm.advantage_arguments`.
-        settings: of `algorithm`; the function gets those that it names.
-        columns: of rows, [B] or [B, k]: `rewards`, `group_ids`, `valid`, and others that roles left.
+        settings: fields of `algorithm`; the function gets those that are among its parameters.
+        columns: per-row columns, [B] or [B, k]: `rewards`, `group_ids`, `valid`, and those that roles added.
 
     Raises:
-        AlgorithmError: the function asks for a column that isn't there, or returns something else.
+        AlgorithmError: the function requires a missing column, or does not return finite numbers of shape [B].
     """
     function = find_advantage(target, arguments, {*columns, *settings})
-    found = call_with(function, offered={**settings, **columns}, **arguments)
-    rows, valid = columns["rewards"].shape, columns["valid"]
-    if not isinstance(found, Tensor) or found.shape != rows:
-        what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise AlgorithmError(f"algorithm.advantage {target!r} gave {what}; return a tensor {list(rows)}")
-    broken = (valid & ~found.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        value = found[broken[0]].item()
-        raise AlgorithmError(f"algorithm.advantage {target!r} gave row {broken[0]} {value}, which is no finite number")
-    return torch.where(valid, found, 0.0).float()
+    result = call_with(function, offered={**settings, **columns}, **arguments)
+    shape, valid = columns["rewards"].shape, columns["valid"]
+    if not isinstance(result, Tensor) or result.shape != shape:
+        kind = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        raise AlgorithmError(f"algorithm.advantage {target!r} returned {kind}; return a tensor {list(shape)}")
+    invalid = (valid & ~result.isfinite()).nonzero().flatten().tolist()
+    if invalid:
+        value = result[invalid[0]].item()
+        raise AlgorithmError(f"algorithm.advantage {target!r} returned {value} for row {invalid[0]}; it must be finite")
+    return torch.where(valid, result, 0.0).float()
 
 
-def call_with(function: Callable[..., Any], *given: Any, offered: Mapping[str, Any], **arguments: Any) -> Any:
-    """Call a function with what it asks for of `offered`, by name, and all `arguments`."""
-    asked = inspect.signature(function).parameters
-    chosen = {name: offered[name] for name in asked if name in offered and name not in arguments}
-    return function(*given, **chosen, **arguments)
+def call_with(function: Callable[..., Any], *positional: Any, offered: Mapping[str, Any], **arguments: Any) -> Any:
+    """Call a function with all `arguments`, and those of `offered` that are among its parameters."""
+    parameters = inspect.signature(function).parameters
+    matching = {name: offered[name] for name in parameters if name in offered and name not in arguments}
+    return function(*positional, **matching, **arguments)
 
 
 def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -104,17 +104,17 @@ def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Cal
         return known[target]
     module_name, _, name = target.partition(":")
     if not module_name or not name.isidentifier():
-        raise AlgorithmError(f"{key} is {target!r}; choose one of {', '.join(known)}, or give package.module:function")
+        raise AlgorithmError(f"{key} is {target!r}; set it to one of {', '.join(known)}, or to package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing a user's module runs it: anything may come
+    except Exception as error:  # importing a user's module runs it, which may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise AlgorithmError(f"{key} is {target!r}, and {module_name} can't be imported: {reason}") from error
+        raise AlgorithmError(f"{key} is {target!r}, but {module_name} can't be imported: {reason}") from error
     function = vars(module).get(name)
     if not callable(function):
         functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
         raise AlgorithmError(
-            f"{key} is {target!r}; {module_name} has no function {name}, it has: {functions or 'none'}"
+            f"{key} is {target!r}, but {module_name} has no function {name}; its functions are: {functions or 'none'}"
         )
     return function
 
@@ -122,18 +122,20 @@ def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Cal
 def _check(
     function: Callable[..., Any], key: str, offered: Iterable[str], arguments: Mapping[str, Any], *, positional: int
 ) -> None:
-    """Refuse arguments that the function doesn't take, and a function that takes what isn't there."""
+    """Raise an `AlgorithmError` if the function lacks an argument, or requires one that is not offered."""
     parameters = list(inspect.signature(function).parameters.values())
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}
     unknown = sorted(set(arguments) - names)
-    if unknown and not takes_all:
-        raise AlgorithmError(f"{key}_arguments.{unknown[0]} is no argument of the function; it takes {sorted(names)}")
-    given = {*offered, *arguments}
+    if unknown and not accepts_any:
+        raise AlgorithmError(
+            f"{key}_arguments.{unknown[0]} is not a parameter of the function; those are {sorted(names)}"
+        )
+    available = {*offered, *arguments}
     for parameter in parameters[positional:]:
-        free = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if not free and parameter.default is parameter.empty and parameter.name not in given:
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if not is_variadic and parameter.default is parameter.empty and parameter.name not in available:
             raise AlgorithmError(
-                f"the function of {key} needs {parameter.name!r}; there are {', '.join(sorted(given))}, and "
-                f"{key}_arguments can give more"
+                f"the function of {key} requires {parameter.name!r}; available are {', '.join(sorted(available))}; "
+                f"set others in {key}_arguments"
             )

@@ -1,8 +1,8 @@
-"""Losses that look at the whole optimizer step: they declare what they need, and get it from a pass before the update.
+"""Losses that depend on statistics of the whole optimizer step, which a pass before the update computes.
 
-A figure of a microbatch would differ with batching. So a loss marked by `needs_statistics` is called with `statistics`,
-computed once from all tokens of the optimizer step, over all microbatches and ranks, with the weights that the step
-begins with.
+Statistics of a microbatch would depend on batching. A loss marked with `needs_statistics` is instead called with
+`statistics`, computed once from all tokens of the optimizer step, over all microbatches and ranks, with the weights at
+the beginning of the step.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ import torch
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 
 L = TypeVar("L", bound=Callable[..., PolicyLoss])
-# From the tokens of a whole step (on the CPU, without gradients) and the loss's own arguments to its figures.
-Compute = Callable[..., dict[str, float]]
+# Maps the tokens of a whole step (on the CPU, without gradients) and the loss's own arguments to its statistics.
+StatisticsFunction = Callable[..., dict[str, float]]
 
 _MARK = "__rlpack_statistics__"
 
 
-def needs_statistics(compute: Compute) -> Callable[[L], L]:
-    """Mark a loss as one that is to be given `statistics=compute(tokens of the step, **arguments)`."""
+def needs_statistics(compute: StatisticsFunction) -> Callable[[L], L]:
+    """Mark a loss to be called with `statistics=compute(tokens of the step, **arguments)`."""
 
     def mark(loss: L) -> L:
         setattr(loss, _MARK, compute)
@@ -30,17 +30,17 @@ def needs_statistics(compute: Compute) -> Callable[[L], L]:
     return mark
 
 
-def statistics_of(loss: Callable[..., Any]) -> Compute | None:
-    """Return what computes the figures that `loss` needs; None if it needs none."""
+def statistics_of(loss: Callable[..., Any]) -> StatisticsFunction | None:
+    """Return the function that computes the statistics of `loss`; None if it needs none."""
     return vars(loss).get(_MARK)
 
 
-def join(parts: list[PolicyTokens]) -> PolicyTokens:
-    """Return the tokens of all parts as one, on the CPU, without gradients.
+def concat_tokens(parts: list[PolicyTokens]) -> PolicyTokens:
+    """Return the tokens of all parts, concatenated, on the CPU, without gradients.
 
     >>> column = torch.zeros(2)
     >>> part = PolicyTokens(column, column, column, torch.ones(2, dtype=torch.bool), torch.tensor([2]))
-    >>> join([part, part]).lengths
+    >>> concat_tokens([part, part]).lengths
     tensor([2, 2])
     """
     columns = [[vars(part)[field.name].detach().cpu() for part in parts] for field in fields(PolicyTokens)]
@@ -48,9 +48,9 @@ def join(parts: list[PolicyTokens]) -> PolicyTokens:
 
 
 def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict[str, float]:
-    """Return the means that a token's covariance is taken around, and the covariance that a `share` of tokens pass.
+    """Return the means of log-probs and advantages, and the covariance threshold that a `share` of tokens exceeds.
 
-    It lies between the last of these and the next token's, so that rounding in the update's own pass changes nothing.
+    The threshold is halfway between two tokens' covariances, so that rounding in the update's pass changes nothing.
     """
     logprobs, advantages = tokens.logprobs[tokens.mask].double(), tokens.advantages[tokens.mask].double()
     if not logprobs.numel():
@@ -66,17 +66,17 @@ def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict
 def kl_cov(tokens: PolicyTokens, *, statistics: dict[str, float], share: float = 2e-4, coef: float = 1.0) -> PolicyLoss:
     """Return `-r·A`, with `coef`·|log r| added for the tokens that would lower the entropy most.
 
-    KL-Cov (Cui et al. 2025, arXiv:2505.22617): they are the `share` of all tokens of the optimizer step whose
-    log-probability and advantage lie furthest above, or both below, their means: by (log π - mean)·(A - mean).
+    KL-Cov (Cui et al. 2025, arXiv:2505.22617): they are the `share` of the optimizer step's tokens with the largest
+    covariance (log π - mean)·(A - mean) of log-probability and advantage.
 
     Args:
-        tokens: of the microbatch.
-        statistics: the means, and the threshold that the share reaches.
-        share: part of the tokens that is held back.
+        tokens: tokens of the microbatch.
+        statistics: the two means, and the threshold of the covariance.
+        share: fraction of the tokens that are penalized.
         coef: weight of the divergence from the old policy.
     """
-    centred = tokens.logprobs.detach() - statistics["logprob_mean"], tokens.advantages - statistics["advantage_mean"]
-    held = (centred[0].double() * centred[1].double() >= statistics["threshold"]) & tokens.mask
+    centered = tokens.logprobs.detach() - statistics["logprob_mean"], tokens.advantages - statistics["advantage_mean"]
+    penalized = (centered[0].double() * centered[1].double() >= statistics["threshold"]) & tokens.mask
     distance = (tokens.logprobs - tokens.old_logprobs).abs()
-    losses = -tokens.ratio * tokens.advantages + torch.where(held, coef * distance, 0.0)
-    return PolicyLoss.of(tokens, losses, tokens.ratio, torch.zeros_like(held), held)
+    losses = -tokens.ratio * tokens.advantages + torch.where(penalized, coef * distance, 0.0)
+    return PolicyLoss.of(tokens, losses, tokens.ratio, torch.zeros_like(penalized), penalized)

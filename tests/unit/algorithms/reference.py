@@ -1,4 +1,4 @@
-"""GRPO's objective, one sequence and one token at a time, in plain floats: what the vectorised code has to equal."""
+"""GRPO's objective, one sequence and one token at a time, in plain floats: the reference for the vectorized code."""
 
 import math
 import statistics
@@ -12,8 +12,8 @@ def advantages(rewards, groups, baseline, scale, epsilon):
         if not others or min(members) == max(members):
             result.append(0.0)
             continue
-        centre = statistics.fmean(members if baseline == "mean" else others)
-        result.append((reward - centre) / (statistics.stdev(members) + epsilon if scale == "std" else 1.0))
+        center = statistics.fmean(members if baseline == "mean" else others)
+        result.append((reward - center) / (statistics.stdev(members) + epsilon if scale == "std" else 1.0))
     return result
 
 
@@ -28,8 +28,8 @@ def token_loss(new, old, advantage, clip_low, clip_high, dual_clip):
 
 def aggregate(losses, masks, aggregation, constant):
     """losses and masks: one list a sequence."""
-    kept = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(losses, masks, strict=True)]
-    rows = [row for row in kept if row]
+    masked = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(losses, masks, strict=True)]
+    rows = [row for row in masked if row]
     if not rows:
         return 0.0
     if aggregation == "token_mean":

@@ -16,33 +16,33 @@ choices = [(baseline, scale) for baseline in ("mean", "leave_one_out") for scale
 @settings(max_examples=60, deadline=None)
 def test_advantages_equal_a_loop_over_rows(rows, baseline, scale):
     rewards, groups = map(list, zip(*rows, strict=True))
-    found = group_relative(torch.tensor(rewards), torch.tensor(groups), baseline=baseline, scale=scale, epsilon=1e-3)
+    result = group_relative(torch.tensor(rewards), torch.tensor(groups), baseline=baseline, scale=scale, epsilon=1e-3)
     expected = reference.advantages(rewards, groups, baseline, scale, 1e-3)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_two_samples_of_opposite_reward_are_half_a_root_of_two_apart():
     # mean 0.5, unbiased deviation √0.5: ±0.5 / √0.5 = ±√0.5
-    found = group_relative(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), epsilon=0.0)
-    torch.testing.assert_close(found, torch.tensor([0.5**0.5, -(0.5**0.5)]))
+    result = group_relative(torch.tensor([1.0, 0.0]), torch.tensor([4, 4]), epsilon=0.0)
+    torch.testing.assert_close(result, torch.tensor([0.5**0.5, -(0.5**0.5)]))
 
 
 @pytest.mark.parametrize(("baseline", "scale"), choices)
 def test_a_group_of_one_and_a_group_of_equal_rewards_are_exactly_zero(baseline, scale):
     # Three times 0.1 has a mean that is not 0.1 in binary.
     rewards, groups = torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([1, 1, 1, 2])
-    found = group_relative(rewards, groups, baseline=baseline, scale=scale, epsilon=0.0)
-    assert found.tolist() == [0, 0, 0, 0]
+    result = group_relative(rewards, groups, baseline=baseline, scale=scale, epsilon=0.0)
+    assert result.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("baseline", "scale"), choices)
 def test_rows_that_are_not_valid_are_zero_and_change_nothing_for_the_others(baseline, scale):
     groups, valid = torch.tensor([1, 1, 1, 2, 2]), torch.tensor([True, True, False, True, False])
     rewards = torch.tensor([1.0, 3.0, float("nan"), 2.0, float("inf")])
-    found = group_relative(rewards, groups, baseline=baseline, scale=scale, valid=valid)
+    result = group_relative(rewards, groups, baseline=baseline, scale=scale, valid=valid)
     alone = group_relative(rewards[:2], groups[:2], baseline=baseline, scale=scale)
-    assert found[:2].tolist() == alone.tolist()
-    assert found[2:].tolist() == [0, 0, 0]
+    assert result[:2].tolist() == alone.tolist()
+    assert result[2:].tolist() == [0, 0, 0]
 
 
 @given(rows=rows, seed=st.integers(0, 99))
@@ -55,9 +55,9 @@ def test_the_order_of_rows_does_not_matter(rows, seed):
 
 
 def test_no_rows_give_no_advantages():
-    found = group_relative(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    assert found.shape == (0,)
-    assert zero_group_fraction(found, torch.zeros(0, dtype=torch.int64)) == 0
+    result = group_relative(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert result.shape == (0,)
+    assert zero_group_fraction(result, torch.zeros(0, dtype=torch.int64)) == 0
 
 
 def test_all_rows_invalid_give_zeros():
@@ -70,7 +70,7 @@ def test_all_rows_invalid_give_zeros():
     [
         ([1.0, float("nan")], [1, 1], {}, "row 1 is nan"),
         ([float("inf"), 1.0], [1, 1], {}, "row 0 is inf"),
-        ([1.0, 2.0], [1], {}, "one entry a row"),
+        ([1.0, 2.0], [1], {}, "one entry per row"),
         ([1.0], [1], {"baseline": "median"}, "algorithm.baseline"),
         ([1.0], [1], {"scale": "range"}, "algorithm.scale"),
     ],

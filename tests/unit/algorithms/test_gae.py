@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.gae import estimate, token_rewards
+from rlpack.algorithms.gae import compute_gae, token_rewards
 from rlpack.batch.ragged import Ragged
 
 
@@ -42,13 +42,13 @@ def test_estimates_are_those_of_the_recursion_and_skip_masked_tokens(
     values, rewards = (torch.from_numpy(random.normal(size=mask.values.numel())).float() for _ in range(2))
     # What stands outside the mask must not matter, not even if it is no number.
     values[~mask.values], rewards[~mask.values] = float("nan"), float("inf")
-    found = estimate(values, rewards, mask, gamma=gamma, gae_lambda=gae_lambda)
+    result = compute_gae(values, rewards, mask, gamma=gamma, gae_lambda=gae_lambda)
     start = 0
     for row in masks:
         here = slice(start, start + len(row))
         truth = by_recursion(values[here].tolist(), rewards[here].tolist(), row, gamma, gae_lambda)
-        assert found.advantages[here].tolist() == pytest.approx(truth[0], rel=1e-5, abs=1e-5)
-        assert found.returns[here].tolist() == pytest.approx(truth[1], rel=1e-5, abs=1e-5)
+        assert result.advantages[here].tolist() == pytest.approx(truth[0], rel=1e-5, abs=1e-5)
+        assert result.returns[here].tolist() == pytest.approx(truth[1], rel=1e-5, abs=1e-5)
         start += len(row)
 
 
@@ -56,8 +56,8 @@ def test_with_all_traces_and_no_values_advantages_are_the_rewards_to_come() -> N
     mask = Ragged.from_rows([[False, True, True, False, True]], torch.bool)
     paid = token_rewards(torch.tensor([5.0]), mask, penalties=torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5]))
     assert paid.tolist() == [0.0, -1.0, -2.0, 0.0, 4.5]
-    found = estimate(torch.zeros(5), paid, mask, gamma=1.0, gae_lambda=1.0)
-    assert found.advantages.tolist() == [0.0, 1.5, 2.5, 0.0, 4.5]
+    result = compute_gae(torch.zeros(5), paid, mask, gamma=1.0, gae_lambda=1.0)
+    assert result.advantages.tolist() == [0.0, 1.5, 2.5, 0.0, 4.5]
 
 
 def test_a_row_without_a_token_that_counts_gets_no_reward_of_another() -> None:
@@ -67,15 +67,15 @@ def test_a_row_without_a_token_that_counts_gets_no_reward_of_another() -> None:
 
 def test_a_long_row_is_solved_to_the_last_digit() -> None:
     mask = Ragged.from_rows([[True] * 5000], torch.bool)
-    found = estimate(torch.zeros(5000), token_rewards(torch.tensor([1.0]), mask), mask, gamma=0.999, gae_lambda=1.0)
-    assert found.advantages.tolist() == pytest.approx([0.999 ** (4999 - t) for t in range(5000)], rel=1e-6)
+    result = compute_gae(torch.zeros(5000), token_rewards(torch.tensor([1.0]), mask), mask, gamma=0.999, gae_lambda=1.0)
+    assert result.advantages.tolist() == pytest.approx([0.999 ** (4999 - t) for t in range(5000)], rel=1e-6)
 
 
 def test_what_is_no_number_or_no_factor_is_refused() -> None:
     mask = Ragged.from_rows([[True], [False, True]], torch.bool)
-    with pytest.raises(AlgorithmError, match="values of row 1 hold nan"):
-        estimate(torch.tensor([0.0, 0.0, torch.nan]), torch.zeros(3), mask, gamma=1.0, gae_lambda=1.0)
-    with pytest.raises(AlgorithmError, match=r"gamma is 1.5; it has to be from 0 to 1"):
-        estimate(torch.zeros(3), torch.zeros(3), mask, gamma=1.5, gae_lambda=1.0)
+    with pytest.raises(AlgorithmError, match="values of row 1 contain nan"):
+        compute_gae(torch.tensor([0.0, 0.0, torch.nan]), torch.zeros(3), mask, gamma=1.0, gae_lambda=1.0)
+    with pytest.raises(AlgorithmError, match=r"gamma is 1.5; it must be from 0 to 1"):
+        compute_gae(torch.zeros(3), torch.zeros(3), mask, gamma=1.5, gae_lambda=1.0)
     with pytest.raises(AlgorithmError, match=r"rewards are \[2\] for 3 tokens"):
-        estimate(torch.zeros(3), torch.zeros(2), mask, gamma=1.0, gae_lambda=1.0)
+        compute_gae(torch.zeros(3), torch.zeros(2), mask, gamma=1.0, gae_lambda=1.0)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.algorithms.metric_reduction import MetricSums, merge, reducer_of
+from rlpack.algorithms.metric_reduction import MetricAccumulator, merge_metrics, reducer_of
 
 names = st.sampled_from(["actor/loss", "actor/ratio_max", "packing/length_min"])
 parts = st.lists(st.dictionaries(names, st.floats(-1e6, 1e6)), max_size=8)
@@ -16,27 +16,27 @@ parts = st.lists(st.dictionaries(names, st.floats(-1e6, 1e6)), max_size=8)
 def test_the_order_of_parts_never_shows(parts, seed):
     shuffled = list(parts)
     seed.shuffle(shuffled)
-    assert merge(shuffled) == merge(parts)
+    assert merge_metrics(shuffled) == merge_metrics(parts)
 
 
 def test_each_name_has_its_reducer():
-    found = merge([{"a": 1.0, "b_max": 1.0, "c_min": 1.0}, {"a": 2.0, "b_max": 3.0, "c_min": 3.0}])
-    assert found == {"a": 3.0, "b_max": 3.0, "c_min": 1.0}
+    result = merge_metrics([{"a": 1.0, "b_max": 1.0, "c_min": 1.0}, {"a": 2.0, "b_max": 3.0, "c_min": 3.0}])
+    assert result == {"a": 3.0, "b_max": 3.0, "c_min": 1.0}
     assert [reducer_of(name) for name in ("maximum", "x_max", "x_min", "max_x")] == ["sum", "max", "min", "sum"]
 
 
 @pytest.mark.parametrize("name", ["a", "b_max", "c_min"])
 def test_a_part_that_is_not_a_number_shows_in_the_whole(name):
     for parts in ([1.0, math.nan], [math.nan, 1.0]):
-        assert math.isnan(merge([{name: value} for value in parts])[name])
-    assert math.isnan(merge([{"a": math.inf}, {"a": -math.inf}])["a"])
+        assert math.isnan(merge_metrics([{name: value} for value in parts])[name])
+    assert math.isnan(merge_metrics([{"a": math.inf}, {"a": -math.inf}])["a"])
 
 
 def test_sums_take_tensors_of_any_type_without_their_graph():
-    sums = MetricSums()
+    sums = MetricAccumulator()
     weight = torch.tensor(2.0, requires_grad=True)
     sums.add({"loss": weight * 0.25, "ratio_max": torch.tensor(1.5, dtype=torch.float64)})
     sums.add({"loss": 1.0})
     sums.add({"ratio_max": torch.tensor(3), "count": torch.tensor([2])})
     assert sums.result() == {"loss": 1.5, "ratio_max": 3.0, "count": 2.0}
-    assert MetricSums().result() == {}
+    assert MetricAccumulator().result() == {}

@@ -30,9 +30,9 @@ def columns(tokens, dtype=torch.float64):
 def test_losses_equal_the_formula_token_by_token(tokens, dual_clip):
     new, old, advantages = columns(tokens)
     mask = torch.ones(len(tokens), dtype=torch.bool)
-    found = clipped_policy_loss(new, old, advantages, mask, dual_clip=dual_clip, **bounds)
+    result = clipped_policy_loss(new, old, advantages, mask, dual_clip=dual_clip, **bounds)
     expected = [reference.token_loss(*token, 0.2, 0.28, dual_clip) for token in tokens]
-    torch.testing.assert_close(found.token_losses, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(result.token_losses, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_gradients_equal_finite_differences_away_from_the_kinks():

@@ -2,17 +2,17 @@ import pytest
 import torch
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.value_loss import squared_error
+from rlpack.algorithms.value_loss import clipped_value_loss
 
 
 def test_without_a_bound_it_is_half_the_squared_error() -> None:
     values, returns = torch.tensor([1.0, -2.0], requires_grad=True), torch.tensor([3.0, 0.5])
-    found = squared_error(values, torch.zeros(2), returns)
-    assert found.token_losses.tolist() == [2.0, 3.125]
-    found.token_losses.sum().backward()
+    result = clipped_value_loss(values, torch.zeros(2), returns)
+    assert result.token_losses.tolist() == [2.0, 3.125]
+    result.token_losses.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [-2.0, -2.5]
-    assert not found.clipped.any()
+    assert not result.clipped.any()
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ def test_a_value_beyond_the_bound_gets_no_gradient_towards_its_return(
     value: float, old: float, target: float, loss: float, gradient: float, held: bool
 ) -> None:
     values = torch.tensor([value], requires_grad=True)
-    found = squared_error(values, torch.tensor([old]), torch.tensor([target]), clip=0.2)
-    assert found.token_losses.item() == pytest.approx(loss)
-    found.token_losses.sum().backward()
+    result = clipped_value_loss(values, torch.tensor([old]), torch.tensor([target]), clip=0.2)
+    assert result.token_losses.item() == pytest.approx(loss)
+    result.token_losses.sum().backward()
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(gradient)
-    assert found.clipped.item() is held
+    assert result.clipped.item() is held
 
 
 def test_columns_of_other_shapes_and_a_bound_of_nothing_are_refused() -> None:
     with pytest.raises(AlgorithmError, match=r"\[2\], \[1\] and \[2\]"):
-        squared_error(torch.zeros(2), torch.zeros(1), torch.zeros(2))
-    with pytest.raises(AlgorithmError, match=r"critic.value_clip has to be above 0"):
-        squared_error(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip=0.0)
+        clipped_value_loss(torch.zeros(2), torch.zeros(1), torch.zeros(2))
+    with pytest.raises(AlgorithmError, match=r"set critic.value_clip above 0"):
+        clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip=0.0)
