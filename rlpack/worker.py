@@ -17,11 +17,12 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.config.schema import Config
+from rlpack.distributed.column_contract import TEXT_COLUMNS
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
 from rlpack.distributed.trainable import Trainable
 
-__all__ = ["RankContext", "Trainable", "Worker", "broadcast", "rank_zero", "sharded"]
+__all__ = ["TEXT_COLUMNS", "RankContext", "Trainable", "Worker", "broadcast", "rank_zero", "sharded"]
 
 
 class Worker:

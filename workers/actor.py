@@ -20,7 +20,7 @@ from rlpack.models.policy import TokenScores
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
-from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, trained_tokens
+from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, columns_of, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
 
 
@@ -41,7 +41,12 @@ class ActorWorker(Worker, Trainable):
         scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
         return cls(context, scorer, config.actor, seed=config.seed)
 
-    @sharded(mini_batches=True)
+    @sharded(
+        reads=("input_ids", "response_mask"),
+        optional=("rollout_logprobs",),
+        returns=("logprobs", "response_tokens", "logprob_sum", "logprob_gap"),
+        mini_batches=True,
+    )
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `logprobs`; its microbatches are those of `train_step`, so that the first ratio is 1.
 
@@ -63,19 +68,19 @@ class ActorWorker(Worker, Trainable):
             }
         )
 
-    @sharded(mini_batches=True)
+    @sharded(reads=("response_mask", "logprobs", "reference_logprobs"), returns=("kl_sum",), mini_batches=True)
     def kl_sums(self, shard: BatchedDataDict, estimator: KLEstimator) -> BatchedDataDict:
         """Return `kl_sum` f64 [B]: the divergence from the reference, summed over the tokens of each response.
 
         Args:
-            shard: `input_ids`, `response_mask`, `logprobs`, `reference_logprobs`.
+            shard: `response_mask`, `logprobs`, `reference_logprobs`.
             estimator: of the divergence at a token.
         """
         mask, own, reference = (shard[name] for name in ("response_mask", "logprobs", "reference_logprobs"))
         kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
         return shard.keep([]).union({"kl_sum": row_sums(kl, mask)})
 
-    @sharded(mini_batches=True, merge=merge_steps)
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps)
     def train_step(
         self, shard: BatchedDataDict, loss: LogprobLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:

@@ -22,8 +22,14 @@ from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_w
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_critic, to_tensors
 from rlpack.workers.inference import per_token
-from rlpack.workers.loss import MicrobatchLoss, ValueLoss
+from rlpack.workers.loss import MicrobatchLoss, ValueLoss, columns_of
 from rlpack.workers.optimizer_step import OptimizerStepper
+
+
+def _columns_of_advantages(kl_coef: float = 0.0) -> tuple[str, ...]:
+    """Return the columns that `CriticWorker.advantages` reads: with a KL term also both roles' log-probs."""
+    columns = ("response_mask", "values", "rewards", "valid")
+    return (*columns, "logprobs", "reference_logprobs") if kl_coef > 0 else columns
 
 
 class CriticWorker(Worker, Trainable):
@@ -45,7 +51,7 @@ class CriticWorker(Worker, Trainable):
         critic = build_critic(config, tokenizer, context)
         return cls(context, critic, config.critic, config.algorithm, pad_token_id=pad_id(tokenizer))
 
-    @sharded(mini_batches=True)
+    @sharded(reads=("input_ids", "response_mask"), returns=("values", "value_tokens"), mini_batches=True)
     def values(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `values`, f32 [T], 0 outside responses, and `value_tokens`, the response tokens that the plan keeps.
 
@@ -64,7 +70,7 @@ class CriticWorker(Worker, Trainable):
         counts = mask.count_nonzero()
         return per_token(shard, "values", self._critic, score).union({"value_tokens": counts})
 
-    @sharded(mini_batches=True)
+    @sharded(reads=_columns_of_advantages, returns=("advantages", "returns"), mini_batches=True)
     def advantages(self, shard: BatchedDataDict, kl_coef: float = 0.0) -> BatchedDataDict:
         """Return `advantages` and `returns`, f32 [T], 0 outside responses, by generalised advantage estimation.
 
@@ -102,7 +108,7 @@ class CriticWorker(Worker, Trainable):
             }
         return shard.keep([]).union(columns)
 
-    @sharded(mini_batches=True, merge=merge_steps)
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps)
     def train_step(
         self, shard: BatchedDataDict, loss: ValueLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, placeholders
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.scoring import FailureRate, combine_rewards
-from rlpack.worker import RankContext, Worker, sharded
+from rlpack.worker import TEXT_COLUMNS, RankContext, Worker, sharded
 from rlpack.workers.reward import reward_columns
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class JudgeWorker(Worker):
         """Read the API key from its environment variable; no request is sent yet."""
         return cls(context, _settings_of(config.judge), config.judge.weight, config.judge.max_failures)
 
-    @sharded(background=True)
+    @sharded(reads=(TEXT_COLUMNS,), returns=("rewards", "quarantined"), background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B], `quarantined` bool [B] and more of `rlpack.workers.reward.reward_columns`.
 

@@ -31,6 +31,11 @@ from rlpack.models.policy import TokenScores
 _COMMON = ("input_ids", "response_mask", "loss_weight", "token_weight")
 
 
+def columns_of(loss: "LogprobLoss | ValueLoss", learning_rate: float | None = None) -> tuple[str, ...]:
+    """Return the columns that a `train_step` with these arguments reads."""
+    return loss.reads
+
+
 class MicrobatchLoss(NamedTuple):
     """A microbatch's part of the loss, and of each metric, as 0-dimensional tensors."""
 

@@ -26,7 +26,7 @@ class ReferenceWorker(Worker):
         scorer = Scorer.of(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer)
         return cls(context, scorer)
 
-    @sharded()
+    @sharded(reads=("input_ids", "response_mask"), returns=("reference_logprobs",))
     def logprobs(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return the column `reference_logprobs` f32 [T], 0 outside responses.
 

@@ -10,7 +10,7 @@ from rlpack.config.schema import Config, Reward
 from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.scoring import BatchRewards, RewardScorer
-from rlpack.worker import RankContext, Worker, sharded
+from rlpack.worker import TEXT_COLUMNS, RankContext, Worker, sharded
 
 _SINGLE = "reward"
 
@@ -38,7 +38,7 @@ class RewardWorker(Worker):
         """End the processes; they also end with this one."""
         self._scorer.close()
 
-    @sharded(background=True)
+    @sharded(reads=("input_ids", "response_mask", TEXT_COLUMNS), returns=("rewards", "quarantined"), background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B], `quarantined` bool [B] and the other columns of `reward_columns`.
 

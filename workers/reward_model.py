@@ -31,7 +31,7 @@ class RewardModelWorker(Worker):
         model = build_reward_model(config, tokenizer, context)
         return cls(context, model.requires_grad_(False), config.reward_model.weight, pad_token_id=pad_id(tokenizer))
 
-    @sharded()
+    @sharded(reads=("input_ids", "response_mask"), returns=("rewards", "quarantined"))
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `rewards` f32 [B], the weighted score at each row's last token, and `quarantined` bool [B].
 

@@ -38,7 +38,13 @@ class RolloutWorker(Worker):
         engine = build(model, pad_token_id=pad_id(tokenizer), max_num_seqs=config.rollout.max_num_seqs)
         return cls(context, engine, tokenizer, model.config.get_text_config().vocab_size)
 
-    @sharded()
+    @sharded(
+        reads=("input_ids", "seeds", "group_ids", "uid"),
+        returns=(
+            *("input_ids", "response_mask", "rollout_logprobs", "response_lengths"),
+            *("finish_reason", "completion", "group_ids", "uid"),
+        ),
+    )
     def generate(self, shard: BatchedDataDict, params: SamplingParams) -> BatchedDataDict:
         """Sample one response for each row.
 

@@ -8,15 +8,11 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import step_weights
-from rlpack.recipes.driver.rollout_stages import TOKENS
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
 from rlpack.workers.loss import Moments, ValueLoss
-
-# Columns that advantages are estimated from.
-_ESTIMATE = ("response_mask", "values", "rewards", "valid")
 
 
 def initialize_critic(session: Session) -> None:
@@ -29,7 +25,7 @@ def initialize_critic(session: Session) -> None:
 def compute_values(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
     """Add `values` f32 [T], before the critic's update, and `value_tokens` int64 [B], the tokens its plan keeps."""
     with step.timer("values"):
-        return rollouts.union(session.critic.run(CriticWorker.values, rollouts.keep(TOKENS)))
+        return rollouts.union(session.critic.run(CriticWorker.values, rollouts))
 
 
 def compute_token_advantages(
@@ -42,12 +38,9 @@ def compute_token_advantages(
     `critic.normalize_advantages`.
     """
     coefficient = policy_stages.reward_kl_coef(session)
-    names = [*_ESTIMATE, *(["logprobs", "reference_logprobs"] if coefficient > 0 else [])]
     counts = rollouts["value_tokens"].where(rollouts["valid"], 0)
     with step.timer("advantages"):
-        # The plan counts tokens of input_ids, as for all of the critic's calls.
-        columns = rollouts.keep(["input_ids", *names])
-        estimates = session.critic.run(CriticWorker.advantages, columns, coefficient)
+        estimates = session.critic.run(CriticWorker.advantages, rollouts, coefficient)
     advantages, errors, returns = (_moments(estimates, name, counts) for name in ("advantage", "error", "return"))
     step.metrics |= {
         "advantage/mean": advantages.mean,
@@ -66,8 +59,8 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
     plan = session.critic.plan(rollouts, mini_batches=True)
     weights = step_weights(rollouts["value_tokens"].where(rollouts["valid"], 0), plan, session.config.algorithm)
     loss = ValueLoss(session.config.critic.value_clip)
-    columns = [name for name in loss.reads if name != "loss_weight"]  # the batch has the actor's
-    batch = rollouts.keep(columns).union({"loss_weight": weights["token_weight"]})
+    # The batch has the weights of the actor's loss.
+    batch = rollouts.drop(["loss_weight"]).union({"loss_weight": weights["token_weight"]})
     with step.timer("update_critic"):
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
         updates = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.observe.console import Sample
 from rlpack.recipes.driver.reward_stages import PendingRewards, count_failures
-from rlpack.recipes.driver.rollout_stages import TOKENS, Draw, sample_responses
+from rlpack.recipes.driver.rollout_stages import Draw, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
@@ -35,7 +35,7 @@ def evaluate(session: Session, step: StepContext) -> None:
 def evaluate_loss(session: Session, step: StepContext) -> None:
     """Record the mean negative log-prob of the held-out demonstrations' tokens, and its perplexity."""
     batch = session.held_out.demonstrations(np.arange(len(session.held_out)))
-    scored = session.actor.run(ActorWorker.logprobs, batch.keep(TOKENS), temperature=1.0)
+    scored = session.actor.run(ActorWorker.logprobs, batch, temperature=1.0)
     loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
     step.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
 

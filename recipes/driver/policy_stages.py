@@ -16,7 +16,6 @@ from rlpack.distributed.calls import Pending
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
 from rlpack.recipes.driver.resume import reference_folder
-from rlpack.recipes.driver.rollout_stages import TOKENS
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
@@ -38,7 +37,7 @@ def compute_old_logprobs(session: Session, step: StepContext, rollouts: BatchedD
         plan = session.actor.plan(rollouts, mini_batches=True)
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
-        old = session.actor.run(ActorWorker.logprobs, rollouts.keep([*TOKENS, "rollout_logprobs"]))
+        old = session.actor.run(ActorWorker.logprobs, rollouts)
     gap = old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)
     step.metrics["rollout/logprob_gap"] = gap.item()
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
@@ -69,7 +68,7 @@ def submit_reference_logprobs(session: Session, rollouts: BatchedDataDict) -> Pe
     """Start the reference on the batch; None without a KL term."""
     if session.reference is None:
         return None
-    return session.reference.submit(ReferenceWorker.logprobs, rollouts.keep(TOKENS))
+    return session.reference.submit(ReferenceWorker.logprobs, rollouts)
 
 
 def collect_reference_logprobs(
@@ -82,8 +81,7 @@ def collect_reference_logprobs(
         rollouts = rollouts.union(pending.result())
         if "logprobs" not in rollouts:
             return rollouts
-        columns = rollouts.keep([*TOKENS, "logprobs", "reference_logprobs"])
-        return rollouts.union(session.actor.run(ActorWorker.kl_sums, columns, session.config.algorithm.kl_estimator))
+        return rollouts.union(session.actor.run(ActorWorker.kl_sums, rollouts, session.config.algorithm.kl_estimator))
 
 
 def compute_advantages(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
@@ -156,11 +154,10 @@ def update_actor(
         on_policy="logprobs" not in rollouts,
         responses=max(1, int(rollouts["valid"].sum())),
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
-    batch = rollouts.keep(loss.reads)
     with step.timer("update"):
         rate = learning_rate(optimizer, step.number, trainer.steps)
         updates = [
-            session.actor.run(ActorWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)
+            session.actor.run(ActorWorker.train_step, rollouts, loss, rate) for _ in range(trainer.updates_per_batch)
         ]
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
     for name, logged in _MEASURED_IN_UPDATE.items():

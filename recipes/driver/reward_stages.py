@@ -17,7 +17,6 @@ from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import blank, check_scores
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import MicrobatchPlan
-from rlpack.recipes.driver.rollout_stages import TOKENS
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rewards.reward_result import FAILURES
@@ -68,11 +67,10 @@ class PendingRewards:
         self._names: set[str] = set()
 
     def submit(self, rollouts: BatchedDataDict) -> None:
-        """Submit rows to all roles: all text columns, and `input_ids` and `response_mask`."""
-        columns = rollouts.keep([*TOKENS, *rollouts.names_of("list")])
+        """Submit rows to all roles."""
         self._names.update(rollouts)
         for group, parts in zip(self._groups, self._parts, strict=True):
-            parts.append(_Part(group.submit(RewardWorker.score, columns), group.plan(columns)))
+            parts.append(_Part(group.submit(RewardWorker.score, rollouts), group.plan(rollouts)))
 
     def result(self, names: Iterable[str] = ()) -> RowRewards:
         """Wait for all roles and return the rewards of all rows, once; a row without a finite reward gets 0.

@@ -18,10 +18,6 @@ from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.rollout import RolloutWorker
 
-# The token columns that every model reads; plans count the tokens of the first.
-TOKENS = ("input_ids", "response_mask")
-# Columns that the rollout role reads.
-_GENERATE = ("input_ids", "seeds", "group_ids", "uid")
 # Called with each part of a batch as soon as it is generated.
 OnPart = Callable[[BatchedDataDict], None]
 
@@ -99,8 +95,8 @@ def sample_responses(
     sizes = [prompts.num_rows] if on_part is None else _part_rows(session, draw.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):
-        generated = session.rollout.run(RolloutWorker.generate, part.keep(_GENERATE), params)
-        parts.append(generated.union(dict(part.drop(_GENERATE))))
+        generated = session.rollout.run(RolloutWorker.generate, part, params)
+        parts.append(generated.union(dict(part.drop(["seeds", *(name for name in part if name in generated)]))))
         if on_part is not None:
             on_part(parts[-1])
     return BatchedDataDict.concat(parts) if len(parts) > 1 else parts[0]

@@ -30,7 +30,7 @@ def sft_step(session: Session, step: StepContext, batch: BatchedDataDict, learni
     """Take one supervised optimizer step."""
     loss, actor = SFTLoss(), session.actor.with_plan(session.actor.plan(batch))
     with step.timer("update"):
-        step.record_optimizer_steps(actor.run(ActorWorker.train_step, batch.keep(loss.reads), loss, learning_rate))
+        step.record_optimizer_steps(actor.run(ActorWorker.train_step, batch, loss, learning_rate))
 
 
 def reset_optimizer(session: Session) -> None:

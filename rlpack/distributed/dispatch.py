@@ -1,18 +1,20 @@
-"""Decorators that say how the driver calls a role's method.
+"""Decorators that declare how the driver calls a role's method.
 
-A method of a role runs in one of three ways, stated where it is written:
+A method of a role runs in one of three ways, declared at its definition:
 
-- `@sharded`: its first argument is a batch; each data-parallel rank gets its shard, with the plan attached, and the
-  ranks' results become one: rows in the batch's first order, or whatever `merge` makes of them.
-- `@broadcast`: every rank runs it with the same arguments (a collective, say); the driver gets rank 0's result.
-- `@rank_zero`: rank 0 alone runs it.
+- `@sharded`: its first argument is a batch; each data rank gets its shard of the columns that the method reads, with
+  the plan attached, and the ranks' results become one: rows in the batch's order, or the result of `merge`.
+- `@broadcast`: every rank runs it with the same arguments (a collective, for example); the driver gets rank 0's result.
+- `@rank_zero`: only rank 0 runs it.
 
-The decorators only note this on the function; called directly, in one process, a method is plain Python.
+The decorators only record this on the function; called directly, in one process, a method is plain Python.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
+
+from rlpack.distributed.column_contract import ColumnContract, Reads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,12 +31,14 @@ class Dispatch:
         mini_batches: whether a sharded call splits its batch into the role's optimizer steps.
         merge: turns the results of all ranks, in rank order, into one; None restores rows.
         background: whether it runs in a thread, while its rank answers other calls.
+        columns: what a sharded method reads and returns.
     """
 
     kind: Literal["sharded", "broadcast", "rank_zero"]
     mini_batches: bool = False
     merge: Callable[[list[Any]], Any] | None = None
     background: bool = False
+    columns: ColumnContract = field(default_factory=ColumnContract)
 
 
 def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -46,20 +50,37 @@ def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def sharded(
-    *, mini_batches: bool = False, merge: Callable[[list[Any]], Any] | None = None, background: bool = False
+    *,
+    reads: Reads | None = None,
+    optional: Sequence[str] = (),
+    returns: Sequence[str] | None = None,
+    mini_batches: bool = False,
+    merge: Callable[[list[Any]], Any] | None = None,
+    background: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a method whose first argument is a batch, sharded over the ranks by a plan.
+    """Mark a method whose first argument is a batch, sharded over the data ranks by a plan.
 
     Args:
+        reads: columns that the batch must have, `TEXT_COLUMNS` for all of its lists; or a function from the method's
+            other arguments to these. Nothing else is sent; None sends every column.
+        optional: columns that are sent, too, if the batch has them.
+        returns: columns that the result must have; it may have more.
         mini_batches: plan the batch as optimizer steps of the role's mini-batch size, in arrival order; a call with
             and one without it never share microbatches, so log-probs that an update is compared with set it too.
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
             other processes or machines, take part in no collective, and return rows.
-        merge: makes one result of the ranks' results; by default they are containers whose rows are restored.
+        merge: makes one result of the ranks' results; by default they are batches whose rows are restored.
     """
+    if returns is not None and merge is not None:
+        raise ValueError("a method with a merge returns no rows; leave out returns or merge")
     if background and merge is not None:
         raise ValueError("a method that runs in the background returns rows; leave out merge or background")
-    return _mark(Dispatch("sharded", mini_batches=mini_batches, merge=merge, background=background))
+    columns = ColumnContract(
+        reads if reads is None or callable(reads) else tuple(reads),
+        tuple(optional),
+        None if returns is None else tuple(returns),
+    )
+    return _mark(Dispatch("sharded", mini_batches, merge, background, columns))
 
 
 def broadcast(method: Callable[P, R]) -> Callable[P, R]:
@@ -72,9 +93,21 @@ def rank_zero(method: Callable[P, R]) -> Callable[P, R]:
     return _mark(Dispatch("rank_zero"))(method)
 
 
+def declared_columns(method: Callable[..., Any]) -> ColumnContract:
+    """Return the columns that a method declares; none for a method without a decorator."""
+    dispatch: Dispatch | None = vars(method).get(_MARK)
+    return ColumnContract() if dispatch is None else dispatch.columns
+
+
+def calls_of(kind: type[Any]) -> dict[str, Dispatch]:
+    """Return how each decorated method of a class is called, by name."""
+    methods = {name: getattr(kind, name) for name in dir(kind)}
+    return {name: dispatch_of(method) for name, method in methods.items() if callable(method) and is_dispatched(method)}
+
+
 def is_dispatched(method: Callable[..., Any]) -> bool:
     """Whether a function carries a dispatch decorator."""
-    return _MARK in vars(method)
+    return _MARK in getattr(method, "__dict__", {})
 
 
 def dispatch_of(method: Callable[..., Any]) -> Dispatch:
@@ -85,8 +118,5 @@ def dispatch_of(method: Callable[..., Any]) -> Dispatch:
     """
     dispatch = vars(method).get(_MARK)
     if dispatch is None:
-        raise TypeError(
-            f"{method.__qualname__} does not say how it is called; decorate it with @sharded(), @broadcast or "
-            "@rank_zero"
-        )
+        raise TypeError(f"{method.__qualname__} has no dispatch decorator; add @sharded(), @broadcast or @rank_zero")
     return dispatch

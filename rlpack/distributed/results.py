@@ -14,6 +14,7 @@ from rlpack.batch.errors import DataError
 from rlpack.batch.fields import Column, describe
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
+from rlpack.distributed.column_contract import ColumnContract
 from rlpack.distributed.errors import RoleError
 from rlpack.packing import MicrobatchPlan
 
@@ -74,6 +75,21 @@ def restored(
         return batch.restore(results, plan=plan)
     except DataError as error:
         raise RoleError(call[0], None, call[1], f"what it returned can't be put together: {error}; {_ROWS}") from error
+
+
+def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple[str, str]) -> None:
+    """Raise unless a result has the columns that its method declares.
+
+    Raises:
+        RoleError: one is missing.
+    """
+    if missing := columns.missing_from(rows):
+        raise RoleError(
+            call[0],
+            None,
+            call[1],
+            f"it returned the columns {_names(rows)}, without {missing[0]!r}, which its @sharded(returns=...) declares",
+        )
 
 
 def _wrong_rows(given: np.ndarray, found: np.ndarray) -> str | None:

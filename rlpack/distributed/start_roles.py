@@ -5,6 +5,8 @@ from typing import Any
 from rlpack.config.roles import pool_of, role_batching
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.column_contract import producers_of
+from rlpack.distributed.dispatch import calls_of
 from rlpack.distributed.process import load_class
 from rlpack.distributed.trainable import Trainable
 from rlpack.distributed.worker_group import WorkerGroup
@@ -34,6 +36,9 @@ def start_roles(
     """
     kinds = {name: load_class(config.roles[name].target) for name in names}
     pools = cluster.open_pools(list(dict.fromkeys(pool_of(config, name) for name in names)))
+    contracts = {
+        f"{name}.{method}": dispatch.columns for name in names for method, dispatch in calls_of(kinds[name]).items()
+    }
     groups: dict[str, WorkerGroup[Any]] = {}
     for name in names:
         ranks = pools[pool_of(config, name)]
@@ -46,5 +51,6 @@ def start_roles(
             mini_batch_size,
             kinds[name],
             cost=cost if name in _RUN_THE_MODEL else None,
+            producers=producers_of(contracts),
         )
     return groups

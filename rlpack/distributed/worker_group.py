@@ -19,9 +19,10 @@ import numpy as np
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
 from rlpack.distributed.calls import Call, Pending
-from rlpack.distributed.dispatch import Dispatch, dispatch_of
+from rlpack.distributed.column_contract import ColumnContract, Producers
+from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.results import restored
+from rlpack.distributed.results import check_columns, restored
 from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class WorkerGroup(Generic[W]):
         mini_batch_size: int | None = None,
         kind: type[Any] | None = None,
         cost: Cost | None = None,
+        producers: Producers | None = None,
     ) -> None:
         """Take the processes of a role.
 
@@ -74,6 +76,7 @@ class WorkerGroup(Generic[W]):
             mini_batch_size: sequences of an optimizer step, for methods that ask for mini-batches.
             kind: its class; None where the methods' own one will do.
             cost: of a sequence, by which plans balance ranks; None counts slots.
+            producers: methods of the run's roles that return each column, for messages.
         """
         self.role = role
         self.ranks = ranks
@@ -81,6 +84,7 @@ class WorkerGroup(Generic[W]):
         self.mini_batch_size = mini_batch_size
         self._kind = kind
         self._cost = cost
+        self._producers: Producers = producers or {}
         self._newest: dict[bool, MicrobatchPlan] = {}
         self._fixed: MicrobatchPlan | None = None
 
@@ -122,6 +126,7 @@ class WorkerGroup(Generic[W]):
 
         Raises:
             RoleError: a rank raised, died, missed its deadline, or returned what is no result of its shard.
+            MissingColumnError: the batch of a sharded call lacks a column that the method reads.
             PackingError: the batch of a sharded call cannot be planned.
         """
         return self.submit(method, *args, **kwargs).result()
@@ -134,6 +139,7 @@ class WorkerGroup(Generic[W]):
 
         Raises:
             RoleError: on waiting; as from `run`.
+            MissingColumnError: the batch of a sharded call lacks a column that the method reads.
             PackingError: the batch of a sharded call cannot be planned.
         """
         dispatch = self._dispatch(method)
@@ -149,8 +155,13 @@ class WorkerGroup(Generic[W]):
         """Start a sharded method; its result is rows in the batch's order, or what its merge returns."""
         batch, *rest = args
         assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
+        columns = dispatch.columns.or_that_of(declared_columns(method))
+        names = columns.columns_to_send(
+            batch, rest, kwargs, call=f"{self.role}.{method.__name__}", producers=self._producers
+        )
         plan = self.plan(batch, mini_batches=dispatch.mini_batches)
-        shards = batch.shard(plan)
+        batch = batch.keep(dict.fromkeys([*names, "input_ids"]) if "input_ids" in batch else names)
+        shards = [shard.keep(names) for shard in batch.shard(plan)]  # truncated rows are cut by input_ids
         call = Call(
             self.role,
             method.__name__,
@@ -162,7 +173,21 @@ class WorkerGroup(Generic[W]):
         pending = self.ranks.submit(call)
         if dispatch.merge is not None:
             return Pending(partial(self._merged, dispatch.merge, pending, call.method))
-        return Pending(lambda: restored(batch, shards, pending.result(), plan=plan, call=(self.role, call.method)))
+        return Pending(lambda: self._restored(batch, shards, pending.result(), plan, call.method, columns))
+
+    def _restored(
+        self,
+        batch: BatchedDataDict,
+        shards: list[BatchedDataDict],
+        results: list[Any],
+        plan: MicrobatchPlan,
+        method: str,
+        columns: ColumnContract,
+    ) -> BatchedDataDict:
+        """Return the ranks' rows in the order of the batch, with the columns that the method declares."""
+        rows = restored(batch, shards, results, plan=plan, call=(self.role, method))
+        check_columns(rows, columns, call=(self.role, method))
+        return rows
 
     def _merged(self, merge: Callable[[list[Any]], Any], pending: Pending[list[Any]], method: str) -> Any:
         """Return what a role's merge makes of the ranks' results."""

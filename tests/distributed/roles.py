@@ -243,7 +243,9 @@ class Sampler(Worker):
         ids = shard["input_ids"]
         columns = {"input_ids": ids, "response_mask": ids.with_values(torch.ones_like(ids.values, dtype=torch.bool))}
         texts = ["in time" if in_time else "late"] * shard.num_rows
-        return shard.keep(["uid"]).union({**columns, "completion": texts})
+        zeros = ids.with_values(torch.zeros(ids.values.shape))
+        rows = {"rollout_logprobs": zeros, "response_lengths": ids.lengths, "finish_reason": ["stop"] * len(texts)}
+        return shard.keep(["uid", "group_ids"]).union({**columns, **rows, "completion": texts})
 
 
 class Listener(Worker):

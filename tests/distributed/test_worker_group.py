@@ -129,7 +129,7 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
 
 
 def test_a_method_that_does_not_say_how_it_is_called_is_refused(groups: Groups):
-    with pytest.raises(TypeError, match=r"Echo\.undecorated does not say how it is called"):
+    with pytest.raises(TypeError, match=r"Echo\.undecorated has no dispatch decorator"):
         groups["packed"].run(Echo.undecorated)
 
 

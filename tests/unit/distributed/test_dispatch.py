@@ -37,7 +37,7 @@ def test_a_decorated_method_is_plain_python_when_called_directly():
 
 
 def test_a_method_without_a_decorator_is_refused_and_says_which_there_are():
-    with pytest.raises(TypeError, match=r"Role\.mute does not say how it is called; decorate it with @sharded\(\)"):
+    with pytest.raises(TypeError, match=r"Role\.mute has no dispatch decorator; add @sharded\(\)"):
         dispatch_of(Role.mute)
 
 

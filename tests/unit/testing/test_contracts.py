@@ -200,7 +200,7 @@ def test_a_role_that_keeps_its_contracts_passes():
     ("kind", "contract", "message"),
     [
         (Mute, "dispatch", r"Mute has no method score; write it as `@sharded\(\) def score\(self, shard\)`"),
-        (Undecorated, "dispatch", r"Undecorated.score does not say how it is called"),
+        (Undecorated, "dispatch", r"Undecorated.score has no dispatch decorator"),
         (Broadcast, "dispatch", "Broadcast.score is broadcast, so no rows of it come back"),
         (Merged, "dispatch", "Merged.score has a merge, so no rows"),
         (Unbuilt, "build", "Unbuilt.from_settings raised TypeError: .*argument: 'weight'; mend from_settings, or"),

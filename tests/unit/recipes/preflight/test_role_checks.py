@@ -111,7 +111,7 @@ def test_classes_that_ranks_can_build_and_call_pass():
         ("Absent", r"roles\.judge\.target: role target .* has no class Absent; it has .*Blind"),
         ("Foreign", "which has no method from_settings; a custom role derives from rlpack.worker.Worker"),
         ("Mute", r"roles\.judge\.target is '.*:Mute', which has no method score; a custom role derives"),
-        ("Undecorated", r"Undecorated\.score does not say how it is called; decorate it with @sharded\(\)"),
+        ("Undecorated", r"Undecorated\.score has no dispatch decorator; add @sharded\(\)"),
         ("Shouting", "whose score is broadcast"),
         ("Merging", "whose score has a merge, and rewards are put in order by rows"),
         ("Waiting", "whose score is a coroutine; write it without async"),
