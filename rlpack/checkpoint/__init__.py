@@ -1,5 +1,5 @@
-"""Resumable state: a commit protocol on plain files, and the shards that ranks write under it.
+"""Checkpoints: a commit protocol on plain files, and the sharded state that ranks write under it.
 
-`commit` makes a checkpoint whole or not there, on top of the file operations in `files`; `sharded` is what each rank
-writes and reads in between.
+`commit` makes each checkpoint atomic, with the file operations in `files`. `sharded` saves and loads the weights and
+optimizer state of each rank.
 """

@@ -1,20 +1,20 @@
-"""The commit protocol: a checkpoint is either whole or not there, whenever the process is killed.
+"""The commit protocol: a checkpoint either exists completely or not at all, whenever the process is killed.
 
     <root>/.tmp-<step>-<nonce>/     ranks write their shards here; state.json and manifest.json come last
         flush files and directories
-    <root>/step-<N>/                by one rename
-    <root>/step-<N>/COMMITTED       the manifest's SHA-256, flushed: from here on the checkpoint counts
-    <root>/latest                   a hint for people, by rename; loading doesn't trust it
+    <root>/step-<N>/                renamed from the above
+    <root>/step-<N>/COMMITTED       SHA-256 of the manifest, flushed; from now on the checkpoint is valid
+    <root>/latest                   a hint for people, replaced by rename; loading ignores it
         prune
 
 Invariants (tests/unit/checkpoint):
-1. killed before any file operation of a save, the checkpoint before it is still loadable;
-2. a changed, cut or missing byte in any listed file, the manifest or the marker makes a checkpoint not loadable;
-3. everything is on the disk before the marker is;
-4. pruning never takes one of the two newest committed checkpoints that aren't known to be damaged, and takes the marker
-   before the files.
+1. If a save is killed before any of its file operations, the previous checkpoint can still be loaded.
+2. A changed, truncated or missing byte in a listed file, the manifest or the marker invalidates the checkpoint.
+3. Everything else is on disk before the marker is.
+4. Pruning keeps the two newest committed checkpoints that aren't known to be damaged, and deletes a marker before the
+   files.
 
-Only JSON is parsed here, and nothing else of a checkpoint may be opened before `newest` returned it.
+Only JSON is parsed here. Nothing else in a checkpoint may be opened before `newest` has returned it.
 """
 
 import json
@@ -34,9 +34,9 @@ from rlpack.checkpoint.files import flush, flush_tree, regular_files, remove_tre
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # since 2 the state knows the prompts that the run began with
+FORMAT = 2  # since version 2 the state identifies the prompts that the run started with
 STATE, MANIFEST, MARKER, HINT = "state.json", "manifest.json", "COMMITTED", "latest"
-DAMAGED = "DAMAGED"  # beside the marker of a checkpoint that was passed over, and why: it doesn't count as kept
+DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it
 NEVER_PRUNED = 2
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)\Z")
 _DEBRIS = re.compile(r"\.(tmp|replaced)-")
@@ -44,12 +44,13 @@ _DEBRIS = re.compile(r"\.(tmp|replaced)-")
 
 @dataclass
 class Staging:
-    """A checkpoint that is being written: fill `path`, then call `commit` once.
+    """A checkpoint that is being written: write files to `path`, then call `commit` once.
 
     Attributes:
         root: directory of all checkpoints of the run.
-        step: the step that the checkpoint belongs to.
-        path: where files are written until the commit.
+        step: step of the checkpoint.
+        path: staging directory.
+        committed: final directory, None before the commit.
     """
 
     root: Path
@@ -58,28 +59,28 @@ class Staging:
     committed: Path | None = field(default=None, init=False)
 
     def commit(self, state: Mapping[str, Any], *, keep: int = NEVER_PRUNED) -> dict[str, Any]:
-        """Make what was written the newest checkpoint, prune older ones and return the manifest.
+        """Publish the staged files as the newest checkpoint, prune older ones, and return the manifest.
 
         Args:
-            state: what the driver needs to go on (policy version, position in the prompts, seed, ...): JSON values.
-                `step` and `format` are added.
-            keep: how many committed checkpoints stay; the two newest stay in any case.
+            state: the driver's state (policy version, position in the prompts, seed, ...) as JSON values. `step` and
+                `format` are added.
+            keep: number of committed checkpoints to keep; the two newest are always kept.
 
         Raises:
-            CheckpointError: a file could not be written, as on a full disk; earlier checkpoints are untouched.
+            CheckpointError: a file could not be written; earlier checkpoints are untouched.
         """
         assert self.committed is None, "commit is called once"
         try:
             manifest = self._publish(dict(state))
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint of step {self.step} could not be written below {self.root}: {error}"
+                f"the checkpoint of step {self.step} could not be written to {self.root}: {error}"
             ) from error
         prune(self.root, keep)
         return manifest
 
     def _publish(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Write state and manifest, flush, rename, mark."""
+        """Write state and manifest, flush, rename, and write the marker."""
         document = state | {"format": FORMAT, "step": self.step}
         (self.path / STATE).write_text(_json(document), encoding="utf-8")
         files = [
@@ -91,13 +92,13 @@ class Staging:
         (self.path / MANIFEST).write_text(text, encoding="utf-8")
         flush_tree(self.path)
         target = self.root / f"step-{self.step}"
-        if target.exists():  # damaged, or new_checkpoint would have refused
+        if target.exists():  # damaged; new_checkpoint refuses otherwise
             target.rename(self.root / f".replaced-{self.step}-{secrets.token_hex(4)}")
         self.path.rename(target)
         flush(self.root)
         write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
         self.committed = target
-        hint = self.root / f".{HINT}"  # one name, so that a crash can't leave more than the next save overwrites
+        hint = self.root / f".{HINT}"  # a fixed name, so that the next save overwrites what a crash leaves
         write_flushed(hint, target.name + "\n")
         hint.replace(self.root / HINT)
         flush(self.root)
@@ -106,12 +107,12 @@ class Staging:
 
 @contextmanager
 def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
-    """Yield a staging directory for the checkpoint of `step`; what is not committed is deleted on the way out.
+    """Yield a staging directory for the checkpoint of `step`; delete it on exit unless committed.
 
-    As much space has to be free as the newest committed checkpoint takes, because the next one will hardly be smaller.
+    Requires as much free space as the newest committed checkpoint takes, since the next one will be about as large.
 
     Args:
-        root: directory of the run's checkpoints; made when missing. One run at a time writes there.
+        root: directory of the run's checkpoints, created if missing. Only one run at a time may write there.
         step: number of the step, not negative.
 
     Raises:
@@ -125,13 +126,13 @@ def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
         free, required = shutil.disk_usage(root).free, _newest_size(root)
         if free < required:
             raise CheckpointError(
-                f"a checkpoint of {required:,} bytes, as the one before, doesn't fit below {root}: {free:,} bytes are "
-                "free; free some space, lower checkpoint.keep, or choose another run_dir"
+                f"a checkpoint of {required:,} bytes, like the previous one, doesn't fit into {root}: {free:,} bytes "
+                "are free; free some space, lower checkpoint.keep, or choose another run_dir"
             )
         staging = Staging(root, step, root / f".tmp-{step}-{secrets.token_hex(4)}")
         staging.path.mkdir()
     except OSError as error:
-        raise CheckpointError(f"no checkpoint can be written below {root}: {error}") from error
+        raise CheckpointError(f"no checkpoint can be written to {root}: {error}") from error
     try:
         yield staging
     finally:
@@ -140,23 +141,23 @@ def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
 
 
 def newest(root: Path) -> Path | None:
-    """Return the newest checkpoint that is whole, or None when there is none.
+    """Return the newest valid checkpoint, or None.
 
-    A newer one that is damaged or was never committed is passed over with a warning that says what is wrong; the damage
-    is noted, so that `prune` doesn't keep it in the place of a whole one.
+    Newer ones that are damaged or were never committed are skipped, with a warning that says why. The damage is
+    recorded, so that `prune` doesn't keep them instead of valid ones.
     """
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
         fault = _fault(folder)
-        _note_damage(folder, fault)
+        _record_damage(folder, fault)
         if fault is None:
             return folder
-        logger.warning("checkpoint %s is passed over: %s; the one before it is tried", folder, fault)
+        logger.warning("checkpoint %s is skipped: %s; trying the previous one", folder, fault)
     return None
 
 
 def newest_damage(root: Path) -> tuple[Path, str] | None:
-    """Return the newest checkpoint that was committed and can't be trusted any more, and why; None if there is none."""
+    """Return the newest committed checkpoint that is now damaged, and why; None if there is none."""
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
         if (folder / MARKER).is_file() and (fault := _fault(folder)) is not None:
@@ -165,13 +166,13 @@ def newest_damage(root: Path) -> tuple[Path, str] | None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state that was given to `commit`, with `step` and `format`.
+    """Return the state passed to `commit`, with `step` and `format`.
 
     Args:
         checkpoint: a directory that `newest` returned.
 
     Raises:
-        CheckpointError: the file isn't the one in the manifest, or of a format that this version can't read.
+        CheckpointError: the file doesn't match the manifest, or has a format that this version can't read.
     """
     fault = _fault(checkpoint, only=STATE)
     if fault is not None:
@@ -180,38 +181,38 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest committed checkpoints, and what crashed saves left behind.
+    """Delete all but the `keep` newest committed checkpoints, and the leftovers of crashed saves.
 
-    One that `newest` found damaged doesn't count, and goes when a newer one is committed. The two newest others stay
-    even if `keep` is one: should the newest turn out damaged, the run goes on from the one before.
-    A delete that fails only warns.
+    Checkpoints that `newest` found damaged don't count, and are deleted once a newer one is committed. The two newest
+    others are kept even if `keep` is one: if the newest turns out to be damaged, the run can resume from the previous
+    one. A deletion that fails only warns.
     """
     steps = sorted(_steps(root), reverse=True)
     folders = {step: root / f"step-{step}" for step in steps}
     committed = [step for step, folder in folders.items() if _is_marked(folder) and not (folder / DAMAGED).exists()]
-    kept = committed[: max(keep, NEVER_PRUNED)]
-    newest_kept = kept[0] if kept else -1
+    retained = committed[: max(keep, NEVER_PRUNED)]
+    newest_retained = retained[0] if retained else -1
     for step in steps:
-        if step not in kept and step < newest_kept:
+        if step not in retained and step < newest_retained:
             _delete(folders[step])
     for path in root.iterdir():
         if _DEBRIS.match(path.name) and path.is_dir():
             remove_tree(path)
 
 
-def _note_damage(folder: Path, fault: str | None) -> None:
-    """Write down beside a checkpoint's files what is wrong with them, or that nothing is any more."""
+def _record_damage(folder: Path, fault: str | None) -> None:
+    """Record in a checkpoint's directory what is wrong with it, or remove the record."""
     try:
         if fault is None:
             (folder / DAMAGED).unlink(missing_ok=True)
         else:
             (folder / DAMAGED).write_text(fault + "\n", encoding="utf-8")
     except OSError as error:
-        logger.warning("could not note in %s whether it is damaged: %s", folder, error)
+        logger.warning("could not record in %s whether it is damaged: %s", folder, error)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint, its marker first, so that half a directory never counts as committed."""
+    """Delete a checkpoint, its marker first, so that a partial one never counts as committed."""
     try:
         (folder / MARKER).unlink(missing_ok=True)
     except OSError as error:
@@ -229,7 +230,7 @@ def _steps(root: Path) -> list[int]:
 
 
 def _newest_size(root: Path) -> int:
-    """Return the bytes of the files of the newest committed checkpoint, 0 when there is none."""
+    """Return the size of the newest committed checkpoint in bytes, 0 without one."""
     committed = [folder for step in _steps(root) if _is_marked(folder := root / f"step-{step}")]
     if not committed:
         return 0
@@ -239,7 +240,7 @@ def _newest_size(root: Path) -> int:
 
 
 def _is_marked(folder: Path) -> bool:
-    """Return whether marker and manifest agree, without reading the files."""
+    """Return whether marker and manifest match, without reading the other files."""
     try:
         return (folder / MARKER).read_text(encoding="utf-8").strip() == sha256_of(folder / MANIFEST)
     except (OSError, UnicodeDecodeError):
@@ -247,11 +248,11 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _fault(folder: Path, only: str | None = None) -> str | None:
-    """Return why a checkpoint can't be trusted, or None; `only` limits the check of files to one name."""
+    """Return why a checkpoint is invalid, or None; `only` limits the check to one file."""
     if not (folder / MARKER).is_file():
         return f"it was never committed (no {MARKER})"
     if not _is_marked(folder):
-        return f"{MARKER} and {MANIFEST} disagree"
+        return f"{MARKER} and {MANIFEST} don't match"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return _manifest_fault(folder, manifest) or _files_fault(folder, manifest, only)
@@ -262,16 +263,16 @@ def _fault(folder: Path, only: str | None = None) -> str | None:
 
 
 def _manifest_fault(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Return why a manifest isn't one that this version loads for this directory, or None."""
+    """Return why a manifest doesn't belong to this directory and version, or None."""
     if manifest["format"] != FORMAT:
         return f"its format is {manifest['format']!r}; this version reads {FORMAT}"
     if f"step-{manifest['step']}" != folder.name:
-        return f"it holds step {manifest['step']}, not that of its name"
+        return f"it contains step {manifest['step']}, which doesn't match its name"
     return None
 
 
 def _files_fault(folder: Path, manifest: Mapping[str, Any], only: str | None) -> str | None:
-    """Return what is wrong with the first file that isn't as it was written, or None."""
+    """Return what is wrong with the first damaged file, or None."""
     entries = {str(entry["name"]): entry for entry in manifest["files"]}
     if STATE not in entries:
         return f"{STATE} is missing from {MANIFEST}"
@@ -284,14 +285,14 @@ def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None
     parts = PurePosixPath(name)
     path = folder / parts
     if parts.is_absolute() or ".." in parts.parts or path.is_symlink():
-        return f"{name!r} is not a plain file inside the checkpoint"
+        return f"{name!r} is not a regular file inside the checkpoint"
     if not path.is_file():
         return f"{name} is missing"
     if path.stat().st_size != entry["size"]:
-        return f"{name} has {path.stat().st_size} bytes, {entry['size']} were written"
+        return f"{name} has {path.stat().st_size} bytes instead of {entry['size']}"
     return None if sha256_of(path) == entry["sha256"] else f"{name} has changed since it was written (SHA-256)"
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    """Return strict JSON; a value that JSON can't hold is a bug of the caller and raises."""
+    """Return strict JSON; raise for values that JSON can't represent, a bug of the caller."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"

@@ -1,5 +1,5 @@
-"""The error of everything that is saved or loaded."""
+"""The error of saving and loading."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none that is whole could be read; the text says which and why."""
+    """A checkpoint could not be written or read; the message says which and why."""

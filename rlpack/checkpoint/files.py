@@ -1,4 +1,4 @@
-"""File operations that a crash can't tear: hashes, flushes to the disk and replacement by rename."""
+"""Crash-safe file operations: hashes, flushes to disk, and deletion that only warns."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ BLOCK = 1 << 20
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file as a hexadecimal string."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(BLOCK):
@@ -22,7 +22,7 @@ def sha256_of(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's entries, are on the disk."""
+    """Wait until a file's bytes, or a directory's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -31,7 +31,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Wait until every file and directory below `folder`, and `folder` itself, is on the disk."""
+    """Wait until a directory and everything in it is on disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             flush(Path(parent) / name)
@@ -39,7 +39,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def write_flushed(path: Path, text: str) -> None:
-    """Write a text file, and wait until it and its directory's entry are on the disk."""
+    """Write a text file, and wait until it and its directory entry are on disk."""
     with path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -48,26 +48,26 @@ def write_flushed(path: Path, text: str) -> None:
 
 
 def regular_files(folder: Path) -> list[Path]:
-    """Return every file below `folder`, by name.
+    """Return every file in a directory and its subdirectories, sorted by name.
 
     Raises:
-        OSError: something there is neither a directory nor a plain file (a link, a socket).
+        OSError: it contains something else than directories and regular files (a link, a socket).
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode):
-            found.append(path)
+            files.append(path)
         elif not stat.S_ISDIR(mode):
-            raise OSError(f"{path} is not a plain file; a checkpoint holds plain files and directories only")
-    return found
+            raise OSError(f"{path} is not a regular file; a checkpoint may contain only regular files and directories")
+    return files
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a directory; a failure only warns, since nothing depends on its absence."""
+    """Delete a directory; a failure only warns, since nothing depends on it."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
         return
     except OSError as error:
-        logger.warning("could not delete %s (%s); it is not used any more and can be deleted by hand", folder, error)
+        logger.warning("could not delete %s (%s); it is no longer used and can be deleted by hand", folder, error)

@@ -149,7 +149,7 @@ def test_any_changed_byte_makes_the_checkpoint_before_it_the_newest(
 
 @pytest.mark.parametrize("file", ["actor/shard-0.bin", "state.json", "manifest.json", "COMMITTED"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
-def test_a_missing_or_cut_file_is_passed_over_loudly(
+def test_a_missing_or_cut_file_is_skipped_with_a_warning(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
@@ -160,7 +160,7 @@ def test_a_missing_or_cut_file_is_passed_over_loudly(
     if damage != "missing":
         path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
     assert newest(tmp_path) == tmp_path / "step-1"
-    assert "step-2 is passed over" in caplog.text
+    assert "step-2 is skipped" in caplog.text
 
 
 def test_a_damaged_state_is_never_returned(tmp_path: Path) -> None:
@@ -182,13 +182,13 @@ def test_a_manifest_that_names_a_file_outside_is_refused(
     digest = commit_module.sha256(text.encode()).hexdigest()
     (tmp_path / "step-1" / "COMMITTED").write_text(digest)
     assert newest(tmp_path) is None
-    assert "not a plain file inside" in caplog.text
+    assert "not a regular file inside" in caplog.text
 
 
 def test_a_link_is_not_committed(tmp_path: Path) -> None:
     with new_checkpoint(tmp_path, 1) as staging:
         (staging.path / "link").symlink_to("/etc/hostname")
-        with pytest.raises(CheckpointError, match="not a plain file"):
+        with pytest.raises(CheckpointError, match="not a regular file"):
             staging.commit({})
     assert newest(tmp_path) is None
 
@@ -219,7 +219,7 @@ def test_uncommitted_steps_do_not_count_as_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-1", "step-3"]
 
 
-def test_a_checkpoint_that_was_passed_over_is_not_kept_in_the_place_of_a_whole_one(tmp_path: Path) -> None:
+def test_a_skipped_checkpoint_is_not_kept_instead_of_a_valid_one(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "step-2" / "state.json").write_text("{}")
@@ -277,7 +277,7 @@ def test_too_little_space_for_another_like_the_newest_is_said_before_anything_is
     for free in (size - 1, size):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         if free < size:
-            with pytest.raises(CheckpointError, match=f"of {size:,} bytes, as the one before, doesn't fit"):
+            with pytest.raises(CheckpointError, match=f"of {size:,} bytes, like the previous one, doesn't fit"):
                 save(tmp_path, 11)
             assert names(tmp_path) == before
         else:
