@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EIGHT_BIT := .eight_bit/.installed
+# uv resolves and installs in seconds what takes pip minutes. pip stays for PyTorch, whose CPU build uv may not find, and as
+# the fallback where uv cannot run. Bytecode is compiled when a module is first imported: most modules never are.
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 ARGS ?=
 
 .PHONY: train test test-long test-recipes lint types unit bench peers install clean help
@@ -22,8 +25,10 @@ help:
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rlpack needs Python 3.11 or newer")'
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt uv || true
+	$(UV) --constraint constraints.txt --editable '.[dev]' || \
+		$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # What the tests of 8-bit moments import: transformers would import it into every process that finds it in .venv.
