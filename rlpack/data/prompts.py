@@ -15,7 +15,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
 from rlpack.data.examples import Example, PromptDataset
-from rlpack.data.tokenisation import encode_demonstration, encode_prompt
+from rlpack.data.tokenisation import tokenize_demonstrations, tokenize_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Prompts:
         Raises:
             DataError: an example has no demonstration.
         """
-        targets = [encode_demonstration(tokenizer, self.examples[row]) for row in rows]
+        targets = tokenize_demonstrations(tokenizer, [self.examples[row] for row in rows])
         picked = self.input_ids.select(rows)
         prompts = [prompt.tolist() for prompt in picked.rows()]
         pairs = list(zip(prompts, targets, strict=True))
@@ -87,8 +87,8 @@ def encode_prompts(
         DataError: a prompt is over the limit and `overlong` is error, or none is left.
     """
     examples, encoded = [], []
-    for example in dataset:
-        ids = encode_prompt(tokenizer, example, chat_template=chat_template)
+    token_ids = tokenize_prompts(tokenizer, list(dataset), chat_template=chat_template)
+    for example, ids in zip(dataset, token_ids, strict=True):
         if len(ids) > max_tokens:
             if overlong == "error":
                 raise DataError(

@@ -4,7 +4,7 @@ What a user wrote is never read as a special token: `<eos>` inside a prompt is f
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -57,51 +57,53 @@ def characters(examples: Iterable[Example]) -> str:
     return "".join(sorted(found))
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, example: Example, *, chat_template: bool) -> list[int]:
-    """Return the token ids that the model goes on from.
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, chat_template: bool
+) -> list[list[int]]:
+    """Return the token ids that the model continues, for each example.
 
     Args:
-        tokenizer: any tokenizer; what it puts before a text (a begin-of-sequence token) is put, what it puts after
-            is not.
-        example: a prompt of text, or of chat messages.
-        chat_template: render the prompt through the tokenizer's chat template, text as one message of the user.
+        tokenizer: any tokenizer. Tokens that it adds before a text (beginning of sequence) are kept; an
+            end-of-sequence token after it is removed.
+        examples: prompts of text, or of chat messages.
+        chat_template: render prompts through the tokenizer's chat template, text as one user message.
 
     Raises:
-        DataError: messages without a chat template, a character that the tokenizer can't write, or no token at all.
+        DataError: messages without a chat template, a character that the tokenizer cannot encode, or an empty prompt.
     """
-    where = f"prompt {example.uid!r}"
     if chat_template:
-        messages = example.prompt
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        ids = _encode_messages(tokenizer, messages, where)
-    elif isinstance(example.prompt, str):
-        ids = _encode_text(tokenizer, example.prompt, where, add_special_tokens=True)
-        if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]
+        encoded = [_encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}") for example in examples]
     else:
-        raise DataError(f"{where} is a list of chat messages; set data.chat_template=true")
-    if not ids:
-        raise DataError(f"{where} has no token: {example.prompt!r}; a model needs one to go on from")
-    return ids
+        texts = [_prompt_text(example) for example in examples]
+        places = [f"prompt {example.uid!r}" for example in examples]
+        encoded = _encode_texts(tokenizer, texts, places, add_special_tokens=True)
+        end = tokenizer.eos_token_id
+        encoded = [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in encoded]
+    for example, ids in zip(examples, encoded, strict=True):
+        if not ids:
+            raise DataError(f"prompt {example.uid!r} has no token: {example.prompt!r}; a model needs at least one")
+    return encoded
 
 
-def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Example) -> list[int]:
-    """Return the token ids of the demonstration, which end with the end-of-sequence token.
+def tokenize_demonstrations(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[list[int]]:
+    """Return the token ids of each demonstration, which end with the end-of-sequence token.
 
     Raises:
-        DataError: the example has no demonstration, the tokenizer no end of sequence, or a character is unknown.
+        DataError: an example has no demonstration, the tokenizer has no end-of-sequence token, or it cannot encode a
+            character.
     """
-    where = f"demonstration of {example.uid!r}"
-    if example.demonstration is None:
-        raise DataError(f"{where} is missing; supervised steps need data.completion_column")
+    texts, places = [], [f"demonstration of {example.uid!r}" for example in examples]
+    for example, place in zip(examples, places, strict=True):
+        if example.demonstration is None:
+            raise DataError(f"{place} is missing; supervised steps need data.completion_column")
+        texts.append(example.demonstration)
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise DataError(
             f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), which demonstrations end with; set "
             "model.tokenizer to one that has it"
         )
-    return [*_encode_text(tokenizer, example.demonstration, where, add_special_tokens=False), end]
+    return [[*ids, end] for ids in _encode_texts(tokenizer, texts, places, add_special_tokens=False)]
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -121,19 +123,43 @@ def _single_id(token_id: object, what: str) -> int | None:
     raise DataError(f"the tokenizer has {token_id!r} for its {what} token; it has to be one id")
 
 
-def _encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, add_special_tokens: bool, literal: bool = True
-) -> list[int]:
-    """Return the token ids of `text`; special tokens in it are plain characters when `literal`."""
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, split_special_tokens=literal)["input_ids"]
-    if literal and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        unknown = sorted(
-            {c for c in text if tokenizer.unk_token_id in tokenizer(c, split_special_tokens=True).input_ids}
-        )
-        raise DataError(
-            f"{where} has characters that {tokenizer_name(tokenizer)} can't write: {unknown}; in {text[:80]!r}"
-        )
-    return ids
+def _messages(example: Example) -> list[Message]:
+    prompt = example.prompt
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _prompt_text(example: Example) -> str:
+    if not isinstance(example.prompt, str):
+        raise DataError(f"prompt {example.uid!r} is a list of chat messages; set data.chat_template=true")
+    return example.prompt
+
+
+def _encode_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    places: Sequence[str],
+    *,
+    add_special_tokens: bool,
+    literal: bool = True,
+) -> list[list[int]]:
+    """Return the token ids of each text, in one call; special tokens in a text are plain characters when `literal`."""
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(
+        texts, add_special_tokens=add_special_tokens, split_special_tokens=literal, return_attention_mask=False
+    )["input_ids"]
+    unknown = tokenizer.unk_token_id
+    if literal and unknown is not None:
+        for text, place, ids in zip(texts, places, encoded, strict=True):
+            if unknown in ids:
+                raise DataError(_unknown_characters(tokenizer, text, place))
+    return encoded
+
+
+def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: str) -> str:
+    unknown = {c for c in text if tokenizer.unk_token_id in tokenizer(c, split_special_tokens=True).input_ids}
+    name = tokenizer_name(tokenizer)
+    return f"{place} has characters that {name} cannot encode: {sorted(unknown)}; in {text[:80]!r}"
 
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
@@ -162,7 +188,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message]
     for place, piece in enumerate(rendered.split(mark)):
         is_hidden = place % 2 == 1
         text = hidden[int(piece)] if is_hidden else piece
-        ids += _encode_text(tokenizer, text, where, add_special_tokens=False, literal=is_hidden)
+        ids += _encode_texts(tokenizer, [text], [where], add_special_tokens=False, literal=is_hidden)[0]
     return ids
 
 

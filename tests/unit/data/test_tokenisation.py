@@ -6,13 +6,28 @@ from transformers import AutoTokenizer
 from rlpack.batch.errors import DataError
 from rlpack.data.arithmetic import ALPHABET
 from rlpack.data.examples import Example
-from rlpack.data.tokenisation import character_tokenizer, characters, encode_demonstration, encode_prompt
+from rlpack.data.tokenisation import (
+    character_tokenizer,
+    characters,
+    tokenize_demonstrations,
+    tokenize_prompts,
+)
 
 MIXED = "abeos<>/=# \t\n\0éß😀אb̈"[:-2] + "\u0308"
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
+
+
+def encode_prompt(tokenizer, example, *, chat_template):
+    (ids,) = tokenize_prompts(tokenizer, [example], chat_template=chat_template)
+    return ids
+
+
+def encode_demonstration(tokenizer, example):
+    (ids,) = tokenize_demonstrations(tokenizer, [example])
+    return ids
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +98,7 @@ def test_the_alphabet_of_a_dataset_writes_all_its_texts():
 @pytest.mark.parametrize(
     ("example", "chat_template", "text"),
     [
-        (Example("row-7", "aZ"), False, r"prompt 'row-7' has characters that tokenizer .* can't write: \['Z'\]"),
+        (Example("row-7", "aZ"), False, r"prompt 'row-7' has characters that tokenizer .* cannot encode: \['Z'\]"),
         (Example("row-7", [{"role": "user", "content": "a"}]), False, "'row-7' .* set data.chat_template=true"),
         (Example("row-7", "a"), True, "'row-7': tokenizer '.*' has no chat template"),
         (Example("row-7", ""), False, "'row-7' has no token"),
