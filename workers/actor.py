@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained."""
+"""The actor role: the policy that is trained."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -36,9 +36,9 @@ class ActorWorker(Worker, Trainable):
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Build and shard the policy, check that packing isolates its sequences, and make the optimizer."""
+        """Build and shard the policy, check that packing isolates sequences, and build the optimizer."""
         policy = build_policy(config, "actor", tokenizer, context)
-        scorer = Scorer.of(policy, context, config.rollout.temperature, tokenizer)
+        scorer = Scorer.from_policy(policy, context, config.rollout.temperature, tokenizer)
         return cls(context, scorer, config.actor, seed=config.seed)
 
     @sharded(
@@ -48,23 +48,24 @@ class ActorWorker(Worker, Trainable):
         mini_batches=True,
     )
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
-        """Return the column `logprobs`; its microbatches are those of `train_step`, so that the first ratio is 1.
+        """Return the column `logprobs`, and sums of it over the response tokens of each row that the plan keeps.
 
-        With it come sums over the response tokens of each row that the plan keeps: `response_tokens` counts them,
-        `logprob_sum` adds their log-probs up, `logprob_gap` their distances from `rollout_logprobs` (0 without them).
+        `response_tokens` counts them, `logprob_sum` adds up their log-probs, and `logprob_gap` their distances from
+        `rollout_logprobs` (0 without that column). The microbatches are those of `train_step`, so the first ratio is
+        exactly 1.
 
         Args:
-            shard: `input_ids`, `response_mask`, and if known `rollout_logprobs`.
-            temperature: of the distribution that is asked; None for what responses are sampled at.
+            shard: `input_ids`, `response_mask`, and `rollout_logprobs` if known.
+            temperature: of the distribution; None takes the sampling temperature.
         """
         scored = self._scorer.logprobs(shard, "logprobs", temperature=temperature)
-        mask, own = shard["response_mask"], scored["logprobs"].values
-        sampled = shard["rollout_logprobs"].values if "rollout_logprobs" in shard else own
+        mask, logprobs = shard["response_mask"], scored["logprobs"].values
+        sampled = shard["rollout_logprobs"].values if "rollout_logprobs" in shard else logprobs
         return scored.union(
             {
                 "response_tokens": mask.count_nonzero(),
-                "logprob_sum": row_sums(own, mask),
-                "logprob_gap": row_sums((own - sampled).abs(), mask),
+                "logprob_sum": row_sums(logprobs, mask),
+                "logprob_gap": row_sums((logprobs - sampled).abs(), mask),
             }
         )
 
@@ -101,7 +102,7 @@ class ActorWorker(Worker, Trainable):
 
     @broadcast
     def export_weights(self) -> dict[str, np.ndarray]:
-        """Return all weights by their Hugging Face names, f32, on rank 0; a collective, empty elsewhere."""
+        """Return all weights by their Hugging Face names, f32, on rank 0 and nothing on others; a collective."""
         state = full_state_dict(self._scorer.policy, keep=self.context.rank == 0)
         return {name: tensor.float().numpy() for name, tensor in state.items()}
 
@@ -112,7 +113,7 @@ class ActorWorker(Worker, Trainable):
 
     @broadcast
     def load(self, folder: str) -> None:
-        """Read weights and moments back, saved on any number of ranks; a collective."""
+        """Restore weights and optimizer state, saved on any number of ranks; a collective."""
         self._stepper.load(folder)
 
     @broadcast

@@ -1,4 +1,4 @@
-"""The critic: values of what lies before each token, and the advantages that follow from them (PPO)."""
+"""The critic role: the value of the context before each token, and advantages computed from it (PPO)."""
 
 from pathlib import Path
 from typing import Self
@@ -21,7 +21,7 @@ from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_weights
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_critic, to_tensors
-from rlpack.workers.inference import per_token
+from rlpack.workers.inference import compute_per_token
 from rlpack.workers.loss import MicrobatchLoss, ValueLoss, columns_of
 from rlpack.workers.optimizer_step import OptimizerStepper
 
@@ -47,16 +47,16 @@ class CriticWorker(Worker, Trainable):
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Build and shard the critic, check that packing isolates its sequences, and make the optimizer."""
+        """Build and shard the critic, check that packing isolates sequences, and build the optimizer."""
         critic = build_critic(config, tokenizer, context)
         return cls(context, critic, config.critic, config.algorithm, pad_token_id=pad_id(tokenizer))
 
     @sharded(reads=("input_ids", "response_mask"), returns=("values", "value_tokens"), mini_batches=True)
     def values(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `values`, f32 [T], 0 outside responses, and `value_tokens`, the response tokens that the plan keeps.
+        """Return `values` f32 [T], 0 outside responses, and `value_tokens`, the response tokens that the plan keeps.
 
-        Entry t is the value of what lies before token t. The microbatches are those of `train_step`, so that the first
-        value of a step is the one that advantages were computed with.
+        Entry t is the value of the tokens before t. The microbatches are those of `train_step`, so that a step starts
+        from exactly the values that advantages were computed with.
 
         Args:
             shard: `input_ids`, `response_mask`.
@@ -68,44 +68,36 @@ class CriticWorker(Worker, Trainable):
 
         mask = shard["response_mask"]
         counts = mask.count_nonzero()
-        return per_token(shard, "values", self._critic, score).union({"value_tokens": counts})
+        return compute_per_token(shard, "values", self._critic, score).union({"value_tokens": counts})
 
     @sharded(reads=_columns_of_advantages, returns=("advantages", "returns"), mini_batches=True)
     def advantages(self, shard: BatchedDataDict, kl_coef: float = 0.0) -> BatchedDataDict:
-        """Return `advantages` and `returns`, f32 [T], 0 outside responses, by generalised advantage estimation.
+        """Return `advantages` and `returns` f32 [T], 0 outside responses, by generalized advantage estimation.
 
-        With them come sums over each row's tokens, f64 [B], from which figures of the whole batch are made:
-        `advantage_sum` and `advantage_squares`, `return_sum` and `return_squares`, `error_sum` and `error_squares` (of
-        returns less values).
+        Also returns sums over each row's tokens, f64 [B], for statistics of the whole batch: `advantage_sum`,
+        `advantage_squares`, and likewise `return_…` and `error_…` (returns minus values).
 
         Args:
-            shard: `response_mask`, `values`, `rewards`, `valid`; with a coefficient `logprobs` and
+            shard: `response_mask`, `values`, `rewards`, `valid`; with `kl_coef` above 0 also `logprobs` and
                 `reference_logprobs`.
-            kl_coef: what the divergence of a token from the reference costs of its reward.
+            kl_coef: weight of the KL penalty that is subtracted from each token's reward.
         """
-        mask = shard["response_mask"]
-        kept = mask.with_values(mask.values & shard["valid"][mask.segment_ids])
+        mask, values = shard["response_mask"], shard["values"].values
+        valid_mask = mask.with_values(mask.values & shard["valid"][mask.segment_ids])
         penalties = None
         if kl_coef > 0:
             logprobs, reference = shard["logprobs"].values, shard["reference_logprobs"].values
-            penalties = kl_coef * kl_estimate(logprobs, reference, self._algorithm.kl_estimator, mask=kept.values)
-        found = compute_gae(
-            shard["values"].values,
-            token_rewards(shard["rewards"], kept, penalties),
-            kept,
-            gamma=self._settings.gamma,
-            gae_lambda=self._settings.gae_lambda,
-        )
-        errors = found.returns - shard["values"].values
+            penalties = kl_coef * kl_estimate(logprobs, reference, self._algorithm.kl_estimator, mask=valid_mask.values)
+        rewards = token_rewards(shard["rewards"], valid_mask, penalties)
+        gamma, gae_lambda = self._settings.gamma, self._settings.gae_lambda
+        estimates = compute_gae(values, rewards, valid_mask, gamma=gamma, gae_lambda=gae_lambda)
+        advantages, returns = estimates.advantages, estimates.returns
         columns: dict[str, Ragged | Tensor] = {
-            "advantages": mask.with_values(found.advantages),
-            "returns": mask.with_values(found.returns),
+            "advantages": mask.with_values(advantages),
+            "returns": mask.with_values(returns),
         }
-        for name, values in (("advantage", found.advantages), ("return", found.returns), ("error", errors)):
-            columns |= {
-                f"{name}_sum": row_sums(values, kept),
-                f"{name}_squares": row_sums(values.double().square(), kept),
-            }
+        for name, column in (("advantage", advantages), ("return", returns), ("error", returns - values)):
+            columns |= _row_moments(name, column, valid_mask)
         return shard.keep([]).union(columns)
 
     @sharded(reads=columns_of, mini_batches=True, merge=merge_steps)
@@ -129,7 +121,7 @@ class CriticWorker(Worker, Trainable):
 
     @broadcast
     def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
-        """Take over a policy's weights, all but its head; a new critic begins as the policy of that version."""
+        """Load a policy's weights without its head: a new critic starts from the policy of that version."""
         load_base_weights(self._critic, to_tensors(weights))
 
     @broadcast
@@ -139,7 +131,7 @@ class CriticWorker(Worker, Trainable):
 
     @broadcast
     def load(self, folder: str) -> None:
-        """Read weights and moments back, saved on any number of ranks; a collective."""
+        """Restore weights and optimizer state, saved on any number of ranks; a collective."""
         self._stepper.load(folder)
 
     @broadcast
@@ -154,3 +146,9 @@ class CriticWorker(Worker, Trainable):
         """Return the values of a microbatch's tokens, f32 [T], on the CPU."""
         inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
         return self._critic(inputs, before=True).cpu()
+
+
+def _row_moments(name: str, values: Tensor, mask: Ragged) -> dict[str, Ragged | Tensor]:
+    """Return the sums of `values` and of their squares over each row's masked tokens, f64 [B]."""
+    squares = row_sums(values.double().square(), mask)
+    return {f"{name}_sum": row_sums(values, mask), f"{name}_squares": squares}

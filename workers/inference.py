@@ -1,4 +1,7 @@
-"""Log-probabilities of a shard's tokens: what the actor and the reference both do."""
+"""Forward passes over a shard without gradients: log-probabilities, and any other column of one value per token.
+
+All ranks run the same number of microbatches, dummy ones included, so no collective waits forever.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +23,13 @@ from rlpack.models.policy import Policy
 
 @dataclass(frozen=True)
 class Scorer:
-    """A policy and how it reads tokens.
+    """A policy with the settings of its forward pass.
 
     Attributes:
         policy: the model, sharded over the pool or not.
-        device: where it lives.
-        temperature: the temperature that responses were sampled at.
-        pad_token_id: what fills the slots without a token.
+        device: the model's device.
+        temperature: the sampling temperature of rollouts.
+        pad_token_id: fills the slots without a token.
     """
 
     policy: Policy
@@ -35,40 +38,40 @@ class Scorer:
     pad_token_id: int
 
     @classmethod
-    def of(cls, policy: Policy, context: RankContext, temperature: float, tokenizer: PreTrainedTokenizerBase) -> Self:
+    def from_policy(
+        cls, policy: Policy, context: RankContext, temperature: float, tokenizer: PreTrainedTokenizerBase
+    ) -> Self:
         """Return the scorer of a rank's policy."""
         return cls(policy, context.torch_device, temperature, pad_id(tokenizer))
 
     @torch.no_grad()
     def score(self, view: MicrobatchView, *, temperature: float) -> Tensor:
-        """Return the log-probs of a microbatch's response tokens, zero elsewhere: f32 [T], on the CPU."""
+        """Return the log-probs of a microbatch's response tokens, 0 elsewhere: f32 [T], on the CPU."""
         self.policy.eval()
         inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
         select = view.rows["response_mask"].values.to(self.device)
         return self.policy(inputs, select=select, temperature=temperature, entropy=False).logprobs.float().cpu()
 
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
-        """Return the column `name`: log p(token | tokens before it) of response tokens, f32, zero elsewhere.
+        """Return the column `name`: log p(token | tokens before it) of response tokens, f32 [T], 0 elsewhere.
 
-        Rows are in the shard's order.
+        Rows are in the shard's order. Without a temperature, that of rollouts is used.
         """
-        chosen = self.temperature if temperature is None else temperature
-        return per_token(shard, name, self.policy, lambda view: self.score(view, temperature=chosen))
+        resolved = self.temperature if temperature is None else temperature
+        return compute_per_token(shard, name, self.policy, lambda view: self.score(view, temperature=resolved))
 
 
 @torch.no_grad()
-def per_token(
+def compute_per_token(
     shard: BatchedDataDict, name: str, model: PackedModel, score: Callable[[MicrobatchView], Tensor]
 ) -> BatchedDataDict:
-    """Return the column `name`, f32 [T], of what `score` says of each microbatch; rows in the shard's order.
-
-    Every rank walks the same number of microbatches, fillers included, so no collective waits for another rank.
+    """Return the column `name`, f32 [T], computed by `score` microbatch by microbatch; rows in the shard's order.
 
     Args:
-        shard: `response_mask`, and what `score` reads.
+        shard: `response_mask`, and the columns that `score` reads.
         name: of the column.
-        model: what is run; its gathered weights are freed at the end.
-        score: from a microbatch to a number for each of its tokens, f32 [T], on the CPU.
+        model: the model that `score` runs; its gathered weights are freed at the end.
+        score: maps a microbatch to one value per token, f32 [T], on the CPU.
     """
     values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
     for step in range(shard.num_steps):

@@ -1,4 +1,7 @@
-"""A model that is trained: forward and backward over microbatches, one optimizer step, its state on disk."""
+"""One optimizer step of a trained model: forward and backward over its microbatches, then the optimizer.
+
+Gradients are summed over microbatches and ranks, never averaged: a loss carries its global denominators.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +15,7 @@ from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
 from rlpack.models.packed import PackedModel
-from rlpack.models.parallel import accumulate, clip_grad_norm
+from rlpack.models.parallel import clip_grad_norm, set_gradient_sync
 from rlpack.worker import RankContext
 from rlpack.workers.loss import MicrobatchLoss
 
@@ -21,18 +24,17 @@ class OptimizerStepper:
     """One rank of a trained model (FSDP2) and its optimizer, for the actor and the critic.
 
     Attributes:
-        model: the model.
-        steps_taken: optimizer steps, those before a checkpoint included.
+        model: the model, sharded already if it is to be.
     """
 
     def __init__(self, role: str, model: PackedModel, settings: Optimizer, context: RankContext) -> None:
-        """Make the optimizer.
+        """Build the optimizer.
 
         Args:
-            role: what names of metrics begin with.
-            model: sharded already, where it is to be.
+            role: prefix of the metrics' names.
+            model: sharded already if it is to be.
             settings: of the optimizer.
-            context: the rank's place.
+            context: the rank's place in the pool.
         """
         self.model = model
         self._role = role
@@ -42,11 +44,11 @@ class OptimizerStepper:
 
     @property
     def steps_taken(self) -> int:
-        """Return the optimizer steps taken so far."""
+        """Return the number of optimizer steps taken, including those before a checkpoint."""
         return steps_taken(self._optimizer)
 
     def reset_optimizer(self) -> None:
-        """Replace the optimizer by a new one without moments."""
+        """Replace the optimizer with a new one without moments."""
         self._optimizer = self._new_optimizer()
 
     def step(
@@ -69,7 +71,7 @@ class OptimizerStepper:
         self._optimizer.zero_grad(set_to_none=True)
         sums = MetricAccumulator()
         for number, view in enumerate(views, start=1):
-            accumulate(model, last=number == len(views))
+            set_gradient_sync(model, last=number == len(views))
             loss = microbatch_loss(view, number)
             loss.value.backward()
             sums.add(loss.metrics)
@@ -82,26 +84,26 @@ class OptimizerStepper:
         save_training_state(self.model, self._optimizer, Path(folder))
 
     def load(self, folder: str) -> None:
-        """Read weights and moments back, saved on any number of ranks; a collective.
+        """Restore weights and optimizer state, saved on any number of ranks; a collective.
 
-        The checkpoint's learning rate and decays give way to the configuration's, which may have changed since.
+        Learning rate and weight decay stay those of the configuration, which may have changed since the save.
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         load_training_state(self.model, self._optimizer, Path(folder))
-        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(configured)
 
     def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
-        """Take the optimizer step, unless no token had a gradient or the gradient is not a number: both are counted.
+        """Take the optimizer step, or skip and count it if the gradient is zero or not finite.
 
-        AdamW would move the weights by its momentum alone, and a NaN would spread to all of them.
+        On a zero gradient AdamW would still move the weights by its momentum; a NaN would spread to all of them.
         """
         skip = not np.isfinite(grad_norm) or grad_norm == 0
         set_learning_rate(self._optimizer, learning_rate)
         if not skip:
             self._optimizer.step()
         if self._context.rank > 0:
-            return {}  # these are figures of the step, not parts of it: one rank reports them
+            return {}  # the same on every rank, and metrics are summed over ranks: rank 0 reports them
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
 
     def _new_optimizer(self) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that the KL term compares with."""
+"""The reference role: the frozen policy of the KL term."""
 
 from typing import Self
 
@@ -21,9 +21,9 @@ class ReferenceWorker(Worker):
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Build and shard the policy; nothing in it is trained."""
+        """Build and shard the policy, and freeze its weights."""
         policy = build_policy(config, "reference", tokenizer, context)
-        scorer = Scorer.of(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer)
+        scorer = Scorer.from_policy(policy.requires_grad_(False), context, config.rollout.temperature, tokenizer)
         return cls(context, scorer)
 
     @sharded(reads=("input_ids", "response_mask"), returns=("reference_logprobs",))
@@ -37,5 +37,5 @@ class ReferenceWorker(Worker):
 
     @broadcast
     def load_model(self, folder: str) -> None:
-        """Take over the weights of a model folder, the policy that a recipe began with."""
+        """Load the weights of a model folder: the policy that the recipe started from."""
         load_full_state_dict(self._scorer.policy, read_weights(folder))

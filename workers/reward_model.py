@@ -13,7 +13,7 @@ from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import to_model_inputs
 from rlpack.worker import RankContext, Worker, sharded
 from rlpack.workers.build import build_reward_model
-from rlpack.workers.inference import per_token
+from rlpack.workers.inference import compute_per_token
 
 
 class RewardModelWorker(Worker):
@@ -40,7 +40,7 @@ class RewardModelWorker(Worker):
         Args:
             shard: `input_ids`, prompts and responses; `response_mask`.
         """
-        token_scores = per_token(shard, "scores", self._model, self._token_scores)["scores"]
+        token_scores = compute_per_token(shard, "scores", self._model, self._token_scores)["scores"]
         has_tokens = token_scores.lengths > 0
         last_tokens = token_scores.lengths.cumsum(0) - 1
         scores = torch.full((shard.num_rows,), torch.nan)

@@ -77,7 +77,7 @@ def decoder_layers(policy: PackedModel) -> list[nn.Module]:
     return layers
 
 
-def accumulate(policy: PackedModel, last: bool) -> None:
+def set_gradient_sync(policy: PackedModel, last: bool) -> None:
     """Say, before a microbatch's forward, whether it is the optimizer step's last: only then are gradients summed.
 
     Does nothing to a policy that is not sharded.

@@ -10,10 +10,10 @@ from rlpack.models.checks import check_isolation
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs, pack_rows
 from rlpack.models.parallel import (
-    accumulate,
     clip_grad_norm,
     full_state_dict,
     load_full_state_dict,
+    set_gradient_sync,
     shard_model,
 )
 from rlpack.models.policy import Policy
@@ -50,7 +50,7 @@ def new_policy(dtype: torch.dtype = torch.float64) -> Policy:
 def optimizer_step(policy: Policy, microbatches: list[list[int]], *, max_norm: float = 1e9) -> Step:
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
     for index, rows in enumerate(microbatches):
-        accumulate(policy, last=index == len(microbatches) - 1)
+        set_gradient_sync(policy, last=index == len(microbatches) - 1)
         scores = policy(pack_rows([ROWS[row] for row in rows]) if rows else filler(), temperature=0.8)
         (scores.logprobs.sum() + 0.1 * scores.entropy.sum()).backward()
     norm = clip_grad_norm(policy, max_norm)
