@@ -1,9 +1,9 @@
-"""Write deploy/rayjob.yaml for an image, a size and a run: `python deploy/kuberay.py --image … -- overrides`.
+"""Generate deploy/rayjob.yaml for an image, a size and a run: `python deploy/kuberay.py --image … -- overrides`.
 
 python deploy/kuberay.py --image registry/rlpack:cuda --workers 2 --gpus 8 -- run_dir=/shared/mine | kubectl apply -f -
 
-Values are put into the parsed manifest, never into its text, so none can break out of its place. The config is checked
-as `rlpack submit` checks it, and against the devices that the nodes will have.
+Values are inserted into the parsed manifest, never into its text, so they can't inject YAML. The config is checked as
+in `rlpack submit`, and against the devices of the nodes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SECRETS_DIR = "/etc/rlpack-secrets"  # where the manifest mounts them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the manifest; 2 when the run or its place can't be."""
+    """Print the manifest and return 0, or print an error and return 2."""
     parsed = _parser().parse_args(arguments)
     words = [*(() if _sets(parsed.overrides, "resume") else ("resume=auto",)), *parsed.overrides]
     if not _sets(words, "job.secrets_dir"):
@@ -40,20 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, PlacementError) as error:
         print(f"deploy/kuberay.py: {error}", file=sys.stderr)
         return 2
-    yaml.dump(manifest(parsed, config, words), sys.stdout, Dumper=_Plain, sort_keys=False, width=120)
+    yaml.dump(manifest(parsed, config, words), sys.stdout, Dumper=_NoAliases, sort_keys=False, width=120)
     return 0
 
 
 def manifest(parsed: argparse.Namespace, config: Config, words: Sequence[str]) -> dict[str, Any]:
-    """Return the filled manifest."""
-    made = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
-    made["metadata"]["name"] = parsed.name
-    spec = made["spec"]
+    """Return the manifest for a run."""
+    document = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
+    document["metadata"]["name"] = parsed.name
+    spec = document["spec"]
     spec["entrypoint"] = shlex.join(["python", "-m", "rlpack", "train", *words, JOINS])
-    environment: dict[str, Any] = {"env_vars": {**config.job.env_vars, STOP_WAIT: str(config.job.stop_timeout_s)}}
+    runtime_env: dict[str, Any] = {"env_vars": {**config.job.env_vars, STOP_WAIT: str(config.job.stop_timeout_s)}}
     if config.job.pip:
-        environment["pip"] = list(config.job.pip)
-    spec["runtimeEnvYAML"] = yaml.safe_dump(environment)
+        runtime_env["pip"] = list(config.job.pip)
+    spec["runtimeEnvYAML"] = yaml.safe_dump(runtime_env)
     cluster = spec["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     workers["replicas"] = workers["minReplicas"] = workers["maxReplicas"] = parsed.workers
@@ -67,11 +67,11 @@ def manifest(parsed: argparse.Namespace, config: Config, words: Sequence[str]) -
     if parsed.gpus:
         size["nvidia.com/gpu"] = str(parsed.gpus)
     pods[1]["containers"][0]["resources"] = {"requests": size, "limits": dict(size)}
-    return made
+    return document
 
 
-class _Plain(yaml.SafeDumper):
-    """Writes a value that occurs twice twice, instead of pointing back at it."""
+class _NoAliases(yaml.SafeDumper):
+    """Dumps repeated values in full, without YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -82,18 +82,18 @@ def _sets(words: Sequence[str], key: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write a KubeRay RayJob for a run.")
-    parser.add_argument("--image", required=True, help="of docker/, where the nodes can pull it")
-    parser.add_argument("--name", default="rlpack", help="of the job (%(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="nodes with ranks (%(default)s)")
-    parser.add_argument("--cpus", type=int, default=2, help="CPU cores of each (%(default)s)")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of each (%(default)s)")
-    parser.add_argument("--memory", default="8Gi", help="memory of each (%(default)s)")
-    parser.add_argument("--claim", default="rlpack", help="volume claim that becomes /shared (%(default)s)")
+    parser = argparse.ArgumentParser(description="Generate a KubeRay RayJob for a run.")
     parser.add_argument(
-        "--secret", default="rlpack", help="secret whose keys are files of job.secrets_dir (%(default)s)"
+        "--image", required=True, help="image built from docker/, in a registry that the nodes can reach"
     )
-    parser.add_argument("overrides", nargs="+", metavar="-- key=value", help="what `rlpack train` takes")
+    parser.add_argument("--name", default="rlpack", help="name of the job (%(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="number of worker nodes (%(default)s)")
+    parser.add_argument("--cpus", type=int, default=2, help="CPU cores per worker node (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=0, help="GPUs per worker node (%(default)s)")
+    parser.add_argument("--memory", default="8Gi", help="memory per worker node (%(default)s)")
+    parser.add_argument("--claim", default="rlpack", help="volume claim that is mounted at /shared (%(default)s)")
+    parser.add_argument("--secret", default="rlpack", help="secret that is mounted at job.secrets_dir (%(default)s)")
+    parser.add_argument("overrides", nargs="+", metavar="-- key=value", help="overrides of `rlpack train`")
     return parser
 
 

@@ -1,11 +1,12 @@
 #!/bin/bash
-# A run on nodes that Slurm gives: a Ray cluster of their own, and `rlpack train` on it.
+# A run under Slurm: starts a Ray cluster on the allocated nodes, and runs `rlpack train` on it.
 #
 #   sbatch --nodes=4 --gpus-per-node=8 deploy/slurm.sh run_dir=/shared/mine trainer.steps=80
 #
-# What follows the script's name are overrides of `rlpack train`; run_dir has to be absolute, on storage that all nodes
-# share. Submitted again as it was, it goes on from its last checkpoint. Options of sbatch's command line win over those
-# below. Secrets: export them before sbatch, or put files on the nodes, and name them in job.secret_names.
+# The arguments after the script's name are overrides of `rlpack train`. run_dir has to be an absolute path on storage
+# that all nodes share. Submitting the same command again resumes from the last checkpoint. Options on sbatch's command
+# line override those below. Secrets: export them before sbatch, or put files on the nodes, and list them in
+# job.secret_names.
 #
 #SBATCH --job-name=rlpack
 #SBATCH --nodes=2
@@ -26,14 +27,14 @@ head=${nodes[0]}
 address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
 port=$((20000 + SLURM_JOB_ID % 20000))
 cpus=${SLURM_CPUS_PER_TASK:-1} gpus=${SLURM_GPUS_ON_NODE:-0}
-export SRUN_CPUS_PER_TASK=$cpus # srun doesn't take it over from sbatch
+export SRUN_CPUS_PER_TASK=$cpus # srun doesn't inherit it from sbatch
 
-# Nodes are reached by everybody on the cluster's network, so Ray asks for a token; its file is its owner's alone.
-# The folder has to be seen by all nodes, as a home directory is.
+# Anyone on the cluster's network can reach the nodes, so Ray requires a token, in a file that only its owner can read.
+# Its directory has to be shared by all nodes, like a home directory.
 token=$(mktemp "${RLPACK_TOKEN_DIR:-$HOME}/.rlpack-$SLURM_JOB_ID-XXXXXX")
 python -c 'import secrets; print(secrets.token_hex(32))' > "$token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token RAY_USAGE_STATS_ENABLED=0
-# Reward functions are ended by their keeper, which cleans up after them; Ray would end it first.
+# Keep Ray from killing the supervisor of the reward processes before it has cleaned up.
 export RAY_kill_child_processes_on_worker_exit=false
 
 steps=()
@@ -62,12 +63,12 @@ if ((${#nodes[@]} > 1)); then
     steps+=($!)
 fi
 
-# The run itself refuses a cluster that is too small, so it has to be whole before.
+# The run refuses a cluster that is too small, so wait until all nodes have joined.
 python - "$address:$port" "${#nodes[@]}" << 'WAIT'
 import logging, sys, time
 import ray
 
-address, wanted, deadline = sys.argv[1], int(sys.argv[2]), time.monotonic() + 300
+address, num_nodes, deadline = sys.argv[1], int(sys.argv[2]), time.monotonic() + 300
 while True:
     try:
         ray.init(address=address, logging_level=logging.ERROR)
@@ -77,20 +78,20 @@ while True:
         alive, reason = 0, f": {error}"
     else:
         reason = ""
-    if alive >= wanted:
+    if alive >= num_nodes:
         break
     if time.monotonic() > deadline:
-        sys.exit(f"deploy/slurm.sh: {alive} of {wanted} nodes joined {address} within 300 s{reason}")
+        sys.exit(f"deploy/slurm.sh: {alive} of {num_nodes} nodes joined {address} within 300 s{reason}")
     time.sleep(2)
 WAIT
 
 python -m rlpack train resume=auto "$@" "placement.address=$address:$port" &
 driver=$!
-# Slurm sends SIGTERM five minutes before the time is up: the run finishes its step, saves and ends with 130.
-told=
-trap 'told=yes; kill -TERM "$driver" 2> /dev/null || true' TERM
+# Slurm sends SIGTERM five minutes before the time limit: the run finishes its step, saves, and exits with 130.
+interrupted=
+trap 'interrupted=yes; kill -TERM "$driver" 2> /dev/null || true' TERM
 wait "$driver" && code=0 || code=$?
-if [[ $told ]]; then # that wait was cut short by the signal; this one isn't
+if [[ $interrupted ]]; then # the signal interrupted the first wait
     wait "$driver" && code=0 || code=$?
 fi
 driver=

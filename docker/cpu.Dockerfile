@@ -1,5 +1,5 @@
 # rlpack with its pinned dependencies and Ray, for every node of a cluster without GPUs.
-# At the project's root: docker build -f docker/cpu.Dockerfile -t rlpack:cpu .
+# From the project root: docker build -f docker/cpu.Dockerfile -t rlpack:cpu .
 FROM python:3.11-slim-bookworm
 
 ARG TORCH=torch==2.13.0
@@ -12,7 +12,7 @@ RUN apt-get update \
 
 RUN useradd --create-home --uid 1000 rlpack
 
-# PyTorch first, as `make install` does: it is the largest part, and its build decides what the image can compute on.
+# PyTorch first, as in `make install`: it is the largest layer, and its build determines the supported devices.
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$TORCH"
 
 WORKDIR /opt/rlpack
@@ -23,7 +23,7 @@ COPY recipes recipes
 COPY configs configs
 RUN pip install --no-cache-dir --constraint constraints.txt ".[tensorboard,wandb]"
 
-# The last one: reward functions are ended by their keeper, which cleans up after them; Ray would end it first.
+# The last variable keeps Ray from killing the supervisor of the reward processes before it has cleaned up.
 ENV PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 RAY_kill_child_processes_on_worker_exit=false
 USER 1000
 WORKDIR /home/rlpack

@@ -1,19 +1,19 @@
 # rlpack with its pinned dependencies, Ray and PyTorch for CUDA, for every node of a cluster with NVIDIA GPUs.
-# At the project's root: docker build -f docker/cuda.Dockerfile -t rlpack:cuda .
-# PyTorch's wheels bring CUDA, cuDNN and NCCL; the driver comes from the node, by NVIDIA's container toolkit.
+# From the project root: docker build -f docker/cuda.Dockerfile -t rlpack:cuda .
+# PyTorch's wheels include CUDA, cuDNN and NCCL; the NVIDIA container toolkit provides the node's driver.
 FROM python:3.11-slim-bookworm
 
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://pypi.org/simple
 
-# KubeRay's health checks call wget, Triton a C compiler, NCCL the InfiniBand libraries where a node has such cards.
+# KubeRay's health checks need wget, Triton a C compiler, and NCCL the InfiniBand libraries on nodes with such cards.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc ibverbs-providers libc6-dev libibverbs1 librdmacm1 wget \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 rlpack
 
-# PyTorch first, as `make install` does: it is the largest part, and its build decides what the image can compute on.
+# PyTorch first, as in `make install`: it is the largest layer, and its build determines the supported devices.
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$TORCH"
 
 WORKDIR /opt/rlpack
@@ -25,7 +25,7 @@ COPY configs configs
 RUN pip install --no-cache-dir --constraint constraints.txt ".[tensorboard,wandb]"
 
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# The last one: reward functions are ended by their keeper, which cleans up after them; Ray would end it first.
+# The last variable keeps Ray from killing the supervisor of the reward processes before it has cleaned up.
 ENV PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0 RAY_kill_child_processes_on_worker_exit=false
 USER 1000
 WORKDIR /home/rlpack

@@ -1,4 +1,4 @@
-"""Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286), by token."""
+"""Tapered off-policy REINFORCE per token (Le Roux et al. 2025, arXiv:2503.14286)."""
 
 import torch
 
@@ -6,14 +6,14 @@ from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 
 
 def tapered(tokens: PolicyTokens, *, taper: float = 1.0) -> PolicyLoss:
-    """Return `-A·log π` a token where A is above 0, `-min(r, taper)·A·log π` elsewhere, no gradient through r.
+    """Return `-A·log π` for tokens with A > 0, else `-min(r, taper)·A·log π`; no gradient flows through r.
 
-    What was good is imitated at full weight however unlikely it has become; what was bad is pushed down only as long as
-    the policy still says it, so nothing is driven to minus infinity.
+    Tokens with a positive advantage have full weight, however unlikely they have become. Tokens with a negative one
+    lose weight as they become unlikely, so their log-probs don't diverge to minus infinity.
 
     Args:
-        tokens: of a microbatch, [T].
-        taper: upper bound of a bad token's weight.
+        tokens: the tokens of a microbatch, [T].
+        taper: upper bound of the weight of tokens with a negative advantage.
     """
     good, ratio = tokens.advantages > 0, tokens.ratio.detach()
     weights = torch.where(good, 1.0, ratio.clamp(max=taper))

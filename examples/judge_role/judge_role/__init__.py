@@ -1,3 +1,3 @@
-"""A role of one's own for rlpack."""
+"""A custom role for rlpack."""
 
 from judge_role.judge import JudgeWorker as JudgeWorker

@@ -1,4 +1,4 @@
-"""A judge of repetition: what a response says again and again costs it reward."""
+"""A judge that penalises repetition."""
 
 import torch
 
@@ -7,9 +7,9 @@ from rlpack.worker import RankContext, Worker, sharded
 
 
 class JudgeWorker(Worker):
-    """Gives a response minus `weight` times the share of its n-grams of tokens that stood in it before.
+    """Rewards a response with `-weight` times the fraction of its token n-grams that occurred in it before.
 
-    That share is left in the batch as the column `repeated`, for an advantage function that asks for it by name.
+    The fraction is added to the batch as the column `repeated`, which an advantage function can name as an argument.
     """
 
     def __init__(self, context: RankContext, *, n: int = 4, weight: float = 1.0) -> None:
@@ -18,7 +18,7 @@ class JudgeWorker(Worker):
 
     @sharded()
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `rewards` f32 [B], `quarantined` bool [B] (no row is) and `repeated` f32 [B]."""
+        """Return `rewards` f32 [B], `quarantined` bool [B] (all false) and `repeated` f32 [B]."""
         rows = zip(shard["input_ids"].rows(), shard["response_mask"].rows(), strict=True)
         repeated = torch.tensor([self._repeated(tokens[mask].tolist()) for tokens, mask in rows], dtype=torch.float32)
         quarantined = torch.zeros_like(repeated, dtype=torch.bool)

@@ -102,10 +102,10 @@ def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str
 
 
 def _facts(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what identifies a run in the page's head; empty where the config is missing."""
+    """Return recipe and seed for the page's heading, as far as the configuration has them."""
     recipe = config.get("recipe")
-    name = str(recipe.get("target")).rpartition(".")[2] if isinstance(recipe, dict) else recipe
-    return {key: value for key, value in {"recipe": name, "seed": config.get("seed")}.items() if value is not None}
+    facts = {"seed": config["seed"]} if "seed" in config else {}
+    return {"recipe": str(recipe.get("target")).rpartition(".")[2], **facts} if isinstance(recipe, dict) else facts
 
 
 def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
