@@ -1,4 +1,4 @@
-"""The prompts of a run: both splits, and the tokenizer that reads them."""
+"""The prompts of a run: the training and the held-out split, and their tokenizer."""
 
 import logging
 from dataclasses import replace
@@ -18,16 +18,16 @@ from rlpack.models.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Columns that a rollout batch gets on its way; a dataset's own of the same name would stand in their place.
-_TAKEN = frozenset(FIELDS)
-# Of the store's budget, what the datasets may keep; the rest is for the batches of a step.
-_SHARE = 0.25
-# Bytes of a block of tokens, which travels whole to each node.
-_TOKEN_BLOCK = 2**20
+# Columns that a rollout batch gets later; a dataset's column of the same name would be taken for them.
+_RESERVED = frozenset(FIELDS)
+# Share of the store's budget that datasets may occupy; the rest is for the batches of a step.
+_STORE_SHARE = 0.25
+# Bytes of a block of tokens, which is sent to each node as a whole.
+_BLOCK_BYTES = 2**20
 
 
 class Split:
-    """The prompts of a split, whose tokens and texts lie in a store; batches of them are references."""
+    """One split; its tokens and texts are in the object store, and its batches hold references."""
 
     def __init__(
         self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store, byte_budget: ByteBudget
@@ -40,7 +40,7 @@ class Split:
             byte_budget,
             len(prompts),
             lambda rows: prompts.demonstrations(rows, tokenizer),
-            block_bytes=_TOKEN_BLOCK,
+            block_bytes=_BLOCK_BYTES,
         )
 
     def __len__(self) -> int:
@@ -60,20 +60,19 @@ class Split:
 
 
 def in_store(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
-    """Return the splits with their tokens and texts in the store, of which all together may take a quarter."""
-    byte_budget = ByteBudget(_SHARE * store.budget)
+    """Return the splits with tokens and texts in the store; together they take at most a quarter of it."""
+    byte_budget = ByteBudget(_STORE_SHARE * store.budget)
     return [Split(split, tokenizer, store, byte_budget) for split in splits]
 
 
 def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Prompts]:
     """Return the tokenizer, the training prompts and the held-out prompts.
 
-    Without `model.path` and `model.tokenizer` the tokenizer is made on the spot: one token for each
-    character of the data.
+    Without `model.path` and `model.tokenizer`, the tokenizer is built from the data: one token per character.
 
     Raises:
-        DataError: a source is wrong.
-        ModelError: there is no tokenizer at the given place.
+        DataError: a source can't be read.
+        ModelError: the tokenizer can't be loaded.
     """
     data = config.data
     train = _load(config, data.source, data.split)
@@ -96,22 +95,22 @@ def _load(config: Config, source: str, split: str) -> PromptDataset:
         completion_column=data.completion_column,
         generator=data.generator,
     )
-    return _without_taken_columns(dataset)
+    return _drop_reserved_columns(dataset)
 
 
-def _without_taken_columns(dataset: PromptDataset) -> PromptDataset:
-    """Leave out the columns that rewards could not be given, because rollouts have columns of these names."""
-    taken = sorted({name for example in dataset for name in example.columns if name in _TAKEN})
-    if not taken:
+def _drop_reserved_columns(dataset: PromptDataset) -> PromptDataset:
+    """Drop the columns whose names are reserved for columns of rollouts, with a warning."""
+    reserved = sorted({name for example in dataset for name in example.columns if name in _RESERVED})
+    if not reserved:
         return dataset
     logger.warning(
         "%s: the columns %s are left out, because rollouts have columns of these names; rename those that a reward "
         "function reads",
         dataset.name,
-        ", ".join(taken),
+        ", ".join(reserved),
     )
     examples = [
-        replace(example, columns={name: value for name, value in example.columns.items() if name not in _TAKEN})
+        replace(example, columns={name: value for name, value in example.columns.items() if name not in _RESERVED})
         for example in dataset
     ]
     return replace(dataset, examples=examples)

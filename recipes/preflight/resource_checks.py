@@ -1,4 +1,4 @@
-"""What the pools of a run of this machine alone ask of it, looked at before Ray is started for them."""
+"""Resource checks: the pools and the object store against this machine, before Ray is started."""
 
 import os
 
@@ -9,16 +9,16 @@ from rlpack.config.schema import Config
 from rlpack.distributed.cluster import check_object_store
 from rlpack.distributed.errors import PlacementError
 
-# Ranks may share a core, for a trial; a mistyped number of them would only exhaust the machine's memory.
-RANKS_A_CORE = 32
+# Ranks may share a core in a small test; a mistyped number of ranks would only exhaust the machine's memory.
+RANKS_PER_CORE = 32
 
 
-def check_machine(config: Config) -> None:
-    """Refuse pools and an object store that this machine can't hold; a cluster that is joined is asked once it answers.
+def check_resources(config: Config) -> None:
+    """Refuse pools and an object store that this machine can't hold; a joined cluster checks them itself.
 
     Raises:
-        PlacementError: more GPUs are asked for than there are, more ranks than any machine of its size could run, or
-            more memory for objects than is free.
+        PlacementError: the pools need more GPUs than there are or more ranks than a machine of this size can run, or
+            the object store needs more memory than is free.
     """
     placement = config.placement
     if placement.address is not None:
@@ -27,18 +27,16 @@ def check_machine(config: Config) -> None:
     gpus = sum(pool.ranks * pool.gpus_per_rank for pool in pools)
     if gpus > torch.cuda.device_count():
         raise PlacementError(
-            f"placement.pools ({', '.join(names)}) ask for {gpus:g} GPUs, and this machine has "
+            f"placement.pools ({', '.join(names)}) need {gpus:g} GPUs, and this machine has "
             f"{torch.cuda.device_count()} that PyTorch can use; lower placement.pools.*.ranks or .gpus_per_rank, or "
             "join a cluster by placement.address"
         )
-    slots, limit = (
-        sum(pool.ranks * max(1.0, pool.cpus_per_rank) for pool in pools),
-        RANKS_A_CORE * (os.cpu_count() or 1),
-    )
-    if slots > limit:
+    cpus = sum(pool.ranks * max(1.0, pool.cpus_per_rank) for pool in pools)
+    limit = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if cpus > limit:
         raise PlacementError(
-            f"placement.pools ({', '.join(names)}) ask for {slots:,g} CPUs, and this machine has {os.cpu_count()}; up "
-            f"to {RANKS_A_CORE} ranks may share one, which makes {limit:,}; lower placement.pools.*.ranks or "
+            f"placement.pools ({', '.join(names)}) need {cpus:,g} CPUs, and this machine has {os.cpu_count()}; at most "
+            f"{RANKS_PER_CORE} ranks may share one, which makes {limit:,}; lower placement.pools.*.ranks or "
             ".cpus_per_rank, or join a cluster by placement.address"
         )
     check_object_store(placement)

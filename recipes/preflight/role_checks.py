@@ -1,4 +1,4 @@
-"""What is looked at in a role's class before any process starts: a rank that can't build or call it costs minutes."""
+"""Role checks: whether ranks can build a role's class and the driver can call it."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,15 +11,17 @@ from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.process import load_class
 from rlpack.worker import Trainable, Worker
 
-_SCORES = (
+_SCORE = (
     "a custom role derives from rlpack.worker.Worker and scores rollouts with `@sharded() def score(self, shard)`; see "
     "workers/reward.py"
 )
-_BUILT = "write it as `@classmethod def from_settings(cls, context, config, tokenizer, **arguments)`"
+_BUILD = "write it as `@classmethod def from_settings(cls, context, config, tokenizer, **arguments)`"
 
 
 def check_role(name: str, role: Role) -> None:
-    """Load a role's class and see that it can be built with its arguments; a user's own has to be one that scores.
+    """Raise unless a role's class can be loaded, built with its arguments, and called.
+
+    A custom role has to be a scoring role.
 
     Raises:
         PlacementError: names the role's key, what is wrong with the class, and what a role looks like.
@@ -38,69 +40,70 @@ def check_role(name: str, role: Role) -> None:
 
 
 def _check_score(where: str, kind: type[Any]) -> None:
-    """See that a session can call a class as a role that scores."""
+    """Raise unless a session can call a class as a scoring role."""
     for method in ("from_settings", "score"):
         if not _has(kind, method):
-            raise PlacementError(f"{where}, which has no method {method}; {_SCORES}")
+            raise PlacementError(f"{where}, which has no method {method}; {_SCORE}")
     try:
         dispatch = dispatch_of(kind.score)
     except TypeError as error:
-        raise PlacementError(f"{where}: {error}; {_SCORES}") from error
+        raise PlacementError(f"{where}: {error}; {_SCORE}") from error
     if dispatch.kind != "sharded":
-        raise PlacementError(f"{where}, whose score is {dispatch.kind}; {_SCORES}")
+        raise PlacementError(f"{where}, whose score is {dispatch.kind}; {_SCORE}")
     if dispatch.merge is not None:
-        raise PlacementError(f"{where}, whose score has a merge, and rewards are put in order by rows; {_SCORES}")
+        raise PlacementError(f"{where}, whose score has a merge, but rewards are restored by rows; {_SCORE}")
     if inspect.iscoroutinefunction(kind.score) or inspect.isgeneratorfunction(kind.score):
         what = "a coroutine" if inspect.iscoroutinefunction(kind.score) else "a generator"
-        raise PlacementError(f"{where}, whose score is {what}; write it without async and yield; {_SCORES}")
-    if problem := _why_not(inspect.signature(kind.score).bind, "self", "shard"):
-        raise PlacementError(f"{where}, whose score can't be called with a shard: {problem}; {_SCORES}")
+        raise PlacementError(f"{where}, whose score is {what}; write it without async and yield; {_SCORE}")
+    if problem := _bind_problem(inspect.signature(kind.score).bind, "self", "shard"):
+        raise PlacementError(f"{where}, whose score can't be called with a shard: {problem}; {_SCORE}")
 
 
 def _check_stands_in(where: str, kind: type[Any], standard: type[Any]) -> None:
-    """See that a class has the methods of the built-in role that it is to replace."""
+    """Raise unless a class has the methods of the built-in role that it replaces."""
     if not _has(kind, "from_settings"):
-        raise PlacementError(f"{where}, which has no method from_settings; {_BUILT}")
+        raise PlacementError(f"{where}, which has no method from_settings; {_BUILD}")
     if missing := sorted(_called(standard) - _called(kind)):
         raise PlacementError(
-            f"{where}, which has no decorated method {missing[0]}; in the place of {standard.__name__} "
-            f"a class has {', '.join(sorted(_called(standard)))}: derive from it"
+            f"{where}, which has no decorated method {missing[0]}; a replacement of {standard.__name__} needs "
+            f"{', '.join(sorted(_called(standard)))}: derive from it"
         )
     if issubclass(standard, Trainable) and not issubclass(kind, Trainable):
         raise PlacementError(f"{where}, which does not derive from rlpack.worker.Trainable, so it would not be saved")
 
 
 def _called(kind: type[Any]) -> set[str]:
-    """Return the methods of a class that a driver can call."""
+    """Return the names of the methods that the driver can call."""
     return {
         name for name in dir(kind) if inspect.isfunction(getattr(kind, name)) and is_dispatched(getattr(kind, name))
     }
 
 
 def _check_built(name: str, where: str, kind: type[Any], arguments: Mapping[str, Any]) -> None:
-    """See that a rank can build the class: by a `from_settings` of its own, or by its `__init__` as `Worker`'s does."""
+    """Raise unless a rank can build the class: by its own `from_settings`, or by `__init__` through `Worker`'s."""
     static = inspect.getattr_static(kind, "from_settings")
-    own = static is not vars(Worker)["from_settings"]
+    overridden = static is not vars(Worker)["from_settings"]
     if not isinstance(static, classmethod | staticmethod):
-        raise PlacementError(f"{where}, whose from_settings is no class method; {_BUILT}")
-    given = ("context", "config", "tokenizer") if own else ("context",)
-    builder, called = (kind.from_settings, "from_settings") if own else (kind, "__init__")
+        raise PlacementError(f"{where}, whose from_settings is not a class method; {_BUILD}")
+    positional = ("context", "config", "tokenizer") if overridden else ("context",)
+    builder, name_of_builder = (kind.from_settings, "from_settings") if overridden else (kind, "__init__")
     signature = inspect.signature(builder)
-    if problem := _why_not(signature.bind_partial, *given):
-        form = _BUILT if own else "take the context first, or override from_settings"
-        raise PlacementError(f"{where}, whose {called} can't be called with {', '.join(given)}: {problem}; {form}")
-    if problem := _why_not(signature.bind, *given, **arguments):
-        key, further = f"roles.{name}.arguments", list(signature.parameters.values())[len(given) :]
+    if problem := _bind_problem(signature.bind_partial, *positional):
+        form = _BUILD if overridden else "take the context first, or override from_settings"
+        names = ", ".join(positional)
+        raise PlacementError(f"{where}, whose {name_of_builder} can't be called with {names}: {problem}; {form}")
+    if problem := _bind_problem(signature.bind, *positional, **arguments):
+        key, accepted = f"roles.{name}.arguments", list(signature.parameters.values())[len(positional) :]
         raise PlacementError(
-            f"{where}, whose {called} can't be called with what {key} gives ({', '.join(arguments) or 'nothing'}): "
-            f"{problem}; {key} can give {', '.join(map(str, further)) or 'nothing'}"
+            f"{where}, whose {name_of_builder} can't be called with {key} ({', '.join(arguments) or 'none'}): "
+            f"{problem}; it takes {', '.join(map(str, accepted)) or 'no arguments'}"
         )
 
 
-def _why_not(bind: Callable[..., Any], *given: str, **arguments: Any) -> str:
-    """Return why a signature doesn't take this, nothing when it does."""
+def _bind_problem(bind: Callable[..., Any], *positional: str, **arguments: Any) -> str:
+    """Return why a signature doesn't accept the arguments; empty if it does."""
     try:
-        bind(*given, **arguments)
+        bind(*positional, **arguments)
     except TypeError as error:
         return str(error)
     return ""

@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_all_roles_that_are_trained_and_no_others(tmp_path: P
 
 def sampling_session(folder: Path) -> Session:
     """Return a session whose rewards are a function of the sampling seeds alone."""
-    session = session_of(folder, trainer=Trainer(prompts_per_step=3, group_size=2))
+    session = session_of(folder, recipe="dapo", trainer=Trainer(prompts_per_step=3, group_size=2))
 
     def generate(prompts: BatchedDataDict, params: object) -> BatchedDataDict:
         responses = tiny_rollouts([(3, 4)] * prompts.num_rows).drop(["group_ids", "uid"])

@@ -1,4 +1,4 @@
-"""What is said before any process starts."""
+"""Mistakes that are reported before any process starts."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ DATA = Data(generator={"train_size": 16, "validation_size": 4}, completion_colum
 class Mute(Worker): ...
 
 
-class Own(Worker):
+class Custom(Worker):
     @sharded()
     def score(self, shard: Any) -> Any: ...
 
@@ -52,7 +52,7 @@ def check(**sections: Any) -> None:
     check_before_start(config, *load_splits(config))
 
 
-def own_role(name: str) -> dict[str, Role]:
+def custom_role(name: str) -> dict[str, Role]:
     return {**builtin_roles(), "judge": Role(target=f"tests.unit.recipes.preflight.test_config_checks:{name}")}
 
 
@@ -71,15 +71,15 @@ def test_a_whole_run_passes():
         ({"model_type": "t5"}, "the model is a t5, which is no causal language model"),
     ],
 )
-def test_a_model_that_can_not_be_built_is_refused(config: dict[str, Any], message: str):
+def test_a_model_that_cannot_be_built_is_refused(config: dict[str, Any], message: str):
     with pytest.raises(ModelError, match=message):
         check(model=Model(config=config))
 
 
 def test_a_role_that_no_session_could_call_is_refused_where_it_is_started():
     with pytest.raises(PlacementError, match=r"roles\.judge\.target is 'tests.*:Mute', which has no method score"):
-        check(roles=own_role("Mute"))
-    check(recipe="sft", roles=own_role("Mute"))  # which starts no role but the actor
+        check(roles=custom_role("Mute"))
+    check(recipe="sft", roles=custom_role("Mute"))  # starts the actor alone
 
 
 def check_with(tokenizer: PreTrainedTokenizerBase, **sections: Any) -> None:
@@ -91,9 +91,7 @@ def check_with(tokenizer: PreTrainedTokenizerBase, **sections: Any) -> None:
 def test_a_tokenizer_without_an_end_of_sequence_is_refused_unless_other_ids_end_a_response():
     tokenizer = load_splits(tiny_config(data=DATA))[0]
     tokenizer.eos_token = None
-    with pytest.raises(
-        DataError, match=r"no end-of-sequence token \(eos_token\), so the role rollout could end no resp"
-    ):
+    with pytest.raises(DataError, match=r"no end-of-sequence token \(eos_token\), so every response would run"):
         check_with(tokenizer)
     check_with(tokenizer, rollout=Rollout(stop_token_ids=(5,)))
     with pytest.raises(
@@ -102,7 +100,7 @@ def test_a_tokenizer_without_an_end_of_sequence_is_refused_unless_other_ids_end_
         check_with(tokenizer, rollout=Rollout(stop_token_ids=(5,)), sft_warmup=SFTWarmup(steps=1))
 
 
-def test_a_tokenizer_without_a_padding_token_will_do():
+def test_a_tokenizer_without_a_padding_token_is_accepted():
     tokenizer = load_splits(tiny_config(data=DATA))[0]
     tokenizer.pad_token = None
     check_with(tokenizer)
@@ -128,7 +126,7 @@ def test_patterns_of_no_weight_or_of_all_are_refused(actor: Actor, message: str)
 def test_patterns_over_a_critic_are_those_of_its_own_model():
     ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
     check(**ppo, critic=Critic(optimizer=Optimizer(freeze=("model.*",))))
-    check(critic=Critic(optimizer=Optimizer(freeze=("nothing",))))  # which no critic is started for
+    check(critic=Critic(optimizer=Optimizer(freeze=("nothing",))))  # no critic is started
     with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze holds 'lm_head\.weight', which matches none"):
         check(**ppo, critic=Critic(optimizer=Optimizer(freeze=("lm_head.weight",))))
 
@@ -143,7 +141,7 @@ def test_a_critic_of_other_tokens_than_the_policys_is_refused(tmp_path: Path):
     check(**ppo, critic=Critic(path=str(policy)))
     with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and is not"):
         check(**ppo, critic=Critic(path=str(other)))
-    check(critic=Critic(path=str(other)))  # which no critic is started from
+    check(critic=Critic(path=str(other)))  # no critic is started
 
 
 def test_patterns_over_adapters_are_those_of_the_adapted_model():
@@ -172,14 +170,14 @@ def score_by_level(prompts: list[str], completions: list[str], level: list[int])
         (Reward(arguments={"colour": "red"}), r"reward\.arguments\.colour is not an argument"),
     ],
 )
-def test_a_reward_function_that_can_not_be_called_is_refused(reward: Reward, message: str):
+def test_a_reward_function_that_cannot_be_called_is_refused(reward: Reward, message: str):
     with pytest.raises(RewardError, match=message):
         check(reward=reward)
-    own = {**builtin_roles(), "reward": Role(target="tests.unit.recipes.preflight.test_config_checks:Own")}
-    check(reward=reward, roles=own)  # which may call it otherwise
+    custom = {**builtin_roles(), "reward": Role(target="tests.unit.recipes.preflight.test_config_checks:Custom")}
+    check(reward=reward, roles=custom)  # may call it differently
 
 
-def test_each_of_several_reward_functions_is_looked_at():
+def test_each_of_several_reward_functions_is_checked():
     fine, lacking = RewardFunction(function="rlpack.rewards.functions:final_answer"), RewardFunction(function="math:no")
     with pytest.raises(RewardError, match=r"reward\.functions\.b\.function is 'math:no', and math has no no"):
         check(reward=Reward(functions={"a": fine, "b": lacking}))
@@ -188,11 +186,11 @@ def test_each_of_several_reward_functions_is_looked_at():
         check(reward=Reward(functions={"a": fine, "b": strange}))
 
 
-def test_a_sandbox_that_this_machine_can_not_give_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_sandbox_that_this_machine_cannot_provide_is_refused(monkeypatch: pytest.MonkeyPatch):
     strict = Reward(sandbox="strict")
     check(reward=strict)
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(RewardError, match=r"reward\.sandbox=strict can't be had on this machine: .*; set reward"):
+    with pytest.raises(RewardError, match=r"reward\.sandbox=strict is not available on this machine: .*; set reward"):
         check(reward=strict)
 
 
@@ -201,10 +199,13 @@ def test_a_sandbox_that_this_machine_can_not_give_is_refused(monkeypatch: pytest
     [
         (Judge(prompt_template="{prompt}"), r"doesn't name \{completion\}"),
         (Judge(prompt_template="{completion} {level}"), r"names \{level\}; the dataset has"),
-        (Judge(api_key_env="NO_SUCH_KEY"), "judge.api_key_env is 'NO_SUCH_KEY', and there is no such environment"),
+        (
+            Judge(api_key_env="NO_SUCH_KEY"),
+            "judge.api_key_env is 'NO_SUCH_KEY', and that environment variable isn't set",
+        ),
     ],
 )
-def test_a_judge_that_could_not_be_asked_is_refused(judge: Judge, message: str):
+def test_a_judge_that_could_not_be_called_is_refused(judge: Judge, message: str):
     roles = {**builtin_roles(), "judge": Role(target="rlpack.workers.judge:JudgeWorker")}
     place = {"url": "http://localhost/v1", "model": "any"}
     check(roles=roles, judge=Judge(**place))
@@ -223,9 +224,9 @@ def score_by_all(prompts: Any, completions: Any, answer: Any, uid: Any, finish_r
 @pytest.mark.parametrize(
     ("pool", "message"),
     [
-        (Pool(ranks=60, gpus_per_rank=1.0), r"ask for 60 GPUs, and this machine has \d+ that PyTorch can use; lower"),
-        (Pool(ranks=100_000), r"ask for 100,?000 CPUs, and this machine has \d+; up to 32 ranks may share one"),
-        (Pool(ranks=100_000, cpus_per_rank=0.01), "ask for 100,?000 CPUs"),
+        (Pool(ranks=60, gpus_per_rank=1.0), r"need 60 GPUs, and this machine has \d+ that PyTorch can use; lower"),
+        (Pool(ranks=100_000), r"need 100,?000 CPUs, and this machine has \d+; at most 32 ranks may share one"),
+        (Pool(ranks=100_000, cpus_per_rank=0.01), "need 100,?000 CPUs"),
     ],
 )
 def test_pools_that_this_machine_could_never_hold_are_refused_and_those_of_a_cluster_are_not(pool: Pool, message: str):
@@ -245,7 +246,7 @@ def test_an_object_store_over_this_machines_memory_is_refused_before_ray_is_star
 
 @pytest.mark.parametrize("sections", [{"recipe": "sft"}, {"sft_warmup": SFTWarmup(steps=1)}])
 def test_a_demonstration_over_the_token_budget_is_refused_by_row(sections: dict[str, Any]):
-    with pytest.raises(DataError, match=r"and its demonstration have \d+ tokens, over batching\.max_tokens=12; raise"):
+    with pytest.raises(DataError, match=r"demonstration have \d+ tokens, which exceeds batching\.max_tokens=12; raise"):
         check(batching=Batching(max_tokens=12), **sections)
     check(batching=Batching(max_tokens=12, overlong="truncate"), **sections)
     check(batching=Batching(max_tokens=12))

@@ -113,12 +113,12 @@ def test_classes_that_ranks_can_build_and_call_pass():
         ("Mute", r"roles\.judge\.target is '.*:Mute', which has no method score; a custom role derives"),
         ("Undecorated", r"Undecorated\.score has no dispatch decorator; add @sharded\(\)"),
         ("Shouting", "whose score is broadcast"),
-        ("Merging", "whose score has a merge, and rewards are put in order by rows"),
+        ("Merging", "whose score has a merge, but rewards are restored by rows"),
         ("Waiting", "whose score is a coroutine; write it without async"),
         ("Yielding", "whose score is a generator; write it without async and yield"),
         ("Blind", "whose score can't be called with a shard: too many positional arguments; a custom role"),
         ("Demanding", "whose score can't be called with a shard: missing a required argument: 'level'"),
-        ("Unbound", "whose from_settings is no class method; write it as `@classmethod def from_settings"),
+        ("Unbound", "whose from_settings is not a class method; write it as `@classmethod def from_settings"),
         ("Narrow", "whose from_settings can't be called with context, config, tokenizer: too many positional"),
         ("Contextless", "whose __init__ can't be called with context: too many positional arguments; take the context"),
     ],
@@ -134,21 +134,17 @@ def test_a_class_in_the_place_of_a_trained_role_has_to_be_one_that_is_saved():
 
 
 def test_arguments_that_the_class_does_not_take_or_lacks_are_named_with_those_it_takes():
-    with pytest.raises(
-        PlacementError, match=r"arguments gives \(nothing\): missing .* 'weight'; roles.judge.arguments can"
-    ):
+    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments \(none\): missing .* 'weight'; it takes"):
         check("Weighted")
     with pytest.raises(
         PlacementError, match=r"__init__ can't .*\(weight, wieght\): got an unexpected .* 'wieght'.*weight: "
     ):
         check("Weighted", weight=1.0, wieght=2.0)
-    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments can give n: int = 2"):
+    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments \(m\): .*; it takes n: int = 2"):
         check("Configured", m=3)
-    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments can give nothing"):
+    with pytest.raises(PlacementError, match=r"roles\.judge\.arguments \(weight\): .*; it takes no arguments"):
         check("Plain", weight=1.0)
-    with pytest.raises(
-        PlacementError, match=r"roles\.actor\.target .*from_settings can't be called with what roles\.actor"
-    ):
+    with pytest.raises(PlacementError, match=r"roles\.actor\.target .*from_settings can't be called with roles\.actor"):
         check_role("actor", builtin_roles()["actor"].model_copy(update={"arguments": {"weight": 1.0}}))
 
 
@@ -160,6 +156,6 @@ def test_a_class_in_the_place_of_a_built_in_role_needs_to_be_built_too():
     with pytest.raises(PlacementError, match=r"roles\.reward\.target is '.*:Mute', which has no method score"):
         check("Mute", key="reward")
     with pytest.raises(
-        PlacementError, match=r"no decorated method generate; in the place of RolloutWorker .*: derive from it"
+        PlacementError, match=r"no decorated method generate; a replacement of RolloutWorker needs .*: derive from it"
     ):
         check("Mute", key="rollout")
