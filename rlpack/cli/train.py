@@ -162,10 +162,10 @@ def _config_dirs(flags: Sequence[str]) -> Iterator[Path]:
 
 
 def _no_flag(flag: str) -> str:
-    """Return the message for an option that there isn't: a key is meant, as other programs would have it."""
+    """Return the message for an unknown option, which most likely means a key."""
     key = flag.lstrip("-").replace("-", "_")
     meant = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
-    return f"{flag} is no option, and keys are given without dashes: {meant}"
+    return f"unknown option {flag}; overrides take no dashes: {meant}"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rlpack.config.foreign_names import foreign_answer, foreign_answer_by_last_part
 from rlpack.config.recipes import builtin_sections
 from rlpack.config.schema import Config
 
@@ -109,26 +110,35 @@ def find(path: str, root: Key | None = None) -> Key | None:
 
 
 def unknown_key_problem(path: str, root: Key | None = None) -> str:
-    """Return the message for a key that doesn't exist: the nearest key, and the valid ones next to it.
+    """Return the message for a key that doesn't exist: what to write instead, and the valid keys next to it.
 
     >>> unknown_key_problem("sft_warmup.stepz")
     'sft_warmup.stepz is not a key; did you mean sft_warmup.steps? sft_warmup has: steps, batch_size, learning_rate'
     """
+    if answer := foreign_answer(path):
+        return f"{path} is not a key; {answer}"
     root = root or ROOT
     top = path.partition(".")[0]
     if top not in children(root) and (owner := builtin_sections().get(top)):
         return f"{path} is not a key of this recipe; {top}.* belongs to recipe={owner}"
-    parent, parts = root, path.split(".")
-    while (below := children(parent)) and (parts[0] in below or ANY_NAME in below):
-        parent = below.get(parts[0]) or below[ANY_NAME]
-        parts = parts[1:]
-    known = path.split(".")[: len(path.split(".")) - len(parts)]
-    where = ".".join(known)
+    where, unknown, below = _known_part(path, root)
     if not below:
         return f"{path} is not a key; {where} is a value and has no keys below it"
-    nearest = _nearest(parts[0], where, below, root)
+    nearest = _nearest(unknown[0], where, below, root)
+    if (nearest is None or len(unknown) > 1) and (answer := foreign_answer_by_last_part(path)):
+        return f"{path} is not a key; {answer}"
     hint = f"; did you mean {nearest}?" if nearest else ";"
     return f"{path} is not a key{hint} {where or 'the top level'} has: {', '.join(below)}"
+
+
+def _known_part(path: str, root: Key) -> tuple[str, list[str], Mapping[str, Key]]:
+    """Return the part of a path that exists, the parts that don't, and the keys below the part that does."""
+    parent, parts = root, path.split(".")
+    unknown = list(parts)
+    while (below := children(parent)) and (unknown[0] in below or ANY_NAME in below):
+        parent = below.get(unknown[0]) or below[ANY_NAME]
+        unknown = unknown[1:]
+    return ".".join(parts[: len(parts) - len(unknown)]), unknown, below
 
 
 def how_to_set(path: str, root: Key | None = None) -> str:

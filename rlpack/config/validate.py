@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.foreign_names import foreign_answer
 from rlpack.config.keys import Key, children, find, how_to_set, root_key, unknown_key_problem
 from rlpack.config.recipes import config_class
 from rlpack.config.rules import broken_rules
@@ -33,6 +34,7 @@ _LIMITS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "less than"),
 }
+_UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument", "invalid_key"}
 _LONGEST_SHOWN = 80
 
 
@@ -50,7 +52,9 @@ def validate(composed: Mapping[str, Any]) -> Config:
         config = kind.model_validate(dict(composed))
     except ValidationError as error:
         root = root_key(kind)
-        raise ConfigError([_problem(details, root) for details in error.errors(include_url=False)]) from None
+        raise ConfigError(
+            [problem for details in error.errors(include_url=False) for problem in _problems(details, root)]
+        ) from None
     if problems := broken_rules(config):
         raise ConfigError(problems)
     return config
@@ -63,10 +67,26 @@ def target_of(composed: Mapping[str, Any]) -> str:
     return target if isinstance(target, str) else Recipe().target
 
 
+def _problems(details: ErrorDetails, root: Key) -> Iterator[str]:
+    """Yield a message for what pydantic found; an unknown section that is another framework's gets one for each key."""
+    path = ".".join(str(part) for part in details["loc"])
+    leaves = _leaves(path, details["input"]) if details["type"] in _UNKNOWN else ()
+    foreign = [unknown_key_problem(leaf, root) for leaf in leaves if foreign_answer(leaf)]
+    yield from foreign or [_problem(details, root)]
+
+
+def _leaves(path: str, value: Any) -> Iterator[str]:
+    """Yield the dotted path of each value below a key."""
+    if not isinstance(value, Mapping):
+        yield path
+        return
+    for name, below in value.items():
+        yield from _leaves(f"{path}.{name}", below)
+
+
 def _problem(details: ErrorDetails, root: Key) -> str:
-    """Return the message for what pydantic found."""
     kind, path = details["type"], ".".join(str(part) for part in details["loc"])
-    if kind in {"extra_forbidden", "unexpected_keyword_argument", "invalid_key"}:
+    if kind in _UNKNOWN:
         return unknown_key_problem(path, root)
     if kind == "missing":
         return f"{path} is missing; {how_to_set(path, root)}"

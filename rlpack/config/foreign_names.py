@@ -1,0 +1,80 @@
+"""Answers for keys that are another framework's names, such as verl's `ppo_max_token_len_per_gpu`.
+
+The names are in `foreign_names.yaml`, by framework.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DATA = Path(__file__).with_suffix(".yaml")
+
+
+@dataclass(frozen=True)
+class ForeignName:
+    """A name of another framework, and what to write here.
+
+    Attributes:
+        framework: the project, as it writes its own name.
+        name: dotted path, as its users write it.
+        keys: what does the same here: `key`, or `key=value`; empty where nothing does.
+        note: what differs, or why nothing does the same.
+    """
+
+    framework: str
+    name: str
+    keys: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def answer(self) -> str:
+        """What to write here, for a message."""
+        if not self.keys:
+            return f"there is no such key here: {self.note}"
+        return f"here it is {' and '.join(self.keys)}" + (f" ({self.note})" if self.note else "")
+
+
+@functools.cache
+def foreign_names() -> tuple[ForeignName, ...]:
+    """Return all names, in the order of the file."""
+    frameworks: Mapping[str, Mapping[str, Any]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    return tuple(_read(framework, name, row) for framework, rows in frameworks.items() for name, row in rows.items())
+
+
+def foreign_answer(path: str) -> str:
+    """Return whose name a key is, by its whole path, and what it is called here; "" if no framework has it.
+
+    >>> foreign_answer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    "that is verl's name; here it is batching.max_tokens"
+    """
+    return _answer([name for name in foreign_names() if name.name == path])
+
+
+def foreign_answer_by_last_part(path: str) -> str:
+    """Return the same by the path's last part, or "" if that part has several meanings.
+
+    >>> foreign_answer_by_last_part("trainer.lambd")
+    "that is ROLL's and OpenRLHF's name; here it is critic.gae_lambda"
+    """
+    last = path.rpartition(".")[2]
+    return _answer([name for name in foreign_names() if name.name.rpartition(".")[2] == last])
+
+
+def _answer(matching: Sequence[ForeignName]) -> str:
+    if not matching or len({name.keys for name in matching}) > 1:
+        return ""
+    owners = dict.fromkeys(f"{name.framework}'s" for name in matching)
+    return f"that is {' and '.join(owners)} name; {matching[0].answer}"
+
+
+def _read(framework: str, name: str, row: Any) -> ForeignName:
+    """Return one row of the file; see the comment on top of it."""
+    answer: Mapping[str, Any] = row if isinstance(row, dict) else {"keys": row}
+    keys = answer.get("keys", ())
+    return ForeignName(
+        framework, name, (keys,) if isinstance(keys, str) else tuple(keys), answer.get("note", answer.get("none", ""))
+    )
