@@ -18,7 +18,7 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
-from rlpack.data.tokenisation import character_tokenizer
+from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.ray_store import RayStore

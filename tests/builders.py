@@ -10,7 +10,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.recipes import builtin_target, config_class
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
-from rlpack.data.tokenisation import character_tokenizer
+from rlpack.data.tokenization import character_tokenizer
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.types import Generations, TrajectoryBatch
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.roles import role_batching, role_compute
 from rlpack.config.schema import Actor, Config, Model
-from rlpack.data.tokenisation import eos_id, pad_id
+from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models import attention
 from rlpack.models.adapters import add_adapters
 from rlpack.models.checks import check_isolation

@@ -15,7 +15,7 @@ from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Algorithm, Config, Critic
-from rlpack.data.tokenisation import pad_id
+from rlpack.data.tokenization import pad_id
 from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_weights

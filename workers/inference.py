@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
-from rlpack.data.tokenisation import pad_id
+from rlpack.data.tokenization import pad_id
 from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.packed import PackedModel

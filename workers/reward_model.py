@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.config.schema import Config
-from rlpack.data.tokenisation import pad_id
+from rlpack.data.tokenization import pad_id
 from rlpack.models.heads import TokenHead
 from rlpack.models.inputs import to_model_inputs
 from rlpack.worker import RankContext, Worker, sharded

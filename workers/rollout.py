@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
-from rlpack.data.tokenisation import pad_id
+from rlpack.data.tokenization import pad_id
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.engine import Engine
 from rlpack.rollout.hf import HFEngine

@@ -12,7 +12,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.data.sampler import prompt_positions, row_seeds
-from rlpack.data.tokenisation import eos_id
+from rlpack.data.tokenization import eos_id
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.types import SamplingParams

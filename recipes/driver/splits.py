@@ -13,7 +13,7 @@ from rlpack.batch.store import Store
 from rlpack.config.schema import Config
 from rlpack.data.datasets import PromptDataset, load_prompts
 from rlpack.data.prompts import Prompts, encode_prompts
-from rlpack.data.tokenisation import character_tokenizer, characters
+from rlpack.data.tokenization import character_tokenizer, characters
 from rlpack.models.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)

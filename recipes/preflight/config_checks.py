@@ -18,7 +18,7 @@ from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.prompts import Prompts
-from rlpack.data.tokenisation import eos_id, pad_id, tokenizer_name
+from rlpack.data.tokenization import eos_id, pad_id, tokenizer_name
 from rlpack.models.heads import TokenHead
 from rlpack.models.loading import check_classifier, check_same_tokens, outline
 from rlpack.models.optimizers import freeze
@@ -81,7 +81,7 @@ def check_before_start(
 
 
 def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless a response can end; a padding token isn't needed (`rlpack.data.tokenisation.pad_id`)."""
+    """Raise unless a response can end; a padding token isn't needed (`rlpack.data.tokenization.pad_id`)."""
     pad_id(tokenizer)
     if eos_id(tokenizer) is None and not config.rollout.stop_token_ids:
         raise DataError(

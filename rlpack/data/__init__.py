@@ -1,7 +1,6 @@
-"""Batches as named columns, and the prompts they are made from.
+"""Prompts and demonstrations: from a source to token ids, and the order in which they are used.
 
-`batch` has `BatchedDataDict`, `ragged` its per-token columns without padding, `fields` the table of columns whose
-meaning is fixed, `planning` the way from a batch to a plan, `wire` how tensors cross processes. `datasets` reads
-prompts (`examples` checks them, `arithmetic` is the built-in task), `tokenisation` and `prompts` make token ids of
-them, and `sampler` says which prompt and which random stream come when.
+`datasets` reads a source (`examples` checks its rows, `arithmetic` is the built-in task), `tokenization` and `prompts`
+turn examples into token ids, and `sampler` gives the prompt and the random seed of every sample. `length_files` reads
+sequence lengths for plans without data.
 """

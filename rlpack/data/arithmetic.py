@@ -1,12 +1,11 @@
-"""The built-in task: add small digits modulo 10, one step at a time, and get the last total right.
+"""The built-in task: add small digits modulo 10, one step at a time; the reward is for the last total.
 
-A prompt names its digits by letters, `a3b2c3=`; an answer walks them, each step a letter, its digit and the total
-so far modulo 10, and ends with the last total: `a33b25c38#8`. Lengths are geometric, so that a batch is as uneven as
-real ones: most answers are short, a few are close to a hundred tokens.
+A prompt labels its digits with letters, `a3b2c3=`. The answer repeats each letter and digit followed by the running
+total modulo 10, and ends with the last total: `a33b25c38#8`. Lengths are geometric, as uneven as in real data: most
+answers are short, a few have close to a hundred tokens.
 
-Demonstrations are imperfect on purpose: each total is one too high with probability `noise`, and the steps after it go
-on from there. A model that imitates them makes the same mistakes when it samples; the verifiable reward (the last
-total is right) lets reinforcement learning remove them. What is learned can be checked against exact arithmetic.
+Demonstrations have errors on purpose: each total is one too high with probability `noise`, and later steps continue
+from it. A model trained on them makes the same errors; reinforcement learning with the verifiable reward removes them.
 """
 
 import string
@@ -19,7 +18,7 @@ from rlpack.batch.errors import DataError
 
 ALPHABET = string.ascii_lowercase + string.digits + "=#"
 _SPLITS = {"train": 0, "validation": 1}
-_HELD_OUT = 8  # one prompt in so many belongs to the held-out split
+_HELD_OUT = 8  # one of this many prompts belongs to the held-out split
 _MAX_OPERANDS = len(string.ascii_lowercase)
 
 
@@ -30,14 +29,14 @@ class ArithmeticTask:
     Attributes:
         train_size: rows of the training split.
         validation_size: rows of the held-out split.
-        min_operands: fewest digits of a prompt.
-        max_operands: most digits of a prompt, at most 26 (one letter each).
-        mean_operands: mean count of digits before the two limits cut the geometric distribution.
-        largest_operand: operands go from 0 to this digit.
+        min_operands: minimum number of digits of a prompt.
+        max_operands: maximum number of digits of a prompt, at most 26 (one letter each).
+        mean_operands: mean number of digits before `max_operands` cuts the geometric distribution.
+        largest_operand: operands are from 0 to this digit.
         noise: probability that a step of a demonstration is one too high.
 
     Raises:
-        DataError: a value is outside its limits.
+        DataError: a value is out of range.
     """
 
     train_size: int = 16384
@@ -49,7 +48,7 @@ class ArithmeticTask:
     noise: float = 0.17
 
     def __post_init__(self) -> None:
-        """Check every value against its limits."""
+        """Check all values against their limits."""
         limits = {
             "train_size": (1, 2**31),
             "validation_size": (1, 2**31),
@@ -64,27 +63,27 @@ class ArithmeticTask:
             kind = float if field.name in ("mean_operands", "noise") else int
             if isinstance(value, bool) or not isinstance(value, (int, kind)) or not low <= value <= high:
                 raise DataError(
-                    f"data.generator.{field.name} is {value!r}; it has to be a number from {low:g} to {high:g}"
+                    f"data.generator.{field.name} is {value!r}; it must be a number from {low:g} to {high:g}"
                 )
 
 
 def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[str]]:
-    """Return the columns `prompt`, `answer` and `demonstration` of a split; the two splits share no prompt.
+    """Return the columns `prompt`, `answer` and `demonstration` of a split.
 
-    Rows are drawn from (seed, split) alone. A checksum of the seed and the prompt says which split a prompt belongs
-    to, so that of every length one in eight is held out: were it the held-out rows themselves, all of the few short
-    prompts could be held out and no short one be trained on.
+    Rows depend only on (seed, split). A checksum of seed and prompt decides the split of a prompt, so the splits are
+    disjoint and one in eight prompts of every length is held out. Holding out a sample of rows instead could remove all
+    of the few short prompts from training.
 
     >>> rows = generate("validation", seed=1, task=ArithmeticTask(validation_size=1, noise=0.0))
     >>> solve(rows["prompt"][0]) == rows["demonstration"][0]
     True
     """
     if split not in _SPLITS:
-        raise DataError(f"the built-in task has no split {split!r}; choose train or validation")
+        raise DataError(f"the built-in task has no split {split!r}; set data.split to train or validation")
     size = task.validation_size if split == "validation" else task.train_size
     prompts = _draw_prompts(split, size, seed, task)
     rng = np.random.default_rng((seed, _SPLITS[split], 1))
-    demonstrations = [solve(prompt, slips=_slips(rng, len(prompt) // 2, task.noise)) for prompt in prompts]
+    demonstrations = [solve(prompt, errors=_draw_errors(rng, len(prompt) // 2, task.noise)) for prompt in prompts]
     return {
         "prompt": prompts,
         "answer": [solve(prompt)[-1] for prompt in prompts],
@@ -92,21 +91,21 @@ def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[s
     }
 
 
-def solve(prompt: str, slips: np.ndarray | None = None) -> str:
-    """Return the worked answer of a prompt; `slips` (int, one a digit) are added to the totals, modulo 10.
+def solve(prompt: str, errors: np.ndarray | None = None) -> str:
+    """Return the full answer of a prompt; `errors` (int, one per digit) are added to the totals, modulo 10.
 
     >>> solve("a7b4c8=")
     'a77b41c89#9'
     """
     letters, digits = prompt[0:-1:2], prompt[1:-1:2]
-    steps = np.fromiter(map(int, digits), dtype=np.int64) + (0 if slips is None else slips)
+    steps = np.fromiter(map(int, digits), dtype=np.int64) + (0 if errors is None else errors)
     totals = np.cumsum(steps) % 10
     worked = "".join(f"{letter}{digit}{total}" for letter, digit, total in zip(letters, digits, totals, strict=True))
     return f"{worked}#{totals[-1]}"
 
 
-def _slips(rng: np.random.Generator, count: int, noise: float) -> np.ndarray:
-    """Return 1 for each step that slips, 0 for the others; all go one way, so that two of them never make a right."""
+def _draw_errors(rng: np.random.Generator, count: int, noise: float) -> np.ndarray:
+    """Return 1 for each step with an error, else 0; all have the same sign, so that two never cancel."""
     return (rng.random(count) < noise).astype(np.int64)
 
 

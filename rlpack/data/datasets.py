@@ -1,6 +1,6 @@
-"""Prompts from the built-in generator, a JSONL or Parquet file, or a dataset of the Hugging Face hub.
+"""Load prompts from the built-in generator, a JSONL or Parquet file, or a dataset on the Hugging Face Hub.
 
-A source becomes rows with their place (`file:line`, or `name, row k`); one function makes checked examples of them.
+Each reader yields rows with their place (`file:line`, or `name, row k`), which errors name; `load_prompts` checks them.
 """
 
 import difflib
@@ -23,7 +23,7 @@ __all__ = ["Example", "PromptDataset", "load_prompts"]
 Row = tuple[str, Mapping[str, Any]]
 _HUB_DEADLINE_S = 6.0
 _FORMATS = (".jsonl", ".parquet")
-# What a name ends in that means a file, and never a dataset of the hub.
+# Suffixes of local files; a source with one of them is never a dataset on the Hub.
 _FILE_SUFFIXES = frozenset(
     (*_FORMATS, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
 )
@@ -39,21 +39,22 @@ def load_prompts(
     completion_column: str | None = None,
     generator: Mapping[str, Any] | None = None,
 ) -> PromptDataset:
-    """Return the prompts of a source, every row checked.
+    """Return the prompts of a source, with all rows checked.
 
-    A column `uid` names the rows; without one they are named by split and number.
+    Rows are named by their column `uid`, or by split and number if there is none.
 
     Args:
-        source: `arithmetic`, a path that ends in .jsonl or .parquet, a folder, or a name of the hub.
-        split: split of a generator or of a hub dataset; a file has one only.
-        seed: what a generator draws from.
-        prompt_column: text, or a list of chat messages.
-        answer_column: column that rewards compare with; None for none.
-        completion_column: column of the target text of supervised steps; None for none.
+        source: `arithmetic`, a .jsonl or .parquet file, a folder, or the name of a dataset on the Hub.
+        split: split of the generator or the Hub dataset; ignored for files.
+        seed: seed of the generator.
+        prompt_column: column of the prompt: text, or a list of chat messages.
+        answer_column: column of the answer that rewards compare with; None for none.
+        completion_column: column of the demonstration, the target text of supervised steps; None for none.
         generator: arguments of the built-in generator.
 
     Raises:
-        DataError: the source can't be read, lacks a column, has no row, or has a bad one; the text says which.
+        DataError: the source can't be read, lacks a column, has no rows, or has an invalid one, which the
+            message names.
     """
     named = {"data.prompt_column": prompt_column, "data.answer_column": answer_column}
     named["data.completion_column"] = completion_column
@@ -81,14 +82,14 @@ def load_prompts(
 
 
 def _uid(row: Mapping[str, Any], place: str, default: str) -> str:
-    """Return the row's own uid, which names it in logs and never a file."""
+    """Return the row's uid, or `default` if it has none."""
     if "uid" not in row:
         return default
     return check_text(row["uid"], f"{place}: uid")
 
 
 def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield place and columns of every row of a source."""
+    """Yield the place and the columns of every row of a source."""
     if source == "arithmetic":
         return _generated(source, split, seed, generator)
     path = _local(source)
@@ -98,39 +99,39 @@ def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> I
         return _hub(str(path), split)
     if path.suffix not in _FORMATS:
         raise DataError(
-            f"{source} ends in {path.suffix or 'nothing'}, which no file of prompts does; set data.source to a .jsonl "
-            "or .parquet file, a folder, or a name of the hub"
+            f"{source} has the unsupported suffix {path.suffix!r}; set data.source to a .jsonl or .parquet file, a "
+            "folder, or the name of a dataset on the Hub"
         )
     return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
 
 
 def _local(source: str) -> Path | None:
-    """Return the file or folder that a source is, None for a name of the hub.
+    """Return the file or folder of a source; None for the name of a dataset on the Hub.
 
     Raises:
-        DataError: the source can only be meant as a path, and there is nothing.
+        DataError: the source is a path that does not exist.
     """
     try:
         path = Path(source).expanduser()
-    except RuntimeError as error:  # ~name, and there is no such user
+    except RuntimeError as error:  # ~name of an unknown user
         raise DataError(f"there is no file {source}: {error}; set data.source") from error
     if path.exists():
         return path
     if not source.startswith(("/", "./", "../", "~")) and path.suffix.lower() not in _FILE_SUFFIXES:
         return None
     raise DataError(
-        f"there is no file {source}; set data.source (it is looked for from {Path.cwd()}){_suggestion(path)}"
+        f"there is no file {source}; set data.source (relative paths start at {Path.cwd()}){_suggestion(path)}"
     )
 
 
 def _suggestion(path: Path) -> str:
-    """Return a question for the file or folder beside `path` whose name is nearest, nothing where none is near."""
+    """Return a "did you mean" for the closest name in the same folder, or an empty string."""
     try:
-        beside = [entry.name for entry in path.parent.iterdir() if entry.suffix in _FORMATS or entry.is_dir()]
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in _FORMATS or entry.is_dir()]
     except OSError:
         return ""
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+    closest = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.with_name(closest[0])}?" if closest else ""
 
 
 def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -147,7 +148,7 @@ def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any])
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    """Yield the objects of a file with one JSON object a line; a byte-order mark and CRLF are fine, blanks skipped."""
+    """Yield the objects of a JSONL file; a byte-order mark, CRLF and blank lines are accepted."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{path}:{number}"
@@ -159,12 +160,12 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 continue
             try:
                 row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # ValueError: a number of more digits than Python reads
-                # The decoder counts lines within what it was given, which is one.
+            except (ValueError, RecursionError) as error:  # ValueError: a number with more digits than Python parses
+                # Leave out the decoder's line number, which is always 1.
                 where = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
                 raise DataError(f"{place} is not JSON: {where}; it begins {text[:60]!r}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{place} is a {type(row).__name__}; every line has to be one JSON object")
+                raise DataError(f"{place} is a {type(row).__name__}; every line must be one JSON object")
             yield place, row
 
 
@@ -186,7 +187,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _hub(source: str, split: str) -> Iterator[Row]:
-    """Yield the rows of a dataset that `datasets.load_dataset` knows: a folder, or a name of the hub."""
+    """Yield the rows of a folder or a dataset on the Hub, by `datasets.load_dataset`."""
     import datasets
     from huggingface_hub import constants
 
@@ -198,14 +199,14 @@ def _hub(source: str, split: str) -> Iterator[Row]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"dataset {source!r}, split {split!r}, can't be loaded: {reason}; "
-            "set data.source to a name of the hub, a folder, a .jsonl or a .parquet file, and data.split to its split"
+            "set data.source to a dataset on the Hub, a folder, a .jsonl or .parquet file, and data.split to its split"
         ) from error
     for number, row in enumerate(table):
         yield f"{source}, row {number}", dict(row)
 
 
 def _check_hub(source: str, endpoint: str) -> None:
-    """Raise within `_HUB_DEADLINE_S` where the hub can't be reached; the client itself would try for minutes."""
+    """Raise within `_HUB_DEADLINE_S` if the Hub can't be reached; the client would retry for minutes."""
     failures: list[str] = []
     probe = threading.Thread(target=_probe, args=(endpoint, failures), daemon=True)
     probe.start()
@@ -214,17 +215,17 @@ def _check_hub(source: str, endpoint: str) -> None:
         failures.append(f"no answer in {_HUB_DEADLINE_S:g} s")
     if failures:
         raise DataError(
-            f"dataset {source!r} is no file or folder, and {endpoint} can't be reached ({failures[0]}); "
-            "set data.source to a local .jsonl or .parquet file, or HF_HUB_OFFLINE=1 to use what the cache has"
+            f"dataset {source!r} is not a local file or folder, and {endpoint} can't be reached ({failures[0]}); "
+            "set data.source to a local .jsonl or .parquet file, or HF_HUB_OFFLINE=1 to use cached datasets"
         )
 
 
 def _probe(endpoint: str, failures: list[str]) -> None:
-    """Ask `endpoint` for anything; any answer will do, also a refusal or a certificate that only the client knows."""
+    """Append to `failures` unless `endpoint` responds; HTTP and certificate errors count as responses."""
     try:
         urllib.request.urlopen(endpoint, timeout=_HUB_DEADLINE_S).close()
-    except urllib.error.HTTPError as answer:
-        answer.close()
+    except urllib.error.HTTPError as response:
+        response.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
         if not (isinstance(error, urllib.error.URLError) and isinstance(error.reason, ssl.SSLError)):
             failures.append(str(error))

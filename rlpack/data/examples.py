@@ -1,4 +1,4 @@
-"""Prompts as every source gives them: checked once, when they are loaded."""
+"""Examples of a dataset, the same for all sources, and the checks on their text when they are loaded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and what is known about it.
+    """One prompt and the other columns of its row.
 
     Attributes:
-        uid: names the prompt; no other of its dataset has it.
-        prompt: text, or chat messages (`{"role": ..., "content": ...}`) of which the last is not the assistant's.
-        answer: what rewards compare with, as the dataset has it.
+        uid: name of the prompt, unique in its dataset.
+        prompt: text, or chat messages (`{"role": ..., "content": ...}`) the last of which is not the assistant's.
+        answer: reference for rewards, as in the dataset.
         demonstration: target text of supervised steps.
         columns: the other columns, for rewards.
     """
@@ -36,10 +36,10 @@ class PromptDataset:
 
     Attributes:
         name: the source, for messages.
-        examples: at least one, their uids distinct.
+        examples: at least one, with distinct uids.
 
     Raises:
-        DataError: there is no example, or a uid comes twice.
+        DataError: there is no example, or two have the same uid.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PromptDataset:
     def __post_init__(self) -> None:
         """Check size and uids."""
         if not self.examples:
-            raise DataError(f"{self.name} has no rows; give a source with at least one prompt")
+            raise DataError(f"{self.name} has no rows; data.source needs at least one prompt")
         first: dict[str, int] = {}
         for row, example in enumerate(self.examples):
             if first.setdefault(example.uid, row) != row:
@@ -68,49 +68,49 @@ class PromptDataset:
 
 
 def check_text(value: Any, what: str, *, blank: bool = False) -> str:
-    """Return `value` if it is text that can be tokenised.
+    """Return `value` if it is text that can be tokenized.
 
     Raises:
-        DataError: it is no text, blank where it may not be, or has half of a surrogate pair.
+        DataError: it is not text, is blank although `blank` is false, or has an unpaired surrogate.
     """
     if not isinstance(value, str):
-        raise DataError(f"{what} is {value!r} ({type(value).__name__}); it has to be text")
+        raise DataError(f"{what} is {value!r} ({type(value).__name__}); it must be text")
     if not blank and not value.strip():
         raise DataError(f"{what} is blank ({value!r}); remove the row or fill it in")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{what} has half of a surrogate pair, which is no character; repair the text: {value[:80]!r}"
+            f"{what} has an unpaired surrogate, which is not a character; fix the text: {value[:80]!r}"
         ) from error
     return value
 
 
 def check_prompt(value: Any, what: str) -> Prompt:
-    """Return `value` if it is a prompt: text, or chat messages that wait for an answer.
+    """Return `value` if it is a prompt: text, or chat messages that end before the assistant's.
 
     Raises:
-        DataError: it is neither; the text names the message and what is wrong with it.
+        DataError: it is neither; the message names the chat message and the problem.
     """
     if not isinstance(value, (list, tuple)):
         if value is None or isinstance(value, (str, bytes)):
             return check_text(value, what)
-        raise DataError(f"{what} is {value!r} ({type(value).__name__}); it has to be text or a list of chat messages")
+        raise DataError(f"{what} is {value!r} ({type(value).__name__}); it must be text or a list of chat messages")
     if not value:
-        raise DataError(f"{what} is an empty list; give at least one chat message")
+        raise DataError(f"{what} is an empty list; it needs at least one chat message")
     messages = [_check_message(message, f"{what}, message {place}") for place, message in enumerate(value)]
     if messages[-1]["role"] == "assistant":
-        raise DataError(f"{what} ends with the assistant's message; the model is to write that one, so leave it out")
+        raise DataError(f"{what} ends with the assistant's message, which the model generates; remove it")
     return messages
 
 
 def _check_message(message: Any, what: str) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{what} is {message!r}; it has to be an object with role and content")
+        raise DataError(f"{what} is {message!r}; it must be an object with role and content")
     if message.get("role") not in ROLES:
         raise DataError(f"{what} has role {message.get('role')!r}; choose one of {', '.join(ROLES)}")
     check_text(message.get("content"), f"{what}: content", blank=True)
     for key, value in message.items():
-        if isinstance(value, str):  # a chat template may write any of them
+        if isinstance(value, str):  # a chat template may render any of them
             check_text(value, f"{what}: {key}", blank=True)
     return dict(message)

@@ -1,4 +1,4 @@
-"""Read the lengths of sequences from a file: what plans are made from without the sequences themselves."""
+"""Read sequence lengths from a file, to make plans without the sequences themselves."""
 
 import json
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
     """Return the lengths in a file, int64 [B].
 
     Args:
-        path: `.jsonl` with a number, or an object with `column`, in each line; `.npy` with one dimension; `.parquet`.
-        column: where a row holds its length; None takes `length`.
+        path: `.jsonl` with a number, or an object with `column`, on each line; one-dimensional `.npy`; `.parquet`.
+        column: column of the lengths; None means `length`.
 
     Raises:
-        DataError: the file is missing, empty or of another kind, a value is no length, or a column was given for
-            plain numbers; names line and value.
+        DataError: the file is missing, empty or of another kind, a value is not a length, or `column` is set for plain
+            numbers; the message names line and value.
     """
     if not path.is_file():
-        raise DataError(f"there is no file {path}; give lengths as {', '.join(SUFFIXES)}, or a run's directory")
+        raise DataError(f"there is no file {path}; pass lengths as {', '.join(SUFFIXES)}, or a run directory")
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path} ends in {path.suffix or 'nothing'}; give lengths as {', '.join(SUFFIXES)}")
+        raise DataError(f"{path} has the unsupported suffix {path.suffix!r}; pass lengths as {', '.join(SUFFIXES)}")
     if path.suffix == ".npy":
         lengths = _checked(path, _npy(path), 0)
     elif path.suffix == ".parquet":
@@ -37,13 +37,13 @@ def read_lengths(path: Path, column: str | None = None) -> np.ndarray:
     else:
         lengths = _jsonl(path, column)
     if not lengths.size:
-        raise DataError(f"{path} holds no length; give a file with at least one")
+        raise DataError(f"{path} has no lengths; pass a file with at least one")
     return lengths
 
 
-def _jsonl(path: Path, asked: str | None) -> np.ndarray:
-    """Return the lengths of a file with one JSON value a line; blank lines are skipped."""
-    found, numbers, column, plain = [], [], asked or _COLUMN, 0
+def _jsonl(path: Path, requested: str | None) -> np.ndarray:
+    """Return the lengths of a JSONL file; blank lines are skipped."""
+    lengths, numbers, column, num_plain = [], [], requested or _COLUMN, 0
     for number, value in _values(path):
         if isinstance(value, dict):
             if column not in value:
@@ -52,21 +52,21 @@ def _jsonl(path: Path, asked: str | None) -> np.ndarray:
                 )
             value = value[column]
         else:
-            plain += 1
-        found.append(value)
+            num_plain += 1
+        lengths.append(value)
         numbers.append(number)
-    if asked is not None and found and plain == len(found):
-        raise DataError(f"{path} holds plain numbers, which have no column {asked!r}; leave --column out")
+    if requested is not None and lengths and num_plain == len(lengths):
+        raise DataError(f"{path} has plain numbers, which have no column {requested!r}; remove --column")
     try:
-        return check_lengths(found)
+        return check_lengths(lengths)
     except PackingError:
-        for number, value in zip(numbers, found, strict=True):
+        for number, value in zip(numbers, lengths, strict=True):
             _checked(path, [value], number)
         raise
 
 
 def _values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each line."""
+    """Yield the number and the value of each line."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -75,18 +75,18 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{path}:{number} is not JSON: {line.strip()[:60]!r}; write one length a line"
+                    f"{path}:{number} is not JSON: {line.strip()[:60]!r}; write one length per line"
                 ) from error
 
 
 def _checked(path: Path, values: Any, line: int) -> np.ndarray:
-    """Return values as lengths; `line` is where the only one stands, 0 for a file without lines."""
+    """Return values as lengths; `line` is the line of a single value, 0 for a file without lines."""
     try:
         return check_lengths(values)
     except PackingError as error:
         place = f"{path}:{line}: " if line else f"{path}: "
         raise DataError(
-            place + (f"{values[0]!r} is no length; give a whole number of at least 0" if line else str(error))
+            place + (f"{values[0]!r} is not a length; it must be an integer of at least 0" if line else str(error))
         ) from error
 
 
@@ -94,7 +94,7 @@ def _npy(path: Path) -> np.ndarray:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path} can't be read as NPY: {error}; write it by numpy.save, without objects") from error
+        raise DataError(f"{path} can't be read as NPY: {error}; write it with numpy.save, without objects") from error
 
 
 def _parquet(path: Path, column: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Prompts as token ids: a dataset read once through the tokenizer, and batches of its rows."""
+"""Tokenized prompts: a dataset encoded once, and batches of its rows."""
 
 import hashlib
 import logging
@@ -15,14 +15,14 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
 from rlpack.data.examples import Example, PromptDataset
-from rlpack.data.tokenisation import tokenize_demonstrations, tokenize_prompts
+from rlpack.data.tokenization import tokenize_demonstrations, tokenize_prompts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Examples and their prompts' token ids.
+    """Examples and the token ids of their prompts.
 
     Attributes:
         examples: in the order of the dataset, without those that were dropped.
@@ -37,7 +37,7 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a digest of all examples and their token ids, by which a resumed run knows its data again."""
+        """Return a digest of all examples and their token ids; a resumed run compares it to detect other data."""
         digest = hashlib.blake2b(digest_size=16)
         for tensor in (self.input_ids.lengths, self.input_ids.values):
             digest.update(tensor.numpy().tobytes())
@@ -46,28 +46,31 @@ class Prompts:
         return digest.hexdigest()
 
     def batch(self, rows: np.ndarray) -> BatchedDataDict:
-        """Return `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns of these rows."""
-        picked = [self.examples[row] for row in rows]
-        lists = {name: [example.columns.get(name) for example in picked] for name in self.examples[0].columns}
-        lists |= {name: [vars(example)[name] for example in picked] for name in ("uid", "prompt", "answer")}
+        """Return rows as `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns."""
+        examples = [self.examples[row] for row in rows]
+        lists = {name: [example.columns.get(name) for example in examples] for name in self.examples[0].columns}
+        lists |= {name: [vars(example)[name] for example in examples] for name in ("uid", "prompt", "answer")}
         return BatchedDataDict({"input_ids": self.input_ids.select(rows), **lists})
 
     def demonstrations(self, rows: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> BatchedDataDict:
-        """Return `input_ids` (prompt and demonstration), `response_mask` (true on the demonstration), `prompt_lengths`.
+        """Return the given rows with their demonstrations as responses.
+
+        Columns: `input_ids` (prompt and demonstration), `response_mask` (true on the demonstration), `prompt_lengths`
+        and `response_lengths`.
 
         Raises:
             DataError: an example has no demonstration.
         """
         targets = tokenize_demonstrations(tokenizer, [self.examples[row] for row in rows])
-        picked = self.input_ids.select(rows)
-        prompts = [prompt.tolist() for prompt in picked.rows()]
+        selected = self.input_ids.select(rows)
+        prompts = [prompt.tolist() for prompt in selected.rows()]
         pairs = list(zip(prompts, targets, strict=True))
         mask = Ragged.from_rows([[False] * len(p) + [True] * len(t) for p, t in pairs], torch.bool)
         return BatchedDataDict(
             {
                 "input_ids": Ragged.from_rows([prompt + target for prompt, target in pairs], torch.int64),
                 "response_mask": mask,
-                "prompt_lengths": picked.lengths,
+                "prompt_lengths": selected.lengths,
                 "response_lengths": mask.count_nonzero(),
             }
         )
@@ -81,10 +84,17 @@ def encode_prompts(
     max_tokens: int,
     overlong: Literal["error", "drop"],
 ) -> Prompts:
-    """Read a whole dataset through the tokenizer; what doesn't fit is said before anything starts.
+    """Tokenize a dataset.
+
+    Args:
+        dataset: the examples.
+        tokenizer: any tokenizer.
+        chat_template: render prompts with the tokenizer's chat template.
+        max_tokens: maximum length of a prompt.
+        overlong: raise for longer prompts, or drop them.
 
     Raises:
-        DataError: a prompt is over the limit and `overlong` is error, or none is left.
+        DataError: a prompt exceeds `max_tokens` and `overlong` is error, or no prompt is left.
     """
     examples, encoded = [], []
     token_ids = tokenize_prompts(tokenizer, list(dataset), chat_template=chat_template)
@@ -92,7 +102,7 @@ def encode_prompts(
         if len(ids) > max_tokens:
             if overlong == "error":
                 raise DataError(
-                    f"{dataset.name}: prompt {example.uid!r} has {len(ids)} tokens, over the limit of {max_tokens}; "
+                    f"{dataset.name}: prompt {example.uid!r} has {len(ids)} tokens, which exceeds {max_tokens}; "
                     "raise data.max_prompt_tokens or set data.overlong_prompt=drop"
                 )
             continue
@@ -104,5 +114,5 @@ def encode_prompts(
             "%s: dropped %d of %d prompts over %d tokens", dataset.name, num_dropped, len(dataset), max_tokens
         )
     if not examples:
-        raise DataError(f"{dataset.name}: every prompt is over data.max_prompt_tokens={max_tokens}; raise it")
+        raise DataError(f"{dataset.name}: every prompt exceeds data.max_prompt_tokens={max_tokens}; raise it")
     return Prompts(examples, Ragged.from_rows(encoded, torch.int64))

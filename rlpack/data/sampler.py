@@ -1,8 +1,7 @@
-"""Which prompt comes when, and the seed of every sample: pure functions of the run's seed and a position.
+"""The prompt order of a run and the seed of every sample, as pure functions of the run's seed and a position.
 
-Nothing is carried from step to step, so a resumed run goes on at its position without replaying what came before.
-Only operations whose results are fixed by their definition are used (Philox words, SplitMix64, a stable sort), so
-another version of NumPy gives the same order.
+There is no state between steps, so a resumed run continues at its position without replaying earlier steps. Results do
+not depend on the NumPy version: only Philox words, SplitMix64 and a stable sort are used, which are fully specified.
 """
 
 from functools import lru_cache
@@ -15,9 +14,9 @@ _WORD = 1 << 64
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """Return the order of epoch `epoch` through a dataset: a permutation of `size` rows, int64, read-only.
+    """Return the row order of an epoch: a permutation of `size` rows, int64, read-only.
 
-    Rows are sorted by words of Philox (Salmon et al., 2011) keyed by seed and epoch.
+    Rows are sorted by Philox words (Salmon et al. 2011) keyed by seed and epoch.
 
     >>> sorted(epoch_order(1, 0, 4).tolist())
     [0, 1, 2, 3]
@@ -29,9 +28,9 @@ def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def prompt_positions(seed: int, size: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return epoch and row (both int64 [count]) of the run's prompts `start` to `start + count - 1`.
+    """Return epoch and row, int64 [count] each, of the run's prompts `start` to `start + count - 1`.
 
-    Every epoch goes through all rows once, in an order of its own; a step may cross from one epoch to the next.
+    Every epoch visits all rows once, in its own order; a step may span two epochs.
 
     >>> epochs, rows = prompt_positions(seed=1, size=2, start=1, count=3)
     >>> epochs.tolist(), sorted(rows[1:].tolist())
@@ -41,17 +40,17 @@ def prompt_positions(seed: int, size: int, start: int, count: int) -> tuple[np.n
         ValueError: the dataset is empty, or start or count is negative.
     """
     if size < 1 or start < 0 or count < 0:
-        raise ValueError(f"size={size}, start={start}, count={count}; need a row at least, and no negative position")
+        raise ValueError(f"size={size}, start={start}, count={count}; need size > 0, start >= 0 and count >= 0")
     epochs, within = np.divmod(np.arange(start, start + count, dtype=np.int64), size)
     rows = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        rows[here] = epoch_order(seed, int(epoch), size)[within[here]]
+        in_epoch = epochs == epoch
+        rows[in_epoch] = epoch_order(seed, int(epoch), size)[within[in_epoch]]
     return epochs, rows
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's output (Steele, Lea and Flood, 2014) for each state, uint64.
+    """Return the SplitMix64 output (Steele, Lea and Flood 2014) of each state, uint64.
 
     >>> hex(splitmix64(np.zeros(1, dtype=np.uint64))[0])
     '0xe220a8397b1dcdaf'
@@ -63,10 +62,10 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
 
 
 def row_seeds(seed: int, step: int, positions: np.ndarray, samples: int) -> np.ndarray:
-    """Return one seed for every sample of every prompt, uint64 [len(positions) * samples], a prompt's side by side.
+    """Return one seed per sample of each prompt, uint64 [len(positions) * samples], prompt by prompt.
 
-    A seed is a hash of run seed, step, the prompt's position (whole numbers) and the sample, and of nothing else:
-    what a row generates does not depend on its neighbours or on the rank it lands on.
+    A seed is a hash of the run's seed, the step, the prompt's position (integers) and the sample number only: what a
+    row generates does not depend on other rows or on its rank.
 
     >>> len(set(row_seeds(1, 0, np.arange(2), samples=3).tolist()))
     6

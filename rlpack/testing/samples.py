@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
-from rlpack.data.tokenisation import character_tokenizer, eos_id
+from rlpack.data.tokenization import character_tokenizer, eos_id
 
 _ALPHABET = "0123456789+=abc #é🙂"
 _LONGEST = 24

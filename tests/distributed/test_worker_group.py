@@ -12,7 +12,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout
-from rlpack.data.tokenisation import eos_id
+from rlpack.data.tokenization import eos_id
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup

@@ -223,7 +223,7 @@ def test_a_record_without_lengths_is_said(capsys: pytest.CaptureFixture[str], tm
 def test_plain_numbers_have_no_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "lengths.jsonl").write_text("3\n4\n")
     code, _, err = run(capsys, "plan", str(tmp_path / "lengths.jsonl"), "--column", "length")
-    assert (code, "holds plain numbers, which have no column 'length'; leave --column out" in err) == (3, True)
+    assert (code, "has plain numbers, which have no column 'length'; remove --column" in err) == (3, True)
 
 
 def test_damaged_metrics_are_one_warning_with_a_count(

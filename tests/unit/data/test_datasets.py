@@ -89,16 +89,16 @@ def test_generator_errors_name_the_key():
 BAD_ROWS = {
     "prompt missing": ({"answer": "2"}, "has no column 'prompt'; it has answer; set data.prompt_column"),
     "answer missing": ({"prompt": "a"}, "has no column 'answer'; it has prompt; set data.answer_column"),
-    "prompt null": ({**GOOD, "prompt": None}, r"prompt is None \(NoneType\); it has to be text"),
+    "prompt null": ({**GOOD, "prompt": None}, r"prompt is None \(NoneType\); it must be text"),
     "prompt empty": ({**GOOD, "prompt": ""}, "prompt is blank"),
     "prompt blank": ({**GOOD, "prompt": " \n"}, "prompt is blank"),
     "prompt a number": ({**GOOD, "prompt": 7}, r"prompt is 7 \(int\)"),
-    "prompt an object": ({**GOOD, "prompt": {"a": 1}}, r"\(dict\); it has to be text or a list"),
-    "surrogate": ({**GOOD, "prompt": "a\ud800"}, "half of a surrogate pair"),
-    "surrogate in the answer": ({**GOOD, "answer": "\udfff"}, "answer has half of a surrogate pair"),
+    "prompt an object": ({**GOOD, "prompt": {"a": 1}}, r"\(dict\); it must be text or a list"),
+    "surrogate": ({**GOOD, "prompt": "a\ud800"}, "prompt has an unpaired surrogate"),
+    "surrogate in the answer": ({**GOOD, "answer": "\udfff"}, "answer has an unpaired surrogate"),
     "surrogate in a message": (
         {**GOOD, "prompt": [{"role": "user", "content": "a", "name": "\ud800"}]},
-        "message 0: name has half of a surrogate pair",
+        "message 0: name has an unpaired surrogate",
     ),
     "no message": ({**GOOD, "prompt": []}, "empty list"),
     "message a text": ({**GOOD, "prompt": ["hi"]}, "message 0 is 'hi'"),
@@ -108,7 +108,7 @@ BAD_ROWS = {
     "assistant last": ({**GOOD, "prompt": [{"role": "assistant", "content": "a"}]}, "ends with the assistant"),
     "uid null": ({**GOOD, "uid": None}, "uid is None"),
     "uid a number": ({**GOOD, "uid": 3}, "uid is 3"),
-    "an array": ([1, 2], "is a list; every line has to be one JSON object"),
+    "an array": ([1, 2], "is a list; every line must be one JSON object"),
 }
 
 

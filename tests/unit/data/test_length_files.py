@@ -21,14 +21,14 @@ def test_lengths_come_from_lines_arrays_and_tables(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "text": ('3\n"x"\n', r":2: 'x' is no length"),
-    "negative": ("3\n4\n-1\n", ":3: -1 is no length"),
-    "a fraction": ("2.5\n", ":1: 2.5 is no length"),
-    "not a number": ("NaN\n", ":1: nan is no length"),
-    "a truth": ("true\n", ":1: True is no length; give a whole number of at least 0"),
-    "not JSON": ("3\nthree\n", ":2 is not JSON: 'three'; write one length a line"),
+    "text": ('3\n"x"\n', r":2: 'x' is not a length"),
+    "negative": ("3\n4\n-1\n", ":3: -1 is not a length"),
+    "a fraction": ("2.5\n", ":1: 2.5 is not a length"),
+    "not a number": ("NaN\n", ":1: nan is not a length"),
+    "a truth": ("true\n", ":1: True is not a length; it must be an integer of at least 0"),
+    "not JSON": ("3\nthree\n", ":2 is not JSON: 'three'; write one length per line"),
     "no column": ('{"size": 3}\n', ":1 has no 'length'; it has size; set --column"),
-    "empty": ("\n", "holds no length"),
+    "empty": ("\n", "has no lengths"),
 }
 
 
@@ -57,13 +57,15 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             read_lengths(tmp_path / name)
     (tmp_path / "x.csv").write_text("3")
-    with pytest.raises(DataError, match=r"ends in \.csv; give lengths as \.jsonl, \.npy, \.parquet"):
+    with pytest.raises(
+        DataError, match=r"has the unsupported suffix '\.csv'; pass lengths as \.jsonl, \.npy, \.parquet"
+    ):
         read_lengths(tmp_path / "x.csv")
 
 
 def test_a_column_of_plain_numbers_or_one_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_text("3\n4\n")
-    with pytest.raises(DataError, match="holds plain numbers, which have no column 'tokens'; leave --column out"):
+    with pytest.raises(DataError, match="has plain numbers, which have no column 'tokens'; remove --column"):
         read_lengths(tmp_path / "plain.jsonl", "tokens")
     twice = pyarrow.Table.from_arrays([pyarrow.array([3]), pyarrow.array([4])], names=["tokens", "tokens"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")

@@ -25,7 +25,7 @@ from rlpack.config.schema import (
     SFTWarmup,
 )
 from rlpack.config.sections.optimization import Lora, Optimizer
-from rlpack.data.tokenisation import character_tokenizer
+from rlpack.data.tokenization import character_tokenizer
 from rlpack.distributed.errors import PlacementError
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_causal_lm

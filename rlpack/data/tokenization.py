@@ -1,6 +1,6 @@
-"""Text to token ids: a tokenizer with one token a character, and prompts through any tokenizer.
+"""Encode prompts and demonstrations with any tokenizer, and build character-level tokenizers.
 
-What a user wrote is never read as a special token: `<eos>` inside a prompt is five characters.
+Invariant: user text never becomes a special token; `<eos>` inside a prompt is five characters.
 """
 
 import re
@@ -19,18 +19,18 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     r"""Return a tokenizer with one token for each character of `alphabet`, after `<pad>`, `<eos>` and `<unk>`.
 
-    It saves and loads as every tokenizer of transformers does.
+    It is saved and loaded like any transformers tokenizer.
 
     >>> tokenizer = character_tokenizer("ab\n")
     >>> tokenizer.encode("ba\n"), tokenizer.decode([4, 3, 5]), tokenizer.eos_token_id
     ([4, 3, 5], 'ba\n', 1)
 
     Raises:
-        DataError: the alphabet is empty or names a character twice.
+        DataError: the alphabet is empty or has a character twice.
     """
-    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
-    if not alphabet or twice:
-        raise DataError(f"the alphabet {alphabet!r} has to name every character once; it repeats {twice}")
+    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if not alphabet or repeated:
+        raise DataError(f"the alphabet {alphabet!r} must have every character once; it repeats {repeated}")
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *alphabet))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -45,16 +45,16 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def characters(examples: Iterable[Example]) -> str:
-    """Return every character of the prompts, answers and demonstrations, sorted: an alphabet that can write them.
+    """Return all characters of the prompts, answers and demonstrations, sorted.
 
     >>> characters([Example("0", "1+1=", answer="2")])
     '+12='
     """
-    found: set[str] = set()
+    alphabet: set[str] = set()
     for example in examples:
         prompt = example.prompt if isinstance(example.prompt, str) else "".join(m["content"] for m in example.prompt)
-        found.update(prompt, example.demonstration or "", "" if example.answer is None else str(example.answer))
-    return "".join(sorted(found))
+        alphabet.update(prompt, example.demonstration or "", "" if example.answer is None else str(example.answer))
+    return "".join(sorted(alphabet))
 
 
 def tokenize_prompts(
@@ -81,7 +81,7 @@ def tokenize_prompts(
         encoded = [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in encoded]
     for example, ids in zip(examples, encoded, strict=True):
         if not ids:
-            raise DataError(f"prompt {example.uid!r} has no token: {example.prompt!r}; a model needs at least one")
+            raise DataError(f"prompt {example.uid!r} has no tokens: {example.prompt!r}; a model needs at least one")
     return encoded
 
 
@@ -101,26 +101,26 @@ def tokenize_demonstrations(tokenizer: PreTrainedTokenizerBase, examples: Sequen
     if not isinstance(end, int):
         raise DataError(
             f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), which demonstrations end with; set "
-            "model.tokenizer to one that has it"
+            "model.tokenizer to one that has one"
         )
     return [[*ids, end] for ids in _encode_texts(tokenizer, texts, places, add_special_tokens=False)]
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the end-of-sequence token, None where the tokenizer has none."""
+    """Return the id of the end-of-sequence token; None if the tokenizer has none."""
     return _single_id(tokenizer.eos_token_id, "end-of-sequence")
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return what slots without a token hold: the padding token, or 0; no real token ever sees it."""
+    """Return the id for padded slots: the padding token, or 0. No real token attends to them."""
     return _single_id(tokenizer.pad_token_id, "padding") or 0
 
 
 def _single_id(token_id: object, what: str) -> int | None:
-    """Return a token's id; transformers' types would also allow lists of them."""
+    """Return a token's id, which transformers' types also allow to be a list."""
     if token_id is None or isinstance(token_id, int):
         return token_id
-    raise DataError(f"the tokenizer has {token_id!r} for its {what} token; it has to be one id")
+    raise DataError(f"the tokenizer has {token_id!r} for its {what} token; it must be one id")
 
 
 def _messages(example: Example) -> list[Message]:
@@ -142,7 +142,7 @@ def _encode_texts(
     add_special_tokens: bool,
     literal: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each text, in one call; special tokens in a text are plain characters when `literal`."""
+    """Return the token ids of each text, in one call; with `literal`, special tokens in it become plain characters."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(
@@ -163,46 +163,46 @@ def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str, place: st
 
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> list[int]:
-    """Return the token ids of a conversation, with the template's opening of the next answer.
+    """Return the token ids of a conversation, with the template's generation prompt.
 
-    Special tokens in a message are hidden behind marks while the template is rendered, and written as characters.
+    Special tokens in a message are replaced by markers while the template is rendered, and encoded as characters.
     """
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: {tokenizer_name(tokenizer)} has no chat template; set data.chat_template=false, or "
-            "model.tokenizer to one that has it"
+            "model.tokenizer to one that has one"
         )
     specials = [str(token) for token in tokenizer.all_special_tokens]
     pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
     contents = [message["content"] for message in messages]
-    mark = next(chr(code) for code in range(0xE000, 0xF8FF) if all(chr(code) not in text for text in contents))
-    hidden: list[str] = []
+    marker = next(chr(code) for code in range(0xE000, 0xF8FF) if all(chr(code) not in text for text in contents))
+    replaced: list[str] = []
 
-    def hide(found: re.Match[str]) -> str:
-        hidden.append(found[0])
-        return f"{mark}{len(hidden) - 1}{mark}"
+    def replace(match: re.Match[str]) -> str:
+        replaced.append(match[0])
+        return f"{marker}{len(replaced) - 1}{marker}"
 
-    masked = [{**message, "content": pattern.sub(hide, message["content"])} for message in messages]
-    rendered = _render(tokenizer, masked, where)
+    marked = [{**message, "content": pattern.sub(replace, message["content"])} for message in messages]
+    rendered = _render(tokenizer, marked, where)
     ids: list[int] = []
-    for place, piece in enumerate(rendered.split(mark)):
-        is_hidden = place % 2 == 1
-        text = hidden[int(piece)] if is_hidden else piece
-        ids += _encode_texts(tokenizer, [text], [where], add_special_tokens=False, literal=is_hidden)[0]
+    for number, piece in enumerate(rendered.split(marker)):
+        is_replaced = number % 2 == 1
+        text = replaced[int(piece)] if is_replaced else piece
+        ids += _encode_texts(tokenizer, [text], [where], add_special_tokens=False, literal=is_replaced)[0]
     return ids
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> str:
-    """Return the conversation as the template writes it."""
+    """Return the conversation rendered by the chat template."""
     from jinja2 import TemplateError
 
     try:
         rendered: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} refuses it: {error}") from error
+        raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} rejects it: {error}") from error
     return rendered
 
 
 def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the words by which messages speak of a tokenizer."""
+    """Return the name of a tokenizer for messages."""
     return f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r}"

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from rlpack.batch.errors import DataError
 from rlpack.data.arithmetic import ALPHABET
 from rlpack.data.examples import Example
-from rlpack.data.tokenisation import (
+from rlpack.data.tokenization import (
     character_tokenizer,
     characters,
     tokenize_demonstrations,
@@ -101,7 +101,7 @@ def test_the_alphabet_of_a_dataset_writes_all_its_texts():
         (Example("row-7", "aZ"), False, r"prompt 'row-7' has characters that tokenizer .* cannot encode: \['Z'\]"),
         (Example("row-7", [{"role": "user", "content": "a"}]), False, "'row-7' .* set data.chat_template=true"),
         (Example("row-7", "a"), True, "'row-7': tokenizer '.*' has no chat template"),
-        (Example("row-7", ""), False, "'row-7' has no token"),
+        (Example("row-7", ""), False, "'row-7' has no tokens"),
     ],
 )
 def test_prompts_that_can_not_be_written_are_named(tokenizer, example, chat_template, text):
@@ -111,7 +111,7 @@ def test_prompts_that_can_not_be_written_are_named(tokenizer, example, chat_temp
 
 def test_a_template_that_refuses_is_named(chat):
     chat.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(DataError, match=r"'row-7': the chat template of .* refuses it: no system role"):
+    with pytest.raises(DataError, match=r"'row-7': the chat template of .* rejects it: no system role"):
         encode_prompt(chat, Example("row-7", "a"), chat_template=True)
 
 
