@@ -6,6 +6,7 @@ for each step:
         reward   += reward.score(rollouts) - overlong penalty
     rollouts   = without truncated responses, if asked for
     ref        = reference.logprobs(rollouts)   # in the background
+    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = group_relative(reward)
     actor.update(rollouts)                      # every mini-batch, μ times
@@ -45,8 +46,9 @@ def train(session: Session) -> None:
         rollouts = sample_informative_groups(session, step)
         rollouts = filter_overlong(session, step, rollouts)
         reference = submit_reference_logprobs(session, rollouts)
-        rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
-        rollouts = compute_advantages(session, step, rollouts)
-        update_actor(session, step, rollouts)
+        plan = session.actor.plan(rollouts, mini_batches=True)
+        rollouts = compute_old_logprobs(session, step, rollouts, plan)
+        rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
+        rollouts = compute_advantages(session, step, rollouts, plan)
+        update_actor(session, step, rollouts, plan)
         sync_weights(session, step)

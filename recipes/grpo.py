@@ -5,6 +5,7 @@ for each step:
     rollouts   = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
     ref        = reference.logprobs(rollouts)   # in the background
+    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = group_relative(reward)
     actor.update(rollouts)                      # every mini-batch, μ times
@@ -46,9 +47,10 @@ def train(session: Session) -> None:
         rewards = PendingRewards(session.scorers)
         rollouts = generate(session, step, prompts, rewards.submit)
         reference = submit_reference_logprobs(session, rollouts)
-        rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
+        plan = session.actor.plan(rollouts, mini_batches=True)
+        rollouts = compute_old_logprobs(session, step, rollouts, plan)
+        rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
         rollouts = collect_rewards(session, step, rollouts, rewards)
-        rollouts = compute_advantages(session, step, rollouts)
-        update_actor(session, step, rollouts)
+        rollouts = compute_advantages(session, step, rollouts, plan)
+        update_actor(session, step, rollouts, plan)
         sync_weights(session, step)

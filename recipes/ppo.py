@@ -5,6 +5,7 @@ for each step:
     rollouts   = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
     ref        = reference.logprobs(rollouts)   # in the background
+    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     values     = critic.values(rollouts)
     advantages = gae(reward - β·KL, values)
@@ -27,6 +28,7 @@ from rlpack.recipes.driver.critic_stages import (
 )
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
+    add_loss_weights,
     collect_reference_logprobs,
     compute_old_logprobs,
     freeze_reference,
@@ -55,11 +57,14 @@ def train(session: Session) -> None:
         rewards = PendingRewards(session.scorers)
         rollouts = generate(session, step, prompts, rewards.submit)
         reference = submit_reference_logprobs(session, rollouts)
-        rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
+        plan = session.actor.plan(rollouts, mini_batches=True)
+        rollouts = compute_old_logprobs(session, step, rollouts, plan)
+        rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
         rollouts = collect_rewards(session, step, rollouts, rewards)
-        rollouts = compute_values(session, step, rollouts)
-        rollouts, moments = compute_token_advantages(session, step, rollouts)
-        update_critic(session, step, rollouts)
-        update_warm_actor(session, step, rollouts, moments)
+        critic_plan = session.critic.plan(rollouts, mini_batches=True)
+        rollouts = compute_values(session, step, rollouts, critic_plan)
+        rollouts, moments = compute_token_advantages(session, step, rollouts, critic_plan)
+        rollouts = add_loss_weights(session, step, rollouts, plan)
+        update_critic(session, step, rollouts, critic_plan)
+        update_warm_actor(session, step, rollouts, plan, moments)
         sync_weights(session, step)

@@ -6,6 +6,7 @@ for each step:
     greedy     = rollout.generate(prompts, temperature 0)
     reward     = reward.score(rollouts), reward.score(greedy)    # in the background, from the first part on
     ref        = reference.logprobs(rollouts)   # in the background
+    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = reward - the greedy response's reward
     actor.update(rollouts)                      # every mini-batch, μ times
@@ -46,10 +47,11 @@ def train(session: Session) -> None:
         rollouts = generate(session, step, prompts, rewards.submit)
         generate_greedily(session, step, prompts, greedy_rewards.submit)
         reference = submit_reference_logprobs(session, rollouts)
-        rollouts = compute_old_logprobs(session, step, rollouts)
-        rollouts = collect_reference_logprobs(session, step, rollouts, reference)
+        plan = session.actor.plan(rollouts, mini_batches=True)
+        rollouts = compute_old_logprobs(session, step, rollouts, plan)
+        rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
         rollouts = collect_rewards(session, step, rollouts, rewards)
         rollouts = collect_greedy_rewards(session, step, rollouts, greedy_rewards)
-        rollouts = compute_advantages(session, step, rollouts)
-        update_actor(session, step, rollouts)
+        rollouts = compute_advantages(session, step, rollouts, plan)
+        update_actor(session, step, rollouts, plan)
         sync_weights(session, step)

@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import step_weights
@@ -22,16 +23,18 @@ def initialize_critic(session: Session) -> None:
         session.actor.transfer(ActorWorker.export_weights, session.critic, CriticWorker.load_weights, version)
 
 
-def compute_values(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `values` f32 [T], before the critic's update, and `value_tokens` int64 [B], the tokens its plan keeps."""
+def compute_values(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
+) -> BatchedDataDict:
+    """Add `values` f32 [T], before the critic's update, and `value_tokens` int64 [B], the tokens its `plan` keeps."""
     with step.timer("values"):
-        return rollouts.union(session.critic.run(CriticWorker.values, rollouts))
+        return rollouts.union(session.critic.with_plan(plan).run(CriticWorker.values, rollouts))
 
 
 def compute_token_advantages(
-    session: Session, step: StepContext, rollouts: BatchedDataDict
+    session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
 ) -> tuple[BatchedDataDict, Moments | None]:
-    """Add `advantages` and `returns` f32 [T] by generalized advantage estimation, and the actor's weights f32 [B].
+    """Add `advantages` and `returns` f32 [T] by generalized advantage estimation; `plan` is the critic's.
 
     Tokens stay with the critic's ranks; the driver gets their sums. Returned with the batch are the moments over its
     counted tokens, by which the actor's update normalizes the advantages; None without
@@ -40,7 +43,7 @@ def compute_token_advantages(
     coefficient = policy_stages.reward_kl_coef(session)
     counts = rollouts["value_tokens"].where(rollouts["valid"], 0)
     with step.timer("advantages"):
-        estimates = session.critic.run(CriticWorker.advantages, rollouts, coefficient)
+        estimates = session.critic.with_plan(plan).run(CriticWorker.advantages, rollouts, coefficient)
     advantages, errors, returns = (_moments(estimates, name, counts) for name in ("advantage", "error", "return"))
     step.metrics |= {
         "advantage/mean": advantages.mean,
@@ -50,31 +53,33 @@ def compute_token_advantages(
     }
     estimated = rollouts.union(estimates.keep(["advantages", "returns"]))
     moments = advantages if session.config.critic.normalize_advantages else None
-    return policy_stages.add_loss_weights(session, step, estimated), moments
+    return estimated, moments
 
 
-def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
+def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> None:
     """Take one optimizer step of the critic per mini-batch, `trainer.updates_per_batch` times over the batch."""
     trainer = session.config.trainer
-    plan = session.critic.plan(rollouts, mini_batches=True)
     weights = step_weights(rollouts["value_tokens"].where(rollouts["valid"], 0), plan, session.config.algorithm)
     loss = ValueLoss(session.config.critic.value_clip)
     # The batch has the weights of the actor's loss.
     batch = rollouts.drop(["loss_weight"]).union({"loss_weight": weights["token_weight"]})
     with step.timer("update_critic"):
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
-        updates = [
-            session.critic.run(CriticWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)
-        ]
+        critic = session.critic.with_plan(plan)
+        updates = [critic.run(CriticWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)]
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
 
 
 def update_warm_actor(
-    session: Session, step: StepContext, rollouts: BatchedDataDict, advantage_moments: Moments | None
+    session: Session,
+    step: StepContext,
+    rollouts: BatchedDataDict,
+    plan: MicrobatchPlan,
+    advantage_moments: Moments | None,
 ) -> None:
     """Update the actor (`policy_stages.update_actor`) after the first `critic.warmup_steps` steps."""
     if step.number > session.config.critic.warmup_steps:
-        policy_stages.update_actor(session, step, rollouts, advantage_moments)
+        policy_stages.update_actor(session, step, rollouts, plan, advantage_moments)
 
 
 def _moments(estimates: BatchedDataDict, name: str, counts: Tensor) -> Moments:

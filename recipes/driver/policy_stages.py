@@ -13,6 +13,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.remote import RemoteColumn
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
+from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
 from rlpack.recipes.driver.resume import reference_folder
@@ -27,30 +28,37 @@ from rlpack.workers.rollout import RolloutWorker
 _MEASURED_IN_UPDATE = {"actor/logprob_gap": "rollout/logprob_gap", "actor/response_kl": "reference/kl"}
 
 
-def compute_old_logprobs(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+def compute_old_logprobs(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
+) -> BatchedDataDict:
     """Add `logprobs` f32 [T], the policy's before its update, 0 outside responses, and `response_tokens` int64 [B].
 
     The latter counts the tokens of each response that the update's plan keeps. Where the update doesn't need
     `logprobs`, they are left out: see `needs_old_logprobs`.
+
+    Args:
+        session: the run.
+        step: the step in progress.
+        rollouts: the batch.
+        plan: the actor's for these rows, in mini-batches. The update follows it, too, so that both share microbatches.
     """
-    if not needs_old_logprobs(session, rollouts):
-        plan = session.actor.plan(rollouts, mini_batches=True)
+    if not needs_old_logprobs(session, rollouts, plan):
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
-        old = session.actor.run(ActorWorker.logprobs, rollouts)
+        old = session.actor.with_plan(plan).run(ActorWorker.logprobs, rollouts)
     gap = old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)
     step.metrics["rollout/logprob_gap"] = gap.item()
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
-def needs_old_logprobs(session: Session, rollouts: BatchedDataDict) -> bool:
+def needs_old_logprobs(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> bool:
     """Return whether log-probs have to be computed in a pass before the update.
 
     Where the batch gets a single optimizer step, its own log-probs are the old ones and the ratio is 1, so the pass is
     needed only for the KL term in rewards, by an advantage function that reads `kl_sum`, for the KL of responses that
     don't train, and with adapters' dropout, which is off in the pass.
     """
-    config, plan = session.config, session.actor.plan(rollouts, mini_batches=True)
+    config = session.config
     return (
         plan.num_steps > 1
         or config.trainer.updates_per_batch > 1
@@ -72,7 +80,11 @@ def submit_reference_logprobs(session: Session, rollouts: BatchedDataDict) -> Pe
 
 
 def collect_reference_logprobs(
-    session: Session, step: StepContext, rollouts: BatchedDataDict, pending: Pending[BatchedDataDict] | None
+    session: Session,
+    step: StepContext,
+    rollouts: BatchedDataDict,
+    plan: MicrobatchPlan,
+    pending: Pending[BatchedDataDict] | None,
 ) -> BatchedDataDict:
     """Add `reference_logprobs` f32 [T], and next to `logprobs` also `kl_sum` f64 [B]; nothing without a KL term."""
     if pending is None:
@@ -81,10 +93,13 @@ def collect_reference_logprobs(
         rollouts = rollouts.union(pending.result())
         if "logprobs" not in rollouts:
             return rollouts
-        return rollouts.union(session.actor.run(ActorWorker.kl_sums, rollouts, session.config.algorithm.kl_estimator))
+        actor, estimator = session.actor.with_plan(plan), session.config.algorithm.kl_estimator
+        return rollouts.union(actor.run(ActorWorker.kl_sums, rollouts, estimator))
 
 
-def compute_advantages(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+def compute_advantages(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
+) -> BatchedDataDict:
     """Add `advantages`, and `loss_weight` and `token_weight` of the row's optimizer step, all f32 [B].
 
     The advantage function gets the per-row columns that it names, including those that roles added; with
@@ -102,7 +117,7 @@ def compute_advantages(session: Session, step: StepContext, rollouts: BatchedDat
         "advantage/std": of_valid.std(unbiased=False).item() if of_valid.numel() else 0.0,
         "advantage/zero_group_fraction": zero_group_fraction(per_row, rollouts["group_ids"]),
     }
-    return add_loss_weights(session, step, rollouts.union({"advantages": per_row}))
+    return add_loss_weights(session, step, rollouts.union({"advantages": per_row}), plan)
 
 
 def reward_kl_coef(session: Session) -> float:
@@ -110,12 +125,13 @@ def reward_kl_coef(session: Session) -> float:
     return session.kl_coef if session.config.algorithm.kl_placement == "reward" else 0.0
 
 
-def add_loss_weights(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Add `loss_weight` and `token_weight` f32 [B] of the actor's update.
+def add_loss_weights(
+    session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
+) -> BatchedDataDict:
+    """Add `loss_weight` and `token_weight` f32 [B] of the actor's update, which follows `plan`.
 
     Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0.
     """
-    plan = session.actor.plan(rollouts, mini_batches=True)
     trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
     counts = rollouts["response_tokens"].where(trains, 0)
     if session.reference is not None:
@@ -139,7 +155,11 @@ def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> Batc
 
 
 def update_actor(
-    session: Session, step: StepContext, rollouts: BatchedDataDict, advantage_moments: Moments | None = None
+    session: Session,
+    step: StepContext,
+    rollouts: BatchedDataDict,
+    plan: MicrobatchPlan,
+    advantage_moments: Moments | None = None,
 ) -> None:
     """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch.
 
@@ -156,9 +176,8 @@ def update_actor(
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     with step.timer("update"):
         rate = learning_rate(optimizer, step.number, trainer.steps)
-        updates = [
-            session.actor.run(ActorWorker.train_step, rollouts, loss, rate) for _ in range(trainer.updates_per_batch)
-        ]
+        actor = session.actor.with_plan(plan)
+        updates = [actor.run(ActorWorker.train_step, rollouts, loss, rate) for _ in range(trainer.updates_per_batch)]
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:

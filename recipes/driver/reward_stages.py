@@ -70,7 +70,8 @@ class PendingRewards:
         """Submit rows to all roles."""
         self._names.update(rollouts)
         for group, parts in zip(self._groups, self._parts, strict=True):
-            parts.append(_Part(group.submit(RewardWorker.score, rollouts), group.plan(rollouts)))
+            plan = group.plan(rollouts)
+            parts.append(_Part(group.with_plan(plan).submit(RewardWorker.score, rollouts), plan))
 
     def result(self, names: Iterable[str] = ()) -> RowRewards:
         """Wait for all roles and return the rewards of all rows, once; a row without a finite reward gets 0.

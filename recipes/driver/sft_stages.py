@@ -10,27 +10,30 @@ from rlpack.workers.loss import SFTLoss
 
 
 def draw_demonstrations(session: Session, step: StepContext, count: int) -> BatchedDataDict:
-    """Return the next `count` demonstrations, with `loss_weight` and `token_weight`, f32 [B].
+    """Return the next `count` demonstrations.
 
     Raises:
         DataError: an example has no demonstration.
-        PackingError: one exceeds the token budget.
     """
     start = step.progress.demonstrations_trained
     _, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
     step.advance(demonstrations_trained=start + count)
-    batch = session.prompts.demonstrations(rows)
-    plan = session.actor.plan(batch)
-    step.report_plan(plan)
-    counts = planned_response_lengths(batch, plan, session.store)
-    return batch.union(step_weights(counts, plan, session.config.algorithm))
+    return session.prompts.demonstrations(rows)
 
 
 def sft_step(session: Session, step: StepContext, batch: BatchedDataDict, learning_rate: float) -> None:
-    """Take one supervised optimizer step."""
-    loss, actor = SFTLoss(), session.actor.with_plan(session.actor.plan(batch))
+    """Take one supervised optimizer step.
+
+    Raises:
+        PackingError: a demonstration exceeds the token budget.
+    """
+    plan = session.actor.plan(batch)
+    step.report_plan(plan)
+    counts = planned_response_lengths(batch, plan, session.store)
+    batch = batch.union(step_weights(counts, plan, session.config.algorithm))
     with step.timer("update"):
-        step.record_optimizer_steps(actor.run(ActorWorker.train_step, batch, loss, learning_rate))
+        metrics = session.actor.with_plan(plan).run(ActorWorker.train_step, batch, SFTLoss(), learning_rate)
+    step.record_optimizer_steps(metrics)
 
 
 def reset_optimizer(session: Session) -> None:

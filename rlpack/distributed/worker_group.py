@@ -3,8 +3,8 @@
 Invariants (tests/distributed/test_worker_group.py):
 
 1. a sharded call returns rows in the order of the batch it was given, whatever the role's batching;
-2. the plan of a call depends on the batch's lengths and the role's batching alone, so two calls on the same rows with
-   the same `mini_batches` share their microbatches exactly;
+2. the plan of a call depends on the batch's lengths and the role's batching alone; calls that are given one plan share
+   their microbatches exactly;
 3. every wait has a deadline, and the first failure of a rank ends the wait for all.
 """
 
@@ -23,7 +23,7 @@ from rlpack.distributed.column_contract import ColumnContract, Producers
 from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.results import check_columns, restored
-from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
+from rlpack.packing import Batching, Cost, MicrobatchPlan, PackingError, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,7 @@ class WorkerGroup(Generic[W]):
         self._kind = kind
         self._cost = cost
         self._producers: Producers = producers or {}
-        self._newest: dict[bool, MicrobatchPlan] = {}
-        self._fixed: MicrobatchPlan | None = None
+        self._plan: MicrobatchPlan | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -98,27 +97,27 @@ class WorkerGroup(Generic[W]):
         return self._kind is not None and issubclass(self._kind, interface)
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> MicrobatchPlan:
-        """Return the plan that a sharded call on `batch` follows; calls on the same lengths share one."""
-        lengths = _token_counts(batch)
-        if self._fixed is not None:
-            assert np.array_equal(self._fixed.request.lengths, lengths), "the plan is that of another batch"
-            return self._fixed
-        newest = self._newest.get(mini_batches)
-        if newest is None or not np.array_equal(newest.request.lengths, lengths):
-            newest = make_plan(
-                lengths,
-                self.batching,
-                dp_size=self.num_ranks,
-                mini_batch_size=self.mini_batch_size if mini_batches else None,
-                cost=self._cost,
-            )
-            self._newest[mini_batches] = newest
-        return newest
+        """Plan a sharded call on `batch`; calls that have to share microbatches are given one plan (`with_plan`).
+
+        Args:
+            batch: `input_ids`, whose tokens are counted; rows without tokens all weigh the same.
+            mini_batches: split it into optimizer steps of the role's mini-batch size.
+
+        Raises:
+            PackingError: the batch cannot be planned.
+        """
+        return make_plan(
+            _token_counts(batch),
+            self.batching,
+            dp_size=self.num_ranks,
+            mini_batch_size=self.mini_batch_size if mini_batches else None,
+            cost=self._cost,
+        )
 
     def with_plan(self, plan: MicrobatchPlan) -> Self:
         """Return this group with its sharded calls following `plan`, which is that of their batch."""
         group = copy.copy(self)
-        group._fixed = plan
+        group._plan = plan
         return group
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -159,7 +158,7 @@ class WorkerGroup(Generic[W]):
         names = columns.columns_to_send(
             batch, rest, kwargs, call=f"{self.role}.{method.__name__}", producers=self._producers
         )
-        plan = self.plan(batch, mini_batches=dispatch.mini_batches)
+        plan = self._plan_of_call(batch, mini_batches=dispatch.mini_batches)
         batch = batch.keep(dict.fromkeys([*names, "input_ids"]) if "input_ids" in batch else names)
         shards = [shard.keep(names) for shard in batch.shard(plan)]  # truncated rows are cut by input_ids
         call = Call(
@@ -197,6 +196,14 @@ class WorkerGroup(Generic[W]):
         except Exception as error:  # a role's own function may raise anything
             text = f"the merge of its ranks' results raised {type(error).__name__}: {error}"
             raise RoleError(self.role, None, method, text) from error
+
+    def _plan_of_call(self, batch: BatchedDataDict, *, mini_batches: bool) -> MicrobatchPlan:
+        """Return the plan that a call follows: its own, unless it was given one (`with_plan`)."""
+        if self._plan is None:
+            return self.plan(batch, mini_batches=mini_batches)
+        if not np.array_equal(self._plan.request.lengths, _token_counts(batch)):
+            raise PackingError(f"a call of {self.role} was given the plan of a batch with other lengths")
+        return self._plan
 
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
         """Return how a method is called: as the role's own class says."""

@@ -59,7 +59,7 @@ def test_what_a_step_put_away_is_freed_at_its_end_and_reading_it_says_so(groups:
         assert store.in_flight == before + 8 * tokens + 8 * len(SIZES)
     assert store.in_flight == before
     assert store.pop_peak_bytes() == 8 * tokens + 8 * len(SIZES)
-    for read in (store.take, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
+    for read in (store.fetch, pickle.dumps, lambda batch: groups["packed"].run(Echo.times, batch, 2)):
         with pytest.raises(DataError, match="were released at the end of a step"):
             read(twice.rename({"times": "input_ids"}))
 
@@ -167,5 +167,5 @@ def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
     twice = groups["lost"].run(Echo.times, rollouts(), 2)
     for host in groups["lost"].ranks._actors:
         ray.kill(host)
-    with pytest.raises(RoleError, match=r"role lost, rank [01], in take: tokens or texts can't be read"):
+    with pytest.raises(RoleError, match=r"role lost, rank [01], in fetch: tokens or texts can't be read"):
         store.fetch(twice)

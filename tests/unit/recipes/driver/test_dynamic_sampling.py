@@ -87,7 +87,7 @@ def test_truncated_responses_are_excluded_from_training_if_configured(
     set_group(session, "actor")
     step = session.begin_step(1)
     filtered = filter_overlong(session, step, rollouts).union({"valid": torch.ones(2, dtype=torch.bool)})
-    weighted = add_loss_weights(session, step, filtered)
+    weighted = add_loss_weights(session, step, filtered, session.actor.plan(filtered))
     assert weighted["token_weight"].tolist() == pytest.approx(shares)
     assert weighted["response_tokens"].tolist() == [4, 10]  # what advantages are made of stays
     assert step.metrics.get("sampling/overlong_filtered", 0.0) == float(enabled)

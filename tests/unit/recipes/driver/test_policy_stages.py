@@ -12,7 +12,7 @@ from rlpack.batch.remote import RemoteColumn
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Actor, Algorithm, Trainer
 from rlpack.config.sections.optimization import Lora
-from rlpack.packing import Batching
+from rlpack.packing import Batching, MicrobatchPlan
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
@@ -24,6 +24,7 @@ from rlpack.recipes.driver.policy_stages import (
 )
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.resume import reference_folder
+from rlpack.recipes.driver.session import Session
 from rlpack.workers.loss import PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
 from tests.builders import tiny_rollouts
@@ -60,8 +61,12 @@ def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
 
     set_group(session, "actor", logprobs=logprobs)
     step = session.begin_step(1)
-    assert "response_tokens" in compute_old_logprobs(session, step, rollouts)
+    assert "response_tokens" in compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
     assert step.metrics["rollout/logprob_gap"] == pytest.approx(0.5)
+
+
+def plan_of(session: Session, rollouts: BatchedDataDict) -> MicrobatchPlan:
+    return session.actor.plan(rollouts, mini_batches=True)
 
 
 def by_divergence(rewards: torch.Tensor, kl_sum: torch.Tensor) -> torch.Tensor:
@@ -87,19 +92,20 @@ def test_log_probs_before_the_update_are_computed_only_where_they_are_needed(
     set_group(session, "actor")
     if session.config.algorithm.kl_coef > 0:
         set_group(session, "reference")
-    assert needs_old_logprobs(session, tiny_rollouts([(2, 4), (3, 9)])) == needed
+    rollouts = tiny_rollouts([(2, 4), (3, 9)])
+    assert needs_old_logprobs(session, rollouts, plan_of(session, rollouts)) == needed
 
 
 def test_several_optimizer_steps_need_log_probs_before_the_update(tmp_path: Path):
     session, rollouts = session_of(tmp_path, trainer=ONE_UPDATE), tiny_rollouts([(2, 4), (3, 9)])
     set_group(session, "actor").mini_batch_size = 1
-    assert needs_old_logprobs(session, rollouts)
+    assert needs_old_logprobs(session, rollouts, plan_of(session, rollouts))
 
 
 def test_without_log_probs_the_counted_tokens_are_those_that_the_plan_keeps(tmp_path: Path):
     session, rollouts = session_of(tmp_path, trainer=ONE_UPDATE), tiny_rollouts([(2, 4), (3, 9)])
     set_group(session, "actor", Batching(max_tokens=8, overlong="truncate"))
-    counted = compute_old_logprobs(session, session.begin_step(1), rollouts)
+    counted = compute_old_logprobs(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
     assert counted["response_tokens"].tolist() == [4, 5]
 
 
@@ -118,11 +124,12 @@ def test_without_log_probs_the_update_is_on_policy_and_measures_gap_and_divergen
     set_group(session, "reference", logprobs=reference)
     step = session.begin_step(1)
     pending = submit_reference_logprobs(session, rollouts)
-    rollouts = compute_old_logprobs(session, step, rollouts)
-    rollouts = collect_reference_logprobs(session, step, rollouts, pending)
+    rollouts = compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
+    rollouts = collect_reference_logprobs(session, step, rollouts, plan_of(session, rollouts), pending)
     assert rollouts["response_tokens"].tolist() == [4, 9]
     scored = {"rewards": torch.tensor([0.0, 1.0]), "valid": torch.tensor([True, False])}
-    update_actor(session, step, compute_advantages(session, step, rollouts.union(scored)))
+    plan = plan_of(session, rollouts)
+    update_actor(session, step, compute_advantages(session, step, rollouts.union(scored), plan), plan)
     assert actor.called == ["train_step"]
     assert (losses[0].on_policy, losses[0].responses) == (True, 1)
     assert (step.metrics["rollout/logprob_gap"], step.metrics["reference/kl"]) == (0.25, 0.5)
@@ -134,7 +141,7 @@ def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     valid, rewards = torch.tensor([True, True, False, False]), torch.tensor([0.0, 1.0, 0.0, 0.0])
     given = {"rewards": rewards, "valid": valid, "response_tokens": torch.full((4,), 4)}
     step = session.begin_step(1)
-    compute_advantages(session, step, rollouts.union(given))
+    compute_advantages(session, step, rollouts.union(given), plan_of(session, rollouts))
     assert step.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
 
 
@@ -170,9 +177,8 @@ def test_an_advantage_function_gets_columns_of_several_numbers_per_row_only_if_i
     away = store.offload(
         BatchedDataDict({"scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "unasked": torch.ones(2, 9)})
     )
-    found = compute_advantages(
-        session, session.begin_step(1), rollouts.union({**rows, **away, "response_tokens": torch.full((2,), 4)})
-    )
+    rollouts = rollouts.union({**rows, **away, "response_tokens": torch.full((2,), 4)})
+    found = compute_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
     assert found["advantages"].tolist() == [-3.0, -6.0]
     assert store.fetched == ["scores"]
 
@@ -182,7 +188,8 @@ def test_quarantined_rows_have_no_weight_and_do_not_change_the_weights_of_others
     set_group(session, "actor")
     counts = torch.tensor([4, 6, 8, 3])
     given = {"rewards": torch.tensor([0.0, 1.0, 0.0, 1.0]), "valid": torch.tensor([True, True, False, True])}
-    weighted = compute_advantages(session, session.begin_step(1), rollouts.union({**given, "response_tokens": counts}))
+    rollouts = rollouts.union({**given, "response_tokens": counts})
+    weighted = compute_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
     for name in ("loss_weight", "token_weight"):
         assert weighted[name][2] == 0
         assert (weighted[name] * counts).sum().item() == pytest.approx(1.0)
