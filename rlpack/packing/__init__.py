@@ -1,4 +1,9 @@
-"""Planning on lengths alone: which rows share a microbatch, on which rank, in which optimizer step."""
+"""Planning from lengths alone: which rows share a microbatch, on which rank, in which optimizer step.
+
+`make_plan` turns lengths and a `Batching` into a `MicrobatchPlan`; `assert_invariants` checks one. `pack`, `partition`
+and `lower_bound` are the underlying bin packing. `algorithms` has the packers, `analysis` metrics, costs, layouts and
+simulation. NumPy and Numba only: a plan is made on the driver, without tensors.
+"""
 
 from rlpack.packing.algorithms.jit_warmup import warm_up_jit
 from rlpack.packing.algorithms.packers import lower_bound, pack

@@ -1,4 +1,7 @@
-"""The `batching` section: how one role turns its rows into microbatches."""
+"""Batching: how one role turns its rows into microbatches.
+
+It is the `batching` section of the configuration, and an argument of `make_plan`.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -19,9 +22,9 @@ Algorithm = Literal[
 ]
 Overlong = Literal["error", "truncate", "drop", "own_microbatch"]
 
-# Every rank has so many microbatches, empty ones too: a number above is a slip of the pen that takes all memory.
-_MOST_MICROBATCHES = 2**20
-_LIMITS = {"min_microbatches": _MOST_MICROBATCHES, "divisible_by": _MOST_MICROBATCHES}
+# A plan holds every microbatch of every rank, empty ones too: larger numbers are typos that would exhaust memory.
+_MAX_MICROBATCHES = 2**20
+_LIMITS = {"min_microbatches": _MAX_MICROBATCHES, "divisible_by": _MAX_MICROBATCHES}
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,18 @@ class Batching:
     """How rows become microbatches: the mode, the token budget and the alignments.
 
     Attributes:
-        mode: `packed` puts whole sequences side by side in one row, `dynamic` pads sequences of like length
-            to the longest, `fixed` pads `micro_batch_size` rows in arrival order.
+        mode: `packed` puts whole sequences next to each other in one row; `dynamic` pads sequences of similar length
+            to the longest; `fixed` pads `micro_batch_size` rows in arrival order.
         max_tokens: token budget, the most token slots of one microbatch on one rank, padding included.
-            None, for `fixed` alone, sets no budget.
+            None sets no budget, and is allowed in `fixed` mode only.
         micro_batch_size: rows of a microbatch in `fixed` mode.
         algorithm: the packer of `packed` mode.
-        pad_to_multiple: slots of each packed sequence are rounded up to this (2·cp·tp under context and
-            sequence parallelism).
-        length_multiple: the width of a `dynamic` or `fixed` microbatch is rounded up to this.
-        min_microbatches: fewest microbatches of an optimizer step on each rank.
-        divisible_by: the count of microbatches of an optimizer step on each rank is a multiple of this.
-        overlong: what happens to a sequence over the budget.
+        pad_to_multiple: multiple that the slots of each packed sequence are rounded up to (2·cp·tp under context
+            and sequence parallelism).
+        length_multiple: multiple that the width of a `dynamic` or `fixed` microbatch is rounded up to.
+        min_microbatches: fewest microbatches per rank and optimizer step.
+        divisible_by: divisor of the number of microbatches per rank and optimizer step.
+        overlong: handling of a sequence over the budget.
 
     Raises:
         PackingError: a value is outside its limits.
@@ -88,7 +91,7 @@ class Batching:
         return slots if self.mode == "packed" else np.maximum(slots, self.alignment)
 
     def override(self, **changes: Any) -> "Batching":
-        """Return a copy in which every value of `changes` that is not None replaces this one's.
+        """Return a copy with the values of `changes` that are not None.
 
         >>> Batching(max_tokens=64).override(mode="dynamic", max_tokens=None).max_tokens
         64

@@ -1,5 +1,5 @@
-"""The error of everything that plans."""
+"""The error that planning raises."""
 
 
 class PackingError(ValueError):
-    """Lengths, a budget or a spec that no plan can be made from; the text names value, limit and way out."""
+    """Invalid lengths, budget or options; the message names the value, the limit and the fix."""

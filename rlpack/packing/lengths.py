@@ -1,4 +1,4 @@
-"""Check lengths that a caller hands in, and round them up."""
+"""Validate lengths, counts and seeds, and align lengths."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ Integers = Sequence[int] | np.ndarray | Iterable[Any]
 
 @runtime_checkable
 class _ArrayLike(Protocol):
-    """What NumPy reads as a whole: arrays, series, tensors."""
+    """An object that NumPy converts at once: an array, a series, a tensor."""
 
     def __array__(self) -> np.ndarray: ...
 
@@ -31,11 +31,11 @@ def check_lengths(lengths: Integers, name: str = "length") -> np.ndarray:
     array([3, 0, 2])
 
     Args:
-        lengths: whole numbers of at least 0, one a row.
-        name: what errors call one of them.
+        lengths: integers of at least 0, one per row.
+        name: name of one length in error messages.
 
     Raises:
-        PackingError: a value is negative, too large, boolean, a fraction, NaN or no number; names row and value.
+        PackingError: a value is negative, too large or not an integer; the message names its row.
     """
     array = check_integers(lengths, name)
     wrong = (array < 0) | (array > MAX_LENGTH)
@@ -46,49 +46,49 @@ def check_lengths(lengths: Integers, name: str = "length") -> np.ndarray:
 
 
 def check_integers(values: Integers, name: str) -> np.ndarray:
-    """Return `values` as int64 [B]; booleans, fractions, NaN and text are refused.
+    """Return `values` as int64 [B]; reject booleans, fractions, NaN and text.
 
     >>> check_integers((row * row for row in range(3)), "length")
     array([0, 1, 4])
 
     Raises:
-        PackingError: names row and value.
+        PackingError: a value is not an integer or too large; the message names its row.
     """
-    given = one_by_one(values, name)
-    if isinstance(given, list):
-        for row, value in enumerate(given):
+    items = to_list_or_array(values, name)
+    if isinstance(items, list):
+        for row, value in enumerate(items):
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
                 raise _not_whole(name, row, value)
             if abs(int(value)) > _LARGEST:
                 raise _too_large(name, row, value)
-        return np.array(given, dtype=np.int64)
-    if given.size == 0:
+        return np.array(items, dtype=np.int64)
+    if items.size == 0:
         return np.zeros(0, dtype=np.int64)
-    if given.dtype.kind not in "iu":
-        row = int(np.argmax(np.isnan(given))) if given.dtype.kind == "f" else 0
-        raise _not_whole(name, row, given[row].item())
-    if given.dtype.kind == "u" and int(given.max()) > _LARGEST:
-        row = int(np.argmax(given))
-        raise _too_large(name, row, given[row])
-    return given.astype(np.int64)
+    if items.dtype.kind not in "iu":
+        row = int(np.argmax(np.isnan(items))) if items.dtype.kind == "f" else 0
+        raise _not_whole(name, row, items[row].item())
+    if items.dtype.kind == "u" and int(items.max()) > _LARGEST:
+        row = int(np.argmax(items))
+        raise _too_large(name, row, items[row])
+    return items.astype(np.int64)
 
 
-def one_by_one(values: Any, name: str) -> list[Any] | np.ndarray:
-    """Return `values` as a list, or as an array [B] of one type where they come as an array or a tensor.
+def to_list_or_array(values: Any, name: str) -> list[Any] | np.ndarray:
+    """Return `values` as a list; an array or a tensor as an array [B] of one dtype.
 
     Raises:
-        PackingError: they are neither one-dimensional nor anything that gives one value after the other.
+        PackingError: they are neither one-dimensional nor iterable.
     """
     if isinstance(values, Iterable) and not isinstance(values, _ArrayLike):
         return list(values)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        # A tensor whose type NumPy lacks, that is on the autograd graph or on another device.
+        # A tensor of a dtype that NumPy lacks, on the autograd graph, or on another device.
         reason = str(error).partition("\n")[0]
-        raise PackingError(f"{name}s can't be read as an array: {reason}; give plain numbers, one a row") from error
+        raise PackingError(f"{name}s can't be read as an array: {reason}; give plain numbers, one per row") from error
     if array.ndim != 1:
-        raise PackingError(f"{name}s have shape {array.shape}; give one number a row")
+        raise PackingError(f"{name}s have shape {array.shape}; give one number per row")
     return array.tolist() if array.dtype == object else array
 
 
@@ -101,24 +101,24 @@ def align(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-lengths // multiple) * multiple
 
 
-def check_count(value: Any, name: str, most: int = MAX_LENGTH) -> int:
-    """Return `value`, a whole number from 1 to `most`.
+def check_count(value: Any, name: str, limit: int = MAX_LENGTH) -> int:
+    """Return `value`, checked to be an integer from 1 to `limit`.
 
     Raises:
-        PackingError: it is none; `name` says which key.
+        PackingError: it is not; the message starts with `name`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise PackingError(f"{name} is {value!r}; it has to be a whole number of at least 1")
-    if value > most:
-        raise PackingError(f"{name} is {value}, over the limit of {most}; lower it")
+    if value > limit:
+        raise PackingError(f"{name} is {value}, over the limit of {limit}; lower it")
     return int(value)
 
 
 def check_seed(seed: Any) -> int:
-    """Return `seed`, any whole number.
+    """Return `seed`, checked to be an integer.
 
     Raises:
-        PackingError: it is none.
+        PackingError: it is not.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise PackingError(f"seed is {seed!r}; it has to be a whole number")
@@ -130,4 +130,4 @@ def _not_whole(name: str, row: int, value: Any) -> PackingError:
 
 
 def _too_large(name: str, row: int, value: Any) -> PackingError:
-    return PackingError(f"{name} of row {row} is {value}; it has to be a whole number of 62 bits at most")
+    return PackingError(f"{name} of row {row} is {value}; it has to be a whole number of at most 62 bits")

@@ -1,6 +1,6 @@
 """The plan: which rows share a microbatch, on which rank, in which optimizer step.
 
-`rlpack.packing.analysis.invariants` numbers what a plan guarantees; `MicrobatchPlan.assert_invariants` checks it.
+`rlpack.packing.analysis.invariants` numbers the guarantees of a plan and checks them.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Microbatch:
     """The rows of one forward and backward on one rank.
 
     Attributes:
-        rows: int64 [n], ascending; which rows they count depends on who gives it: the batch's or the rank's.
+        rows: ascending row numbers, int64 [n]: in the batch (`MicrobatchPlan`) or among the rank's rows (`RankPlan`).
         length: padded length: slots of the packed row in packed mode, the width of each row in the other two.
-        is_dummy: holds no row; takes part in forward and backward with zero weight, to keep ranks in step.
+        is_dummy: whether it holds no rows; it runs forward and backward with zero weight, to keep ranks in lock step.
     """
 
     rows: np.ndarray
@@ -31,13 +31,13 @@ class Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's part of a plan; small, and sent along with the rank's shard.
+    """One rank's part of a plan, small enough to travel with the rank's shard.
 
     Attributes:
         batching: the mode, the budget and the alignments.
         rank: the data-parallel rank.
-        num_ranks: how many of them there are.
-        rows: the batch's rows that this rank gets, in dispatch order, int64 [n].
+        num_ranks: number of data-parallel ranks.
+        rows: rows of the batch on this rank, in dispatch order, int64 [n].
         lengths: their tokens after truncation, int64 [n].
         counts: rows of each microbatch, int64 [M], over all optimizer steps.
         widths: padded length of each microbatch, int64 [M].
@@ -55,11 +55,11 @@ class RankPlan:
 
     @property
     def num_steps(self) -> int:
-        """How many optimizer steps there are."""
+        """Number of optimizer steps."""
         return self.step_bounds.size - 1
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Return the microbatches of an optimizer step; their rows count into this rank's `rows`.
+        """Return the microbatches of an optimizer step; their rows index this rank's `rows`.
 
         Raises:
             PackingError: there is no such step.
@@ -80,16 +80,16 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchPlan:
-    """Every decision on how one batch is computed, on all ranks and in all optimizer steps.
+    """The microbatches of one batch, on all ranks and in all optimizer steps.
 
     Attributes:
-        request: what was asked for.
-        metrics: how well the plan does.
+        request: the checked arguments of `make_plan`; if groups were split, with their new ids.
+        metrics: quality of the plan.
         lengths: tokens of each row after truncation, int64 [B]; 0 for a dropped one.
         order: the batch's rows in dispatch order, rank by rank, int64 [B − dropped].
-        inverse: place of each row in `order`, int64 [B]; −1 for a dropped one.
+        inverse: position of each row in `order`, int64 [B]; −1 for a dropped one.
         step_of_row: optimizer step of each row, int64 [B]; −1 for a dropped one.
-        truncated: rows that were cut, int64.
+        truncated: rows that were truncated, int64.
         dropped: rows that were left out, int64.
         counts: rows of each microbatch, int64 [ranks, M], over all optimizer steps.
         widths: padded length of each microbatch, int64 [ranks, M].
@@ -115,17 +115,17 @@ class MicrobatchPlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch, dropped ones included."""
+        """Number of rows of the batch, dropped ones included."""
         return self.request.lengths.size
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return self.step_bounds.size - 1
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.request.dp_size
 
     @cached_property
@@ -133,7 +133,7 @@ class MicrobatchPlan:
         return np.concatenate(([0], np.cumsum(self.counts.sum(axis=1))))
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """Return what one rank has to know.
+        """Return one rank's part of the plan.
 
         Raises:
             PackingError: there is no such rank.
@@ -153,7 +153,7 @@ class MicrobatchPlan:
         )
 
     def microbatches(self, rank: int, step: int) -> list[Microbatch]:
-        """Return the microbatches of an optimizer step on one rank; their rows are the batch's.
+        """Return the microbatches of an optimizer step on one rank; their rows index the batch.
 
         Raises:
             PackingError: there is no such rank or step.

@@ -1,13 +1,16 @@
-"""Make microbatches that meet at one index alike: exchange rows until no exchange helps.
+"""Rebalancing: exchange items between bins until the bins of each index cost about the same.
 
-Sharded data parallelism waits at every microbatch index for the dearest one, so what counts is how far each microbatch
-is over the goal of its index: its mean, or its dearest row. A sweep goes from those furthest over theirs down; each
-gives rows to one of those furthest below:
+Sharded data parallelism waits at every microbatch index for the costliest bin. So each bin has a goal: the mean of its
+index, or the costliest item there if that is higher. A sweep visits the bins by decreasing excess over their goals, and
+each makes one exchange with one of the bins furthest below theirs:
 
-- one row, for nothing or for a cheaper row;
-- or one row for two, which take about as many slots and, attention being quadratic, cost less.
+- one item, for nothing or for a cheaper one;
+- or one item for two, which take about as many slots and, attention being quadratic, cost less.
 
-Every exchange makes the sum of squared distances from the goals smaller, and none lets a microbatch pass the budget.
+1. Every exchange reduces the sum of squared distances from the goals.
+2. No bin passes the capacity, and no bin becomes empty.
+
+`tests/unit/packing/test_rebalance.py` asserts the second, and that a step never becomes longer.
 """
 
 from typing import NamedTuple
@@ -18,33 +21,33 @@ from rlpack.packing.algorithms.jit import compiled
 from rlpack.packing.algorithms.sorting import ascending
 from rlpack.packing.analysis.cost import lockstep_cost
 
-# A microbatch this close to its goal, as a part of it, is left alone.
+# A bin within one part in this many of its goal is not changed.
 _CLOSE = 2**12
 _MAX_SWEEPS = 32
 _PATIENCE = 3
-# Parts of what an exchange could gain at most, from which on others are not looked for.
+# Fractions of the largest possible gain from which on no one-for-one or one-for-two exchange is searched.
 _ALMOST, _GOOD = 0.95, 0.75
 _WINDOW = 12
-# A sweep first sorts the bins, which takes as long as to look at so many exchanges for each.
+# Sorting the bins before a sweep takes as long as trying this many exchanges per bin.
 _SORT_WORK = 16
-# Of large bins, a part of the rows is tried against all pairs of the other bin's rows: about so many of both.
+# In large bins only a sample of the items is tried against the pairs of the other bin: about this many combinations.
 _PAIRS = 2**11
 
 
 class _Exchange(NamedTuple):
-    """Rows that would change places, as positions among the members of their bins; -1 is none."""
+    """An exchange: positions of the items among the members of their bins; -1 is none."""
 
     gain: float
     receiver: int
-    given: int
-    taken: int
-    also_taken: int
+    donated: int
+    first_return: int
+    second_return: int
 
 
 class _Pair(NamedTuple):
-    """Two bins: the giver is `gap` further over its goal than the receiver."""
+    """Two bins: the donor is `gap` further above its goal than the receiver."""
 
-    giver: int
+    donor: int
     receiver: int
     gap: int
     capacity: int
@@ -111,7 +114,7 @@ def rebalance(
 
 
 def _gather(labels: np.ndarray, order: np.ndarray, bins: int) -> _Members:
-    """Return the members of each bin, items in `order`."""
+    """Return the members of each bin, in `order`."""
     counts = np.bincount(labels, minlength=bins)
     ends = np.cumsum(counts + counts // 2 + 8)
     start = np.concatenate(([0], ends))
@@ -130,18 +133,18 @@ def _labels(members: _Members, size: int) -> np.ndarray:
     return labels
 
 
-def _goals(members: _Members, costs: np.ndarray, loads: np.ndarray, dealt: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the load that each bin should have: that of the dearest row of its index, or the index's mean if higher.
+def _goals(members: _Members, costs: np.ndarray, loads: np.ndarray, by_cost: np.ndarray, ranks: int) -> np.ndarray:
+    """Return the goal of each bin, int64 [K]: the cost of its index's costliest item, or its mean if higher.
 
-    No exchange makes an index cheaper than its dearest row: up to there its bins hold more for nothing, and the other
-    indices less. `dealt` has bins, dearest first.
+    No exchange makes an index cheaper than its costliest item. Filling its bins up to that cost is free and unloads the
+    other indices. `by_cost` has the bins, costliest first.
     """
     starts = np.arange(0, loads.size, ranks)
-    dearest = np.where(members.sizes > 0, costs[members.items[members.start[:-1] + members.sizes - 1]], 0)
-    means = np.add.reduceat(loads[dealt], starts) // ranks
+    costliest = np.where(members.sizes > 0, costs[members.items[members.start[:-1] + members.sizes - 1]], 0)
+    means = np.add.reduceat(loads[by_cost], starts) // ranks
     goals = np.empty_like(loads)
-    at_index = np.maximum(means, np.maximum.reduceat(dearest[dealt], starts))
-    goals[dealt] = np.repeat(at_index, ranks)[: loads.size]
+    at_index = np.maximum(means, np.maximum.reduceat(costliest[by_cost], starts))
+    goals[by_cost] = np.repeat(at_index, ranks)[: loads.size]
     return goals
 
 
@@ -163,67 +166,69 @@ def _sweep(
     targets: tuple[np.ndarray, np.ndarray],
     limits: tuple[int, int],
 ) -> tuple[int, int]:
-    """Let each bin that is over its goal, the furthest first, make its best exchange.
+    """Let each bin above its goal, the furthest first, make its best exchange.
 
-    `targets` are the goals, and bins by their excess over them; `limits` are the slots of a bin, and how many exchanges
-    may be looked at. Returns how many were made, and how many more may be looked at. Loads, used slots and members are
-    updated.
+    `targets` are the goals, and the bins by decreasing excess over them; `limits` are the slots of a bin, and the
+    number of exchanges to try. Members, used slots and loads are updated in place.
+
+    Returns:
+        The number of exchanges made, and the number that may still be tried.
     """
     goals, queue = targets
     capacity, work = limits
-    made, below = 0, 0
+    num_exchanges, below = 0, 0
     while below < queue.size and loads[queue[queue.size - 1 - below]] < goals[queue[queue.size - 1 - below]]:
         below += 1
     for at in range(queue.size):
-        giver = queue[at]
-        over = loads[giver] - goals[giver]
-        if below == 0 or over * _CLOSE <= goals[giver] or work <= 0:
+        donor = queue[at]
+        over = loads[donor] - goals[donor]
+        if below == 0 or over * _CLOSE <= goals[donor] or work <= 0:
             break
         best = _Exchange(0.0, -1, -1, -1, -1)
         for step in range(min(_WINDOW, below)):
             receiver = queue[queue.size - 1 - (at + step) % below]
             under = loads[receiver] - goals[receiver]
-            pair = _Pair(int(giver), int(receiver), int(over - under), capacity)
-            most = 0.5 * pair.gap * pair.gap  # what an exchange of these two could gain
+            pair = _Pair(int(donor), int(receiver), int(over - under), capacity)
+            most = 0.5 * pair.gap * pair.gap  # the largest possible gain of these two
             if under < 0 and best.gain < _ALMOST * most:
                 best = _one_for_one(members, slots, costs, used, pair, best)
-                work -= members.sizes[giver] + members.sizes[receiver]
+                work -= members.sizes[donor] + members.sizes[receiver]
             if under < 0 and best.gain < _GOOD * most:
                 best = _one_for_two(members, slots, costs, used, pair, best)
-                work -= min(members.sizes[giver] * members.sizes[receiver], _PAIRS)
+                work -= min(members.sizes[donor] * members.sizes[receiver], _PAIRS)
         if best.receiver >= 0:
-            _exchange(members, slots, costs, used, loads, giver, best)
-            made += 1
-    return made, int(work)
+            _exchange(members, slots, costs, used, loads, donor, best)
+            num_exchanges += 1
+    return num_exchanges, int(work)
 
 
 @compiled
 def _one_for_one(
     members: _Members, slots: np.ndarray, costs: np.ndarray, used: np.ndarray, pair: _Pair, best: _Exchange
 ) -> _Exchange:
-    """Return the best exchange of one row for nothing or for one row, or `best`.
+    """Return the best exchange of one item for nothing or for one item, or `best`.
 
-    To move a cost of d over a gap of g makes the sum of squares smaller by 2·d·(g − d): most at g / 2.
+    Moving a cost of d over a gap of g reduces the sum of squares by 2·d·(g − d), which is largest at d = g / 2.
     """
-    ours, theirs = members.start[pair.giver], members.start[pair.receiver]
-    our_count, their_count = members.sizes[pair.giver], members.sizes[pair.receiver]
+    ours, theirs = members.start[pair.donor], members.start[pair.receiver]
+    our_count, their_count = members.sizes[pair.donor], members.sizes[pair.receiver]
     can_grow = our_count > 1 and theirs + their_count < members.start[pair.receiver + 1]
-    at = -1  # the last of their rows that leaves half the gap or more to be moved; the next one leaves less
-    for given in range(our_count):
-        row = members.items[ours + given]
-        while at + 1 < their_count and 2 * (costs[row] - costs[members.items[theirs + at + 1]]) >= pair.gap:
+    at = -1  # their last item for which at least half the gap is moved; the next one moves less
+    for donated in range(our_count):
+        item = members.items[ours + donated]
+        while at + 1 < their_count and 2 * (costs[item] - costs[members.items[theirs + at + 1]]) >= pair.gap:
             at += 1
-        for taken in range(at, min(at + 2, their_count)):
-            if taken < 0 and not can_grow:
+        for first_return in range(at, min(at + 2, their_count)):
+            if first_return < 0 and not can_grow:
                 continue
-            back = members.items[theirs + max(taken, 0)]
-            moved = costs[row] - (costs[back] if taken >= 0 else 0)
-            grown = slots[row] - (slots[back] if taken >= 0 else 0)
+            back = members.items[theirs + max(first_return, 0)]
+            moved = costs[item] - (costs[back] if first_return >= 0 else 0)
+            grown = slots[item] - (slots[back] if first_return >= 0 else 0)
             gain = 2.0 * moved * (pair.gap - moved)
-            # A group may cost less than another and still have more slots: the giver can grow too.
-            fits = used[pair.receiver] + grown <= pair.capacity and used[pair.giver] - grown <= pair.capacity
+            # A group may cost less than another and still have more slots: the donor can grow too.
+            fits = used[pair.receiver] + grown <= pair.capacity and used[pair.donor] - grown <= pair.capacity
             if gain > best.gain and fits:
-                best = _Exchange(float(gain), pair.receiver, given, taken, -1)
+                best = _Exchange(float(gain), pair.receiver, donated, first_return, -1)
     return best
 
 
@@ -231,23 +236,23 @@ def _one_for_one(
 def _one_for_two(
     members: _Members, slots: np.ndarray, costs: np.ndarray, used: np.ndarray, pair: _Pair, best: _Exchange
 ) -> _Exchange:
-    """Return the best exchange of one row for two, or `best`."""
-    ours, theirs = members.start[pair.giver], members.start[pair.receiver]
-    our_count, their_count = members.sizes[pair.giver], members.sizes[pair.receiver]
-    if ours + our_count >= members.start[pair.giver + 1]:
+    """Return the best exchange of one item for two, or `best`."""
+    ours, theirs = members.start[pair.donor], members.start[pair.receiver]
+    our_count, their_count = members.sizes[pair.donor], members.sizes[pair.receiver]
+    if ours + our_count >= members.start[pair.donor + 1]:
         return best
     stride = 1 + our_count * their_count // _PAIRS
-    for given in range(our_count % stride, our_count, stride):
-        row = members.items[ours + given]
+    for donated in range(our_count % stride, our_count, stride):
+        item = members.items[ours + donated]
         low, high = 0, their_count - 1
         while low < high:
             one, two = members.items[theirs + low], members.items[theirs + high]
-            moved = costs[row] - costs[one] - costs[two]
-            grown = slots[row] - slots[one] - slots[two]
+            moved = costs[item] - costs[one] - costs[two]
+            grown = slots[item] - slots[one] - slots[two]
             gain = 2.0 * moved * (pair.gap - moved)
-            fits = used[pair.receiver] + grown <= pair.capacity and used[pair.giver] - grown <= pair.capacity
+            fits = used[pair.receiver] + grown <= pair.capacity and used[pair.donor] - grown <= pair.capacity
             if gain > best.gain and fits:
-                best = _Exchange(float(gain), pair.receiver, given, low, high)
+                best = _Exchange(float(gain), pair.receiver, donated, low, high)
             if 2 * moved > pair.gap:
                 low += 1
             else:
@@ -262,17 +267,17 @@ def _exchange(
     costs: np.ndarray,
     used: np.ndarray,
     loads: np.ndarray,
-    giver: int,
+    donor: int,
     chosen: _Exchange,
 ) -> None:
-    """Carry an exchange out."""
+    """Apply an exchange, updating members, used slots and loads in place."""
     receiver = chosen.receiver
-    given = _take(members, giver, chosen.given)
-    also = _take(members, receiver, chosen.also_taken)  # the later one first, so that the other keeps its position
-    taken = _take(members, receiver, chosen.taken)
-    for item, source, target in ((given, giver, receiver), (taken, receiver, giver), (also, receiver, giver)):
+    donated = _remove(members, donor, chosen.donated)
+    second = _remove(members, receiver, chosen.second_return)  # the later one first: it does not shift the other
+    first = _remove(members, receiver, chosen.first_return)
+    for item, source, target in ((donated, donor, receiver), (first, receiver, donor), (second, receiver, donor)):
         if item >= 0:
-            _put(members, costs, target, item)
+            _insert(members, costs, target, item)
             loads[source] -= costs[item]
             loads[target] += costs[item]
             used[source] -= slots[item]
@@ -280,8 +285,8 @@ def _exchange(
 
 
 @compiled
-def _take(members: _Members, label: int, position: int) -> int:
-    """Remove and return the member at a position of a bin; nothing at -1."""
+def _remove(members: _Members, label: int, position: int) -> int:
+    """Remove and return the member at a position of a bin; -1 if the position is -1."""
     if position < 0:
         return -1
     first, last = members.start[label] + position, members.start[label] + members.sizes[label] - 1
@@ -293,8 +298,8 @@ def _take(members: _Members, label: int, position: int) -> int:
 
 
 @compiled
-def _put(members: _Members, costs: np.ndarray, label: int, item: int) -> None:
-    """Add a member to a bin, in order of cost."""
+def _insert(members: _Members, costs: np.ndarray, label: int, item: int) -> None:
+    """Insert a member into a bin, in order of cost."""
     at = members.start[label] + members.sizes[label]
     while at > members.start[label] and costs[members.items[at - 1]] > costs[item]:
         members.items[at] = members.items[at - 1]

@@ -1,4 +1,4 @@
-"""Every worked example of other projects' manuals, checked by what each of its keys says."""
+"""Check every key of the worked examples from other projects' manuals."""
 
 import json
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from rlpack.packing.lengths import align
 EXAMPLES = json.loads((Path(__file__).parent / "worked_examples.json").read_text())
 Case = dict[str, Any]
 
-# "four bins" names first-fit decreasing, which puts 24 to 73, the first bin with room for it: 88+11, 73+24, 55+17+14, 46.
-# Its loads are those of modified first-fit decreasing, which gives the pair 17 + 24 to the roomiest bin of a large row
-# first: 88+11, 73+14, 55+17+24, 46. The numbers are held for the algorithm that they belong to.
+# "four bins" names first-fit decreasing, which puts 24 with 73, in the first bin with room for it: 88+11, 73+24, 55+17+14,
+# 46. Its loads are those of modified first-fit decreasing, which first gives the pair 17 + 24 to the roomiest bin of a
+# large row: 88+11, 73+14, 55+17+24, 46. The numbers are checked for the algorithm that they belong to.
 CORRECTED: dict[str, Case] = {"four bins": {"algorithm": "modified_first_fit_decreasing"}}
 
 
@@ -29,9 +29,9 @@ def test_every_section_of_the_file_is_a_test() -> None:
     assert set(EXAMPLES) == {"dynamic_batching", "packing", "context_parallel", "sharding", "microbatch_words"}
 
 
-def check_every_key(case: Case, given: set[str], checks: dict[str, Callable[[Any], None]]) -> None:
-    """Run the check of each expectation of a case; a key that nobody reads is a failure."""
-    expected = case.keys() - given - {"name", "note"}
+def check_every_key(case: Case, inputs: set[str], checks: dict[str, Callable[[Any], None]]) -> None:
+    """Run the check of each expected key of a case; a key without a check is a failure."""
+    expected = case.keys() - inputs - {"name", "note"}
     assert expected, "the case expects nothing"
     assert expected <= checks.keys(), f"nothing checks {expected - checks.keys()}"
     for key in expected:

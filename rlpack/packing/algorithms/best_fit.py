@@ -1,8 +1,8 @@
-"""Best-fit: each row goes into the bin that it leaves the least room in.
+"""Best-fit: each row goes into the bin where it leaves the least free room.
 
-Bins lie in buckets by free room, each a linked list. A set of bits says which buckets hold bins, and a bit of the level
-above says which 64 of them hold any: so the next filled bucket is found in as many looks as there are levels, three for
-a capacity of 262,143.
+Bins are kept in buckets by free room, each a linked list. A bitset marks the buckets that hold bins, and each bit of
+the level above marks 64 buckets of which any does. The next filled bucket is found in one lookup per level: three
+levels for a capacity of 262,143.
 """
 
 import math
@@ -13,7 +13,7 @@ from rlpack.packing.algorithms.jit import compiled
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, int64 [B], rows in this order; bins count in order of opening."""
+    """Return the bin of each row, int64 [B]; rows are packed in order, and bins count in order of opening."""
     words = [-(-(capacity + 1) // 64)]
     while words[-1] > 1:
         words.append(-(-words[-1] // 64))
@@ -23,9 +23,9 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def _best_fit(sizes: np.ndarray, capacity: int, bits: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the bin of each row; `bits` are all levels end to end, level l from `starts[l]` on."""
+    """Return the bin of each row; `bits` concatenates all levels, level l starting at `starts[l]`."""
     labels = np.zeros(sizes.size, dtype=np.int64)
-    first = np.zeros(capacity + 1, dtype=np.int32)  # a bin's number plus one; 0 is none
+    first = np.zeros(capacity + 1, dtype=np.int32)  # number of the bucket's first bin, plus one; 0 is none
     after = np.zeros(sizes.size + 2, dtype=np.int32)
     bins = 0
     for row in range(sizes.size):
@@ -49,7 +49,7 @@ def _best_fit(sizes: np.ndarray, capacity: int, bits: np.ndarray, starts: np.nda
 
 @compiled
 def _next_filled(bits: np.ndarray, starts: np.ndarray, bucket: int) -> int:
-    """Return the first marked bucket from `bucket` on, or −1."""
+    """Return the first marked bucket at or after `bucket`, or −1."""
     level, at = 0, bucket
     while level + 1 < starts.size:
         word = starts[level] + (at >> 6)
@@ -66,13 +66,13 @@ def _next_filled(bits: np.ndarray, starts: np.ndarray, bucket: int) -> int:
 
 @compiled
 def _lowest(marks: int) -> int:
-    """Return the place of the lowest bit that is set; a power of two is exact as a float."""
+    """Return the position of the lowest set bit; a power of two is exact as a float."""
     return math.frexp(float(marks & (~marks + np.uint64(1))))[1] - 1
 
 
 @compiled
 def _mark(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
-    """Set a bucket's bit, and above it where it is the first of its word."""
+    """Set a bucket's bit, and the bit above if it is the first of its word."""
     at = bucket
     for level in range(starts.size - 1):
         word = starts[level] + (at >> 6)
@@ -85,7 +85,7 @@ def _mark(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
 
 @compiled
 def _clear(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
-    """Clear a bucket's bit, and above it where it was the last of its word."""
+    """Clear a bucket's bit, and the bit above if it was the last of its word."""
     at = bucket
     for level in range(starts.size - 1):
         word = starts[level] + (at >> 6)

@@ -1,15 +1,15 @@
-"""Cut rows sorted by length into a given number of padded microbatches, as little padding as possible.
+"""Cut rows sorted by length into a given number of padded microbatches with the least padding.
 
-Rows go from the longest down, so a part of rows (i, j] takes (P[j] − P[i]) · w[i] slots: rows so far times the longest.
-These costs satisfy the quadrangle inequality, also with parts over the budget at infinity, hence:
+Rows are sorted by decreasing length, so a part of rows (i, j] takes (P[j] − P[i]) · w[i] slots: its rows times the
+longest. These costs satisfy the quadrangle inequality, also with an infinite cost for parts over the budget. Hence:
 
-- the best start of the last part moves one way as j grows, and a queue of candidates finds all of them in O(n log n)
+- the best start of the last part is monotone in j, and a queue of candidates finds all of them in O(n log n)
   (Galil and Park, "A linear-time algorithm for concave one-dimensional dynamic programming", Inf. Process. Lett. 33,
   1990, describe this and faster ones);
-- the least slots are convex in the number of parts, so a price on each part makes any number of them the best one
+- the least slots are convex in the number of parts, so for any number of parts some price per part makes it optimal
   (Aggarwal, Schieber and Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave Monge property",
-  Discrete Comput. Geom. 12, 1994). Where a price makes several numbers equally good, a path of the number asked for
-  lies between the one with the fewest and the one with the most parts.
+  Discrete Comput. Geom. 12, 1994). If a price makes several numbers of parts optimal, a path with the requested
+  number lies between the one with the fewest and the one with the most parts.
 """
 
 import numpy as np
@@ -18,26 +18,26 @@ from rlpack.packing.algorithms import kernels
 from rlpack.packing.algorithms.jit import compiled
 from rlpack.packing.lengths import UNLIMITED
 
-# Beyond this, path costs would not fit into an int64 any more.
+# Beyond this, path costs would overflow int64.
 _LARGEST = 2**62
 
 
 def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacity: int) -> np.ndarray:
-    """Return the part of each item, int64 [I], at most `parts` of them, with the least Σ rows × width.
+    """Return the part of each item, int64 [I], with the least Σ rows × width.
 
     Args:
         counts: rows of each item, int64 [I].
-        widths: their padded length, falling, int64 [I].
-        parts: how many parts; with fewer items each is a part.
-        capacity: most slots of a part of several items. It has to leave room for so few parts.
+        widths: padded length of each item, decreasing, int64 [I].
+        parts: most parts to use; with fewer items, each item is a part.
+        capacity: most slots of a part of several items; large enough for `parts` parts to hold all items.
     """
     if parts >= counts.size:
         return np.arange(counts.size)
     rows = np.concatenate(([0], np.cumsum(counts)))
     most = int(rows[-1]) * int(widths[0])
-    if most * counts.size >= _LARGEST:  # more slots than any device will ever see: the fewest parts will do
+    if most * counts.size >= _LARGEST:  # more slots than any device holds: the fewest parts are good enough
         return kernels.chunk(counts, widths, widths, (UNLIMITED, capacity, UNLIMITED))
-    # Slots are convex in the number of parts: the fewest parts come with a price that no part could ever be worth.
+    # Slots are convex in the number of parts: the highest price, which no part is worth, gives the fewest parts.
     low, high = -1, most
     while high - low > 1:
         price = (low + high) // 2
@@ -52,17 +52,17 @@ def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacit
 
 
 def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
-    """Return a path of `parts` parts that begins as `many` and ends as `few`, both of the least cost."""
+    """Return a path of `parts` parts that starts like `many` and ends like `few`, both of least cost."""
     ahead = parts - (few.size - 1)
     for at in range(few.size - 1):
         if few[at] <= many[at + ahead] and many[at + ahead + 1] <= few[at + 1]:
             return np.concatenate((many[: at + ahead + 1], few[at + 1 :]))
-    return few  # never: one of the parts of `few` holds a part of `many`
+    return few  # unreachable: one of the parts of `few` contains a part of `many`
 
 
 @compiled
 def _path(starts: np.ndarray) -> np.ndarray:
-    """Return the bounds of the parts, first 0, last the number of items, from each end's best start."""
+    """Return the bounds of the parts, from 0 to the number of items, given the best start of each end."""
     size = starts.size - 1
     count, at = 0, size
     while at > 0:
@@ -78,10 +78,10 @@ def _path(starts: np.ndarray) -> np.ndarray:
 
 @compiled
 def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, fewest: bool) -> np.ndarray:
-    """Return for each end the start of the last part on the cheapest path to it, int64 [I + 1].
+    """Return, for each end, the start of the last part on the cheapest path, int64 [I + 1].
 
-    A part costs its slots and `price`; of paths that cost the same, the one with the fewest or most parts is taken. The
-    queue holds starts, and the first end that each of them is the best for.
+    A part costs its slots plus `price`; ties go to the path with the fewest parts, or with the most. The queue holds
+    starts, and the first end for which each of them is best.
     """
     size = widths.size
     costs, parts = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
@@ -123,9 +123,9 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, few
 def _wins(
     rows: np.ndarray, widths: np.ndarray, start: int, other: int, end: int, gap: int, tie: bool, capacity: int
 ) -> bool:
-    """Return whether the later of two starts is the better one for an end; over the budget, the later the better.
+    """Return whether the later of two starts is better for an end; over the budget, it always is.
 
-    `gap` is what the path to it costs more, `tie` whether it wins where both cost the same.
+    `gap` is the extra cost of the path to it, `tie` whether it wins at equal cost.
     """
     if end <= start:
         return False
@@ -138,5 +138,5 @@ def _wins(
 
 @compiled
 def _slots(rows: np.ndarray, widths: np.ndarray, start: int, end: int) -> int:
-    """Return the slots of the part that begins with item `start` and ends before item `end`."""
+    """Return the slots of the part from item `start` up to, but excluding, item `end`."""
     return (rows[end] - rows[start]) * widths[start]

@@ -1,14 +1,14 @@
 """Modified first-fit decreasing (MFFD): Johnson and Garey, "A 71/60 theorem for bin packing", J. Complexity 1, 1985.
 
-Of a capacity of 1, a large row takes over 1/2, a medium one over 1/3, a small one over 1/6.
+With a capacity of 1, a large row takes more than 1/2, a medium one more than 1/3, a small one more than 1/6.
 
 1. Sort the rows by decreasing size into large, medium, small and tiny ones.
-2. Give each large row a bin, in order; the roomiest bin comes last.
-3. Forward through the bins: put in the longest medium row left that fits, if any does.
-4. Backward through the bins without a medium row: if the two shortest small rows left fit together, put in the
-   shortest, and with it the longest small one that still fits.
-5. Forward through all bins: as long as any row left fits, put in the longest that does.
-6. Pack what is left by first-fit decreasing into new bins.
+2. Give each large row a bin, in order; the last bin has the most room.
+3. Forward through the bins: add the longest remaining medium row that fits, if any.
+4. Backward through the bins without a medium row: if the two shortest remaining small rows fit together, add the
+   shortest, and then the longest small row that still fits.
+5. Forward through all bins: while any remaining row fits, add the longest one that does.
+6. Pack the remaining rows into new bins by first-fit decreasing.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from rlpack.packing.algorithms.kernels import first_fit
 
 
 def modified_first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row; `sizes`, int64, come from the longest to the shortest."""
+    """Return the bin of each row, int64 [B], for decreasing `sizes`."""
     large, medium, small = (int((parts * sizes > capacity).sum()) for parts in (2, 3, 6))
     labels, skip = np.full(sizes.size, -1), np.arange(sizes.size + 1)
     labels[:large] = skip[:large]
@@ -35,9 +35,9 @@ def modified_first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int) -> int:
-    """Return the longest row from `first` on that fits into `room` and is not placed, or the number of rows.
+    """Return the longest unplaced row from `first` on that fits into `room`, or the number of rows.
 
-    `skip` leads from a placed row towards the next one that is not: a disjoint-set forest, its paths halved on the way.
+    `skip` leads from a placed row towards the next unplaced one: a disjoint-set forest with path halving.
     """
     row = first + int(np.searchsorted(ascending[first:], -room, side="left"))
     while skip[row] != row:
@@ -50,7 +50,7 @@ def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int
 def _add_medium(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Phase 3; `bounds` are those of medium rows."""
+    """Run phase 3; `bounds` are those of the medium rows."""
     first, stop = bounds
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], first)
@@ -63,7 +63,10 @@ def _add_medium(
 def _add_two_small(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Phase 4; `bounds` are those of small rows. A bin with a medium row has no room for one: 1/2 + 1/3 + 1/6 = 1."""
+    """Run phase 4; `bounds` are those of the small rows.
+
+    A bin with a medium row has no room for a small one: 1/2 + 1/3 + 1/6 = 1.
+    """
     first, stop = bounds
     last = stop - 1
     for label in range(room.size - 1, -1, -1):
@@ -83,7 +86,7 @@ def _add_two_small(
 
 @compiled
 def _fill_up(ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray) -> None:
-    """Phase 5."""
+    """Run phase 5."""
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], 0)
         while row < labels.size:

@@ -21,14 +21,25 @@ def halve_costliest(
     costs: np.ndarray,
     packed: bool,
 ) -> np.ndarray:
-    """Return the labels of `cut`. `members` are the items of one bin after the other, `sizes` their numbers."""
+    """Return labels of `count` bins, int64 [I], as long as a bin of several items is left to halve.
+
+    Args:
+        labels: bin of each item, int64 [I].
+        members: items of one bin after the other, int64 [I]: packed ones costliest first, padded ones widest first or
+            in arrival order.
+        sizes: number of items of each bin, int64 [K].
+        count: number of bins to reach.
+        counts: rows of each item, int64 [I].
+        costs: integer cost of each item when packed, else of its longest row, int64 [I].
+        packed: whether bins are packed; else they are padded.
+    """
     labels, members = labels.copy(), members.copy()
     bins = sizes.size
     most = min(count, bins + members.size)
     starts, ends = np.zeros(most, dtype=np.int64), np.zeros(most, dtype=np.int64)
     ends[:bins] = np.cumsum(sizes)
     starts[:bins] = ends[:bins] - sizes
-    heap = [(0, 0, 0) for _ in range(0)]  # the dearest bin comes first, of bins alike the one of more items
+    heap = [(0, 0, 0) for _ in range(0)]  # costliest bin first; ties go to the one with more items
     for at in range(bins):
         if sizes[at] > 1:
             inside = members[starts[at] : ends[at]]
@@ -50,7 +61,7 @@ def halve_costliest(
 
 @compiled
 def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed: bool) -> int:
-    """Return the ticks of one bin."""
+    """Return the integer cost of one bin."""
     if packed:
         return int(costs[members].sum())
     return int(counts[members].sum() * costs[members].max())
@@ -58,10 +69,11 @@ def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed:
 
 @compiled
 def _halve(members: np.ndarray, costs: np.ndarray) -> int:
-    """Bring packed members, dearest first, into two parts of like cost; returns the size of the first, at least 1.
+    """Reorder packed members into two parts of similar cost; return the size of the first, at least 1.
 
-    Each goes to the cheaper part; one that costs nothing, or finds both alike, to the part of fewer members. Were
-    those that cost nothing all in one part, it would have to be halved once for each of them.
+    Members come costliest first, and each goes to the cheaper part. One that costs nothing, or that finds both parts
+    equal, goes to the part with fewer members: if all members without cost were in one part, it would have to be halved
+    once for each of them.
     """
     others = np.zeros(members.size, dtype=np.int64)
     first, second, ahead = 0, 0, 0
@@ -83,9 +95,9 @@ def _halve(members: np.ndarray, costs: np.ndarray) -> int:
 
 @compiled
 def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) -> int:
-    """Return how many padded members the first of two parts takes, so that the dearer part costs the least.
+    """Return the size of the first of two padded parts for which the costlier part is cheapest.
 
-    Of cuts alike it is the one nearest to the middle.
+    Ties go to the cut nearest to the middle.
     """
     total = members.size
     behind = np.zeros(total, dtype=np.int64)
@@ -97,7 +109,7 @@ def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) 
     rows, unit = 0, 0
     for at in range(1, total):
         rows, unit = rows + counts[members[at - 1]], max(unit, costs[members[at - 1]])
-        dearer, away = max(rows * unit, behind[at]), abs(2 * at - total)
-        if at == 1 or dearer < least or (dearer == least and away < distance):
-            best, least, distance = at, dearer, away
+        costlier, away = max(rows * unit, behind[at]), abs(2 * at - total)
+        if at == 1 or costlier < least or (costlier == least and away < distance):
+            best, least, distance = at, costlier, away
     return best

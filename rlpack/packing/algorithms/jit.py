@@ -1,4 +1,7 @@
-"""Compile inner loops with Numba, or leave them to Python where Numba is missing."""
+"""Compile inner loops with Numba, or run them in Python if Numba is missing.
+
+The result is the same either way. Importing this module does not import Numba.
+"""
 
 import os
 from collections.abc import Callable
@@ -11,30 +14,30 @@ R = TypeVar("R")
 
 
 class Compiled(Generic[P, R]):
-    """A function that is compiled when it is first called; made by `compiled`."""
+    """A function that is compiled at its first call."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         update_wrapper(self, function)
-        self.plain = function
-        self._ready: Callable[..., Any] | None = None
+        self.python = function
+        self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the compiled function, compiling it first if need be."""
-        return self.ready()(*args, **kwargs)
+        """Call the compiled function, compiling it first if necessary."""
+        return self.compile()(*args, **kwargs)
 
-    def ready(self) -> Callable[..., Any]:
-        """Return what Numba makes of the function, or the function itself without Numba."""
-        if self._ready is None:
-            self._ready = _compile(self.plain)
-        return self._ready
+    def compile(self) -> Callable[..., Any]:
+        """Return the compiled function, or the Python function if Numba is missing."""
+        if self._compiled is None:
+            self._compiled = _compile(self.python)
+        return self._compiled
 
 
 def compiled(function: Callable[P, R]) -> Compiled[P, R]:
-    """Return `function`, to be compiled at its first call.
+    """Compile `function` with Numba at its first call.
 
-    Numba is imported by then only, so that importing the planner stays cheap, and what it made is kept on disk. The
-    result is the same without Numba (missing, or turned off by NUMBA_DISABLE_JIT), only slower. A compiled function
-    may call others of its module.
+    Numba is imported at that call, so that importing the planner stays cheap, and the machine code is cached on disk.
+    Without Numba (missing, or disabled by NUMBA_DISABLE_JIT) the result is the same, only slower. A compiled function
+    may call other compiled functions of its module.
     """
     return Compiled(function)
 
@@ -47,14 +50,14 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     except ImportError:
         return function
     assert isinstance(function, FunctionType)
-    # Numba looks names up in the function's globals, and can call there what Numba made, not our wrappers of it.
+    # Numba resolves names in the function's globals, and can call compiled functions there but not our wrappers.
     scope = dict(function.__globals__)
     for name in function.__code__.co_names:
         if isinstance(scope.get(name), Compiled):
-            scope[name] = scope[name].ready()
+            scope[name] = scope[name].compile()
     bound = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
     bound.__module__, bound.__qualname__ = function.__module__, function.__qualname__
     try:
         return numba.njit(cache=True)(bound)
-    except RuntimeError:  # no folder that the compiled code could be kept in
+    except RuntimeError:  # no writable folder for the cache
         return numba.njit(bound)

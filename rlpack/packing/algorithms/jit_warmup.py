@@ -1,4 +1,7 @@
-"""Compile the planner before it is needed: on a new machine that takes seconds, which no step should wait for."""
+"""JIT warm-up: compile the planner ahead of time.
+
+On a new machine that takes seconds, which no training step should wait for.
+"""
 
 import numpy as np
 
@@ -9,8 +12,8 @@ from rlpack.packing.make_plan import make_plan
 
 
 def warm_up_jit() -> None:
-    """Load every compiled loop that a plan may call, compiling those that this machine has not compiled yet."""
-    # Rows of which three fill a bin: the packers leave a gap for the search, and levelled bins something to exchange.
+    """Load every compiled loop of the planner, compiling those that are not cached yet."""
+    # Three of these rows fill a bin: the packers leave a gap for the search, and levelled bins leave rows to exchange.
     lengths = trace("triplets", 96, longest=64, seed=1)
     packed = Batching(max_tokens=128, algorithm="optimal", divisible_by=3)
     for batching in (packed, Batching(mode="dynamic", max_tokens=128), Batching(mode="fixed", micro_batch_size=4)):

@@ -1,7 +1,6 @@
-"""The compiled inner loops of packing and dispatch.
+"""The compiled inner loops of packing and of dealing microbatches to ranks.
 
-Sizes are int64, one a row; a bin goes by its number, in order of opening. Modified first-fit decreasing has a module
-of its own, `rlpack.packing.algorithms.first_fit`.
+Sizes are int64, one per row; bins are numbered in order of opening.
 """
 
 import heapq
@@ -13,7 +12,7 @@ from rlpack.packing.algorithms.jit import compiled
 
 @compiled
 def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row: the last one, or a new one when the last has no room."""
+    """Return the bin of each row: the last one, or a new one if the last has no room."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     label, used = 0, 0
     for row in range(sizes.size):
@@ -27,7 +26,7 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row of `order`: the first with room, found in a tree of the greatest free room."""
+    """Return the bin of each row, packed in `order`: the first with room, found in a max-tree of free room."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     leaves = 1
     while leaves < order.size:
@@ -51,9 +50,10 @@ def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray
 
 @compiled
 def spread(slots: np.ndarray, costs: np.ndarray, count: int, capacity: int) -> np.ndarray:
-    """Return the bin of each row; in order, rows go to the cheapest of `count` bins with room, to −1 where none has.
+    """Return the bin of each row: the cheapest of `count` bins that has room for it.
 
-    A bin without room for a row waits aside, the roomiest first, until a row comes that it has room for.
+    Rows are placed in order; all rows from the first that fits nowhere get −1. A bin without room for a row is set
+    aside, in a heap by free room, until a row fits into it.
     """
     labels = np.full(slots.size, -1)
     used, loads = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -78,44 +78,44 @@ def spread(slots: np.ndarray, costs: np.ndarray, count: int, capacity: int) -> n
 
 @compiled
 def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tuple[int, int, int]) -> np.ndarray:
-    """Cut a sequence of items into padded microbatches, greedily and in order; returns each item's microbatch.
+    """Return the padded microbatch of each item, cut greedily and in order.
 
-    An item is `counts` rows, padded to `widths`; a row of that width costs `costs`, which grows with the width.
-    A microbatch is closed when one more item would pass a limit: rows, rows × width, rows × cost. An item that alone
-    passes a limit stands alone.
+    An item is `counts` rows padded to `widths`; one row of that width costs `costs`, which grows with the width. A
+    microbatch is closed before an item with which it would pass a limit: rows, rows × width, or rows × cost. An item
+    that passes a limit by itself gets its own microbatch.
     """
     max_rows, max_slots, max_cost = limits
     labels = np.zeros(counts.size, dtype=np.int64)
     label, rows, width, cost = 0, 0, 0, 0
     for item in range(counts.size):
         more = rows + counts[item]
-        wide, dear = max(width, widths[item]), max(cost, costs[item])
-        if rows > 0 and (more > max_rows or more * wide > max_slots or more * dear > max_cost):
+        wide, highest = max(width, widths[item]), max(cost, costs[item])
+        if rows > 0 and (more > max_rows or more * wide > max_slots or more * highest > max_cost):
             label += 1
-            more, wide, dear = counts[item], widths[item], costs[item]
-        rows, width, cost = more, wide, dear
+            more, wide, highest = counts[item], widths[item], costs[item]
+        rows, width, cost = more, wide, highest
         labels[item] = label
     return labels
 
 
 @compiled
 def deal(slots: np.ndarray) -> np.ndarray:
-    """Deal the microbatches of each index to ranks, one to each; `slots` are int64 [indices, ranks].
+    """Return the rank of each microbatch, int64 [indices, ranks], one per rank at every index.
 
-    The indices come in order of how far apart their slots lie; at each, the microbatch with the most slots goes to the
-    rank that has had the fewest. Returns the rank of each microbatch, of the same shape.
+    Indices are rank_of by decreasing spread of their `slots`, int64 [indices, ranks]; at each, the microbatch with the
+    most slots goes to the rank with the fewest slots so far.
     """
     indices, ranks = slots.shape
-    dealt = np.zeros((indices, ranks), dtype=np.int64)
+    rank_of = np.zeros((indices, ranks), dtype=np.int64)
     loads = np.zeros(ranks, dtype=np.int64)
-    apart = np.zeros(indices, dtype=np.int64)
+    spread_of = np.zeros(indices, dtype=np.int64)
     for index in range(indices):
-        apart[index] = slots[index].max() - slots[index].min()
-    for index in np.argsort(-apart, kind="mergesort"):
+        spread_of[index] = slots[index].max() - slots[index].min()
+    for index in np.argsort(-spread_of, kind="mergesort"):
         receivers = np.argsort(loads, kind="mergesort")
         heaviest = np.argsort(-slots[index], kind="mergesort")
         for at in range(ranks):
-            dealt[index, heaviest[at]] = receivers[at]
+            rank_of[index, heaviest[at]] = receivers[at]
         for at in range(ranks):
-            loads[dealt[index, at]] += slots[index, at]
-    return dealt
+            loads[rank_of[index, at]] += slots[index, at]
+    return rank_of

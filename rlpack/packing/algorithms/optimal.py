@@ -1,13 +1,13 @@
-"""Pack into nearly as few bins as possible, where best-fit leaves a gap to the lower bound.
+"""Search for a packing into fewer bins if best-fit leaves a gap to the lower bound.
 
-1. Fill one bin after another, each with the largest row left and the completion that leaves the least room, found by a
-   depth-first search over the sizes left (the minimum bin slack heuristic of Gupta and Ho, Production Planning and
-   Control 10, 1999). A completion that can be had several times is used as often as it can. Where the search begins
-   (at the largest sizes, at a half or a third of the room) decides which sizes are left at the end, so each is tried.
-2. As long as that gains bins: take the bins with room and some of the full ones apart, and fill them anew.
+1. Fill one bin after another with the largest remaining row and the completion that leaves the least room, found by a
+   depth-first search over the remaining sizes (the minimum bin slack heuristic of Gupta and Ho, Production Planning and
+   Control 10, 1999). A completion is repeated as often as its sizes last. The start of the search (the largest sizes,
+   a half or a third of the room) determines which sizes remain at the end, so all three are tried.
+2. While that saves bins: empty the bins with room and some of the full ones, and fill them again.
 
 Work is counted in rows tried, never in seconds, so that a plan is the same on every machine. For some ten thousand rows
-the budget is about half a second of one core; it is looked at between fillings, which take longer with more rows. The
+the limit is about half a second on one core; it is checked between fillings, which take longer with more rows. The
 result never has more bins than best-fit's.
 """
 
@@ -18,22 +18,22 @@ import numpy as np
 from rlpack.packing.algorithms.jit import compiled
 from rlpack.packing.algorithms.sorting import ascending, shuffled
 
-_BUDGET = 10_000_000
-_PER_BIN = 600
+_MAX_TRIES = 10_000_000
+_MAX_TRIES_PER_BIN = 600
 _SPLITS = (1, 2, 3)
 _PATIENCE = 6
-# A bin counts as full when less than one slot in so many is free.
+# A bin counts as full if less than one slot in this many is free.
 _FULL = 2000
 
 
 class _Stock(NamedTuple):
-    """Rows that are not packed yet, by size.
+    """The rows that are not packed yet, by size.
 
     Attributes:
         sizes: distinct sizes, ascending, int64 [S].
-        left: rows of each size, int64 [S].
-        below: a size that no larger one with rows left lies below, counted from 1; 0 is none: a disjoint-set forest
-            whose paths are halved on the way, int64 [S + 1].
+        left: remaining rows of each size, int64 [S].
+        below: for each size, counted from 1, an upper bound on the next size with remaining rows; 0 is none. A
+            disjoint-set forest with path halving, int64 [S + 1].
     """
 
     sizes: np.ndarray
@@ -42,23 +42,23 @@ class _Stock(NamedTuple):
 
 
 def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -> tuple[np.ndarray, bool]:
-    """Return labels of at most as many bins, and whether the search ended at its budget, short of `fewest` bins.
+    """Return labels of at most as many bins, and whether the search hit its limit above `fewest` bins.
 
     Args:
         labels: bin of each row, int64 [B].
         sizes: slots of each row, int64 [B], none over the capacity.
         capacity: most slots of a bin.
-        fewest: bins that no packing can go below, at which the search is done.
+        fewest: lower bound on the number of bins, at which the search stops.
     """
-    if not (sizes > 0).all():  # rows without a slot go anywhere
-        held = sizes > 0
-        labels, stopped = labels.copy(), False
-        if held.any():
-            used = np.unique(labels[held], return_inverse=True)[1]
-            labels[held], stopped = improve(used, sizes[held], capacity, fewest)
-        labels[~held] = 0
-        return labels, stopped
-    count, budget, tries, idle = int(labels.max(initial=-1)) + 1, _BUDGET, 0, 0
+    if not (sizes > 0).all():  # rows without slots fit anywhere
+        filled = sizes > 0
+        labels, hit_limit = labels.copy(), False
+        if filled.any():
+            used = np.unique(labels[filled], return_inverse=True)[1]
+            labels[filled], hit_limit = improve(used, sizes[filled], capacity, fewest)
+        labels[~filled] = 0
+        return labels, hit_limit
+    count, budget, tries, idle = int(labels.max(initial=-1)) + 1, _MAX_TRIES, 0, 0
     while count > fewest and budget > 0 and idle < _PATIENCE + len(_SPLITS):
         split = _SPLITS[tries % len(_SPLITS)]
         opened = np.ones(count, dtype=bool) if tries < len(_SPLITS) else _opened(labels, sizes, capacity, tries)
@@ -76,7 +76,7 @@ def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -
 
 
 def _opened(labels: np.ndarray, sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
-    """Return which bins to take apart, bool [K]: those with room, and once to three times as many full ones."""
+    """Return which bins to empty, bool [K]: those with room, and one to three times as many full ones."""
     used = np.bincount(labels, weights=sizes)
     opened = (capacity - used) * _FULL >= capacity
     full = np.flatnonzero(~opened)
@@ -86,7 +86,7 @@ def _opened(labels: np.ndarray, sizes: np.ndarray, capacity: int, seed: int) -> 
 
 
 def _filled(sizes: np.ndarray, capacity: int, split: int) -> tuple[np.ndarray, int]:
-    """Return the bin of each row when bins are filled one after another, and how many rows were tried."""
+    """Return the bin of each row after filling bins one by one, and the number of rows tried."""
     distinct, counts = np.unique(sizes, return_counts=True)
     stock = _Stock(distinct, counts.astype(np.int64), np.arange(distinct.size + 1))
     size_of, bin_of = np.zeros((2, sizes.size), dtype=np.int64)
@@ -98,7 +98,7 @@ def _filled(sizes: np.ndarray, capacity: int, split: int) -> tuple[np.ndarray, i
 
 @compiled
 def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of: np.ndarray) -> int:
-    """Pack all rows; write size (its index) and bin of each into two arrays, in the order of packing."""
+    """Pack all rows; write the size (its index) and bin of each, in the order of packing."""
     chosen = np.zeros(size_of.size, dtype=np.int64)
     placed, label, tried, smallest = 0, 0, 0, 0
     while placed < size_of.size:
@@ -126,9 +126,9 @@ def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of:
 
 @compiled
 def _highest(stock: _Stock, at: int, forget: bool) -> int:
-    """Return the highest size up to the `at`-th that has rows left, or 0.
+    """Return the highest size up to the `at`-th that has remaining rows, or 0.
 
-    Sizes without rows are passed over for good where asked to; a search, which gives its rows back, does not ask.
+    With `forget`, sizes without rows are skipped permanently; a search, which returns its rows, does not forget.
     """
     while at > 0:
         while stock.below[at] != at:
@@ -144,7 +144,7 @@ def _highest(stock: _Stock, at: int, forget: bool) -> int:
 
 @compiled
 def _times(stock: _Stock, pattern: np.ndarray) -> int:
-    """Return how often a pattern of sizes can be had."""
+    """Return how often the remaining rows allow a pattern of sizes."""
     times = stock.left[pattern[0] - 1]
     for at in range(pattern.size):
         needed = 0
@@ -156,12 +156,12 @@ def _times(stock: _Stock, pattern: np.ndarray) -> int:
 
 @compiled
 def _complete(stock: _Stock, room: int, spare: int, split: int, best: np.ndarray) -> tuple[int, int]:
-    """Write sizes that leave the least of `room` into `best`; return how many there are, and how many were tried."""
+    """Write sizes that leave the least of `room` into `best`; return their number and the number tried."""
     path = np.zeros(room // stock.sizes[0] + 1, dtype=np.int64)
     depth, count, least, tried, leaf = 0, 0, room, 0, False
     first = min(stock.sizes.size, np.searchsorted(stock.sizes, room // split) + 1)
     at, wrapped = first, split == 1
-    while least > 0 and tried < _PER_BIN:
+    while least > 0 and tried < _MAX_TRIES_PER_BIN:
         tried += 1
         size = _highest(stock, min(at, np.searchsorted(stock.sizes, room, side="right")), False)
         if size > 0:
@@ -177,7 +177,7 @@ def _complete(stock: _Stock, room: int, spare: int, split: int, best: np.ndarray
             stock.left[size - 1] += 1
             room += stock.sizes[size - 1]
             at = size - 1
-            if leaf:  # instead of a last row, a smaller one is of use only if another fits beside it
+            if leaf:  # a smaller last row is useful only if another row fits next to it
                 at = min(at, np.searchsorted(stock.sizes, room - spare, side="right"))
             leaf = False
             if wrapped and depth == 0 and split > 1 and at < first:

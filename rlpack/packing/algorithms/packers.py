@@ -1,8 +1,8 @@
 """Pack lengths into bins of one capacity.
 
-Every packer returns each row once and never fills a bin over its capacity. All run in O(n log n): first-fit by a
-tree of the bins' free room, best-fit by buckets of free room under a tree, modified first-fit decreasing by
-a sorted list with skips.
+Every packer places each row once and never exceeds the capacity of a bin. All but `optimal` run in O(n log n):
+first-fit with a tree of the bins' free room, best-fit with buckets of free room under a tree, modified first-fit
+decreasing with a sorted list with skips.
 """
 
 from bisect import bisect_left, insort
@@ -28,22 +28,22 @@ _MAX_BUCKETS = 2**22
 def pack(
     lengths: Integers, capacity: int, algorithm: Algorithm = "best_fit_decreasing", *, seed: int = 0
 ) -> list[np.ndarray]:
-    """Return bins of rows, int64 each and ascending, none of which holds more than `capacity` slots.
+    """Return bins that hold at most `capacity` slots: ascending rows, int64 each.
 
     >>> [bin.tolist() for bin in pack([4, 1, 3, 2], capacity=5)]
     [[0, 1], [2, 3]]
 
     Args:
-        lengths: slots that each row takes, alignment included.
+        lengths: slots of each row, alignment included.
         capacity: most slots of a bin.
         algorithm: `concatenative` fills one bin after another in arrival order; `first_fit_decreasing`;
             `modified_first_fit_decreasing` (Johnson and Garey, "A 71/60 theorem for bin packing", Journal of
-            Complexity 1, 1985); `first_fit_shuffle`, first-fit in an order drawn by `seed`; `best_fit_decreasing`;
-            `optimal`, a search for fewer bins than best-fit's where these are above the lower bound.
-        seed: of `first_fit_shuffle`.
+            Complexity 1, 1985); `first_fit_shuffle`, first-fit in a random order; `best_fit_decreasing`;
+            `optimal`, a search for fewer bins if best-fit's are above the lower bound.
+        seed: seed of `first_fit_shuffle`.
 
     Raises:
-        PackingError: a length is over the capacity or is no length; an unknown algorithm; a seed that is not whole.
+        PackingError: a length is invalid or over the capacity, the algorithm is unknown, or the seed is not an integer.
     """
     sizes, room = check_lengths(lengths), check_count(capacity, "capacity")
     if sizes.size and sizes.max() > room:
@@ -55,10 +55,12 @@ def pack(
 
 
 def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int = 0) -> np.ndarray:
-    """Return the bin of each row, int64 [B]; bins count from 0 without gaps. `sizes` are checked before.
+    """Return the bin of each row, int64 [B]; bins count from 0 without gaps.
+
+    `sizes`, int64 [B], are not checked.
 
     Raises:
-        PackingError: an unknown algorithm.
+        PackingError: the algorithm is unknown.
     """
     if not isinstance(algorithm, str) or algorithm not in PACKERS:
         raise PackingError(f"algorithm is {algorithm!r}; choose one of {', '.join(get_args(Algorithm))}")
@@ -66,7 +68,7 @@ def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int =
 
 
 def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
-    """Return the rows of each label, ascending; `count` adds empty bins at the end.
+    """Return the ascending rows of each label; `count` adds empty bins at the end.
 
     >>> [bin.tolist() for bin in bins_of(np.array([0, 1, 0]), count=3)]
     [[0, 2], [1], []]
@@ -79,17 +81,17 @@ def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
 
 
 def lower_bound(lengths: Integers, capacity: int) -> int:
-    """Return a number of bins that no packing can go below.
+    """Return a lower bound on the number of bins.
 
     The larger of ceil(Σ lengths / capacity) and Martello and Toth's L2 ("Lower bounds and reduction procedures for the
-    bin packing problem", Discrete Applied Mathematics 28, 1990): for a threshold a, rows over capacity − a stand
-    alone, rows over half stand apart, and rows of at least a fill what room those leave.
+    bin packing problem", Discrete Applied Mathematics 28, 1990): for a threshold a, rows over capacity − a have
+    a bin to themselves, no two rows over half share one, and rows of at least a fill the room that those leave.
 
     >>> lower_bound([6, 6, 6], capacity=10)
     3
 
     Raises:
-        PackingError: a length is over the capacity or is no length.
+        PackingError: a length is invalid or over the capacity.
     """
     sizes, room = check_lengths(lengths), check_count(capacity, "capacity")
     if sizes.size and sizes.max() > room:
@@ -98,7 +100,7 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
 
 
 def fewest_bins(sizes: np.ndarray, room: int) -> int:
-    """Return `lower_bound` of sizes, int64 [B], that are known to fit; they may be sums, over what a length may be."""
+    """Return `lower_bound` of sizes, int64 [B], that fit; being sums, they may exceed the limit of a length."""
     if sizes.size == 0:
         return 0
     ascending = np.sort(sizes)
@@ -106,8 +108,8 @@ def fewest_bins(sizes: np.ndarray, room: int) -> int:
     half = int(np.searchsorted(ascending, room // 2, side="right"))
     thresholds = np.unique(np.concatenate(([0], ascending[:half])))
     small = np.searchsorted(ascending, thresholds, side="left")
-    alone = np.searchsorted(ascending, room - thresholds, side="right")
-    free = (alone - half) * room - (totals[alone] - totals[half])
+    unshared = np.searchsorted(ascending, room - thresholds, side="right")
+    free = (unshared - half) * room - (totals[unshared] - totals[half])
     rest = np.maximum(totals[half] - totals[small] - free, 0)
     bound = (sizes.size - half) + -(-rest // room)
     return max(1, int(-(-totals[-1] // room)), int(bound.max()))
@@ -119,21 +121,19 @@ def _concatenative(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
 
 def _first_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
     order = decreasing(sizes)
-    return _back(order, kernels.first_fit(sizes[order], np.arange(sizes.size), capacity))
+    return _restore_order(order, kernels.first_fit(sizes[order], np.arange(sizes.size), capacity))
 
 
-def _back(order: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return labels of rows `order` in the rows' own order; kernels are quicker on rows side by side in memory."""
-    back = np.empty_like(labels)
-    back[order] = labels
-    return back
+def _restore_order(order: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the labels of rows in `order`, put back into row order."""
+    restored = np.empty_like(labels)
+    restored[order] = labels
+    return restored
 
 
 def _modified_first_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
     order = decreasing(sizes)
-    labels = np.empty_like(sizes)
-    labels[order] = modified_first_fit(sizes[order], capacity)
-    return labels
+    return _restore_order(order, modified_first_fit(sizes[order], capacity))
 
 
 def _first_fit_shuffle(sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
@@ -144,11 +144,11 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndar
     order = decreasing(sizes)
     if capacity > _MAX_BUCKETS:
         return best_fit_sorted(sizes, order, capacity)
-    return _back(order, best_fit(sizes[order], capacity))
+    return _restore_order(order, best_fit(sizes[order], capacity))
 
 
 def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row by best-fit in `order`, keeping bins in a list sorted by free room."""
+    """Return the bin of each row by best-fit in `order`, with bins in a list sorted by free room."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     free: list[tuple[int, int]] = []
     count = 0
@@ -166,7 +166,7 @@ def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.n
 
 
 def optimal(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, bool]:
-    """Return the bin of each row, and whether the search for fewer bins ended at its budget."""
+    """Return the bin of each row, and whether the search for fewer bins hit its limit."""
     labels = _best_fit_decreasing(sizes, capacity, 0)
     return improve(labels, sizes, capacity, lower_bound(sizes, capacity))
 

@@ -1,4 +1,4 @@
-"""Divide weights into parts of like sums."""
+"""Divide weights into k parts of similar sums."""
 
 import heapq
 
@@ -10,31 +10,31 @@ from rlpack.packing.algorithms.packers import bins_of
 from rlpack.packing.algorithms.sorting import by_first_row, decreasing
 from rlpack.packing.analysis.cost import integer_costs
 from rlpack.packing.errors import PackingError
-from rlpack.packing.lengths import UNLIMITED, Integers, check_count, one_by_one
+from rlpack.packing.lengths import UNLIMITED, Integers, check_count, to_list_or_array
 from rlpack.packing.rebalance import rebalance
 
-# Differencing takes time in rows × parts. With more of both, parts have so many rows that largest first is as good.
+# Differencing takes time in rows × parts. Beyond this, parts have enough rows that largest-first is as good.
 _DIFFERENCING_LIMIT = 2**24
 
 
 def partition(weights: Integers, k: int, *, equal_size: bool = False) -> list[np.ndarray]:
-    """Return k parts of rows, int64 each and ascending, whose sums of weights are alike.
+    """Return k parts with similar sums of weights: ascending rows, int64 each.
 
     Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", 1982) for k ways: keep
-    partial partitions, and unite the two that differ most, the heaviest part of one with the lightest of the other.
-    Of very many rows into very many parts, each row goes to the lightest part, the heaviest rows first, and then rows
-    are exchanged.
+    partial partitions, and merge the two that differ most, the heaviest part of one with the lightest of the other.
+    With very many rows and parts, each row goes to the lightest part, heaviest rows first, and then rows are
+    exchanged.
 
     >>> [part.tolist() for part in partition([8, 7, 6, 5, 4], 2)]
     [[0, 2], [1, 3, 4]]
 
     Args:
-        weights: finite numbers of at least 0, one a row.
+        weights: finite numbers of at least 0, one per row.
         k: number of parts; with fewer rows than parts, some are empty.
-        equal_size: give every part the same number of rows, or one less where k does not divide it.
+        equal_size: give every part the same number of rows, or one less if k does not divide them.
 
     Raises:
-        PackingError: a weight is negative, not finite or no number.
+        PackingError: a weight is negative, not finite or not a number.
     """
     return bins_of(balance(integer_costs(check_weights(weights)), check_count(k, "k"), equal_size=equal_size), k)
 
@@ -43,22 +43,22 @@ def check_weights(weights: Integers) -> np.ndarray:
     """Return weights as int64 or float64 [B].
 
     Raises:
-        PackingError: names row and value of a weight that is negative, not finite or no number.
+        PackingError: a weight is negative, not finite or not a number; the message names its row.
     """
-    given = one_by_one(weights, "weight")
-    if isinstance(given, list):
-        for row, weight in enumerate(given):
+    values = to_list_or_array(weights, "weight")
+    if isinstance(values, list):
+        for row, weight in enumerate(values):
             if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, (int, float, np.number)):
                 kind = type(weight).__name__
-                raise PackingError(f"weight of row {row} is {weight!r}, of type {kind}; give one number a row")
-    array = np.asarray(given)
+                raise PackingError(f"weight of row {row} is {weight!r}, of type {kind}; give one number per row")
+    array = np.asarray(values)
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
-    if array.dtype == object:  # whole numbers of Python that NumPy has no type for
-        row = next(row for row, weight in enumerate(given) if abs(weight) >= 2**63)
-        raise PackingError(f"weight of row {row} is {given[row]}; it has to be a float or of 62 bits at most")
+    if array.dtype == object:  # Python integers that are too large for NumPy
+        row = next(row for row, weight in enumerate(values) if abs(weight) >= 2**63)
+        raise PackingError(f"weight of row {row} is {values[row]}; it has to be a float or have at most 62 bits")
     if array.dtype.kind not in "iuf":
-        raise PackingError(f"weights are {array.dtype} of shape {array.shape}; give one number a row")
+        raise PackingError(f"weights are {array.dtype} of shape {array.shape}; give one number per row")
     wrong = ~np.isfinite(array) | (array < 0)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
@@ -67,12 +67,12 @@ def check_weights(weights: Integers) -> np.ndarray:
 
 
 def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndarray:
-    """Return the part of each row, int64 [B]; `weights` are ticks. Parts count in the order of their first rows."""
+    """Return the part of each row, int64 [B], for integer costs; parts count in the order of their first rows."""
     if weights.size == 0:
         return np.zeros(0, dtype=np.int64)
     if not equal_size and weights.size * k > _DIFFERENCING_LIMIT:
         return by_first_row(_largest_first(weights, k))
-    # With equal sizes, rows start out in blocks of k of like weight, one row to each part; dummies fill the last block.
+    # For equal sizes, rows start in blocks of k of similar weight, one row per part; dummies fill the last block.
     dummies = -weights.size % k if equal_size else 0
     padded = np.concatenate((weights, np.zeros(dummies, dtype=np.int64)))
     order = decreasing(weights)
@@ -81,7 +81,7 @@ def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndar
 
 
 def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
-    """Return the part of each row, int64 [B]: the heaviest rows first to the lightest part, then rows exchanged."""
+    """Return the part of each row, int64 [B]: heaviest rows first, each to the lightest part, then rebalanced."""
     order, slots = decreasing(weights), np.zeros_like(weights)
     parts = np.empty_like(weights)
     parts[order] = kernels.spread(slots, weights[order], k, UNLIMITED)
@@ -90,17 +90,17 @@ def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
 
 @compiled
 def _differencing(weights: np.ndarray, order: np.ndarray, k: int, block: int) -> np.ndarray:
-    """Return, for each row, the one row that its part goes by.
+    """Return, for each row, the row that identifies its part.
 
-    A partial partition (a state) is a list of parts, heaviest first, of which at most k hold rows: the others are left
-    out, so all states together have at most as many parts as there are rows. Sums of parts count from the
-    lightest part of their state. Rows of a part are linked by `next_row`, parts of a state by `next_part`.
+    A partial partition (a state) is a list of at most k parts that hold rows, heaviest first. Empty parts are left out,
+    so all states together have at most as many parts as there are rows. The sum of a part is relative to the lightest
+    part of its state. Rows of a part are linked by `next_row`, parts of a state by `next_part`.
     """
     total = weights.size
     sums = weights.copy()
     next_part, next_row, last_row = np.full(total, -1), np.full(total, -1), np.arange(total)
     sizes = np.full(total, block)
-    heads = order.copy()  # a state goes by the place in `order` of its first row; `heads` has its heaviest part
+    heads = order.copy()  # of each state, by the position of its first row in `order`: its heaviest part
     heap = [(0, 0) for _ in range(0)]
     for start in range(0, total, block):
         _link(order[start : start + block], k, sums, next_part)
@@ -111,7 +111,7 @@ def _differencing(weights: np.ndarray, order: np.ndarray, k: int, block: int) ->
         _, other = heapq.heappop(heap)
         ours = _walk(heads[state], sizes[state], next_part)
         theirs = _walk(heads[other], sizes[other], next_part)
-        # Our part i meets their part k-1-i; where one of the two holds nothing, the other stays as it is.
+        # Our part i is merged with their part k-1-i; if one of the two is empty, the other stays unchanged.
         for at in range(max(0, k - theirs.size), ours.size):
             part, joined = ours[at], theirs[k - 1 - at]
             sums[part] += sums[joined]
@@ -134,7 +134,7 @@ def _differencing(weights: np.ndarray, order: np.ndarray, k: int, block: int) ->
 
 @compiled
 def _link(parts: np.ndarray, k: int, sums: np.ndarray, next_part: np.ndarray) -> None:
-    """Make a state of `parts`, sorted from the heaviest; with all k of them, sums count from the lightest."""
+    """Link `parts`, heaviest first, to a state; if there are k of them, make sums relative to the lightest."""
     lightest = sums[parts[-1]] if parts.size == k else 0
     for at in range(parts.size):
         sums[parts[at]] -= lightest

@@ -1,30 +1,30 @@
-"""Orders of rows: by whole numbers, faster than NumPy sorts int64, and drawn by a seed."""
+"""Orders of rows: radix sorts, which are faster than NumPy's on int64, and a seeded shuffle."""
 
 import numpy as np
 
-# NumPy sorts 16-bit numbers by radix, in linear time; wider ones go digit by digit, the lowest first.
-_DIGIT = 16
+# NumPy radix-sorts 16-bit integers, in linear time; wider ones are sorted digit by digit, the lowest first.
+_DIGIT_BITS = 16
 
 
 def ascending(values: np.ndarray) -> np.ndarray:
-    """Return rows from the smallest value to the largest, int64 [B]; rows alike keep their order.
+    """Return rows from the smallest value to the largest, int64 [B]; ties keep their order.
 
     >>> ascending(np.array([3, 0, 2**40, 0])).tolist()
     [1, 3, 0, 2]
 
     Args:
-        values: whole numbers of at least 0, int64 [B].
+        values: integers of at least 0, int64 [B].
     """
     highest = int(values.max(initial=0))
     order = np.argsort(values.astype(np.uint16), kind="stable")
-    for shift in range(_DIGIT, highest.bit_length(), _DIGIT):
+    for shift in range(_DIGIT_BITS, highest.bit_length(), _DIGIT_BITS):
         digits = (values >> shift).astype(np.uint16)
         order = order[np.argsort(digits[order], kind="stable")]
     return order
 
 
 def decreasing(values: np.ndarray) -> np.ndarray:
-    """Return rows from the largest value to the smallest, int64 [B]; rows alike keep their order.
+    """Return rows from the largest value to the smallest, int64 [B]; ties keep their order.
 
     >>> decreasing(np.array([3, 5, 3])).tolist()
     [1, 0, 2]
@@ -45,9 +45,10 @@ def by_first_row(labels: np.ndarray) -> np.ndarray:
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """Return a permutation of `count` rows that `seed` alone decides, on every machine and NumPy release.
+    """Return a permutation of `count` rows that depends on `seed` alone.
 
-    Rows are sorted by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) of seed and row.
+    It is the same on every machine and NumPy release: rows are sorted by SplitMix64 (Steele, Lea and Flood, OOPSLA
+    2014) of seed and row.
     """
     mask = 0xFFFFFFFFFFFFFFFF
     key = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & mask)

@@ -1,4 +1,7 @@
-"""What a sequence costs to train on."""
+"""Cost models of a sequence, and costs as integers.
+
+Plans compare integer costs only, so they are the same on every machine.
+"""
 
 import math
 from dataclasses import dataclass
@@ -7,24 +10,24 @@ import numpy as np
 
 from rlpack.packing.errors import PackingError
 
-# The dearest row gets 2**COST_BITS ticks: precise to 1e-9, and 2**20 such rows add up exactly, also in float64.
+# The costliest row costs about 2**COST_BITS: precise to 1e-9, and 2**20 such rows sum exactly, also in float64.
 COST_BITS = 32
-# Times the square of the longest length this is still finite, and 2**20 such rows add up too.
+# Times the square of the longest length this is finite, and so is the sum over 2**20 such rows.
 _LARGEST = 1e280
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The work that a sequence of L slots is: `linear · L + quadratic · L²`, in any unit.
+    """The cost of a sequence of L slots: `linear · L + quadratic · L²`, in any unit.
 
-    The linear part stands for the matrix multiplications of each token, the quadratic one for attention; only their
-    proportion matters to a plan.
+    The linear part models the matrix multiplications of each token, the quadratic part attention. A plan depends only
+    on their ratio.
 
     >>> Cost(linear=2.0, quadratic=0.5).of(np.array([1, 4]))
     array([ 2.5, 16. ])
 
     Raises:
-        PackingError: a coefficient is no number, negative, not finite or too large, or both are zero.
+        PackingError: a coefficient is negative, not finite, too large or not a number, or both are zero.
     """
 
     linear: float
@@ -41,7 +44,7 @@ class Cost:
                 number = math.inf
             if not 0 <= number <= _LARGEST:
                 limits = f"a finite number of at least 0 and at most {_LARGEST}"
-                raise PackingError(f"cost.{name} is {number}; it has to be {limits}: count in another unit")
+                raise PackingError(f"cost.{name} is {number}; it has to be {limits}: use another unit")
         if self.linear == self.quadratic == 0:
             raise PackingError("cost.linear and cost.quadratic are both 0; one of them has to be above 0")
 
@@ -52,10 +55,9 @@ class Cost:
 
 
 def integer_costs(weights: np.ndarray) -> np.ndarray:
-    """Scale weights to integers by a power of two, so that their sums do not depend on the order of summing.
+    """Scale weights to integers by a power of two, so that sums do not depend on the order of summation.
 
-    The greatest becomes about 2**32; whole numbers below that stay as they are. Plans computed from ticks are the
-    same on every machine.
+    The largest becomes about 2**32; integers up to that stay unchanged.
 
     >>> integer_costs(np.array([1.0, 0.5, 0.0])).tolist()
     [2147483648, 1073741824, 0]

@@ -1,16 +1,17 @@
-"""What every plan guarantees, checked from the request and the finished plan alone.
+"""The guarantees of every plan, checked from the request and the finished plan alone.
 
-1. Every row once, or dropped because it was asked for; an optimizer step holds the rows that plain batching gives it.
-2. No microbatch above the token budget, counted with padding and alignment, but for an over-long item that was
-   asked to have one of its own.
-3. As many microbatches on every rank, in every optimizer step; those without rows are fillers.
-4. Their count is a multiple of `divisible_by` and at least `min_microbatches`; a filler stands only where
-   nothing was left to cut.
+1. Every row is planned once, or dropped if `overlong` is "drop". An optimizer step holds the same rows as with plain
+   batching: `mini_batch_size` rows in arrival order.
+2. No microbatch exceeds the token budget, padding and alignment included. The one exception is an oversized row or
+   group that gets its own microbatch because `overlong` is "own_microbatch".
+3. All ranks have the same number of microbatches in every optimizer step; those without rows are dummy microbatches.
+4. That number is a multiple of `divisible_by` and at least `min_microbatches`. There is a dummy microbatch only if no
+   microbatch is left to split.
 5. The rows of a group are in one microbatch.
-6. Any number of rows on any number of ranks.
+6. Any number of rows can be planned on any number of ranks.
 7. The same request gives the same plan.
 
-tests/unit/packing/test_planning.py asserts them for random requests.
+`tests/unit/packing/test_make_plan.py` asserts them for random requests.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ from rlpack.packing.plan import Microbatch, MicrobatchPlan
 
 
 def assert_invariants(plan: MicrobatchPlan) -> None:
-    """Raise an `AssertionError` that names the first guarantee that `plan` breaks."""
+    """Raise an `AssertionError` that names the first guarantee that a plan breaks.
+
+    A broken guarantee is a bug of the planner.
+    """
     _assert_rows(plan)
     _assert_steps(plan)
     _assert_counts(plan)
@@ -44,11 +48,11 @@ def _microbatches(plan: MicrobatchPlan) -> Iterator[tuple[int, int, Microbatch]]
 
 def _assert_rows(plan: MicrobatchPlan) -> None:
     everything = np.sort(np.concatenate((plan.order, plan.dropped)))
-    assert np.array_equal(everything, np.arange(plan.num_rows)), "1: a row is missing or comes twice"
+    assert np.array_equal(everything, np.arange(plan.num_rows)), "1: a row is missing or planned twice"
     assert np.array_equal(plan.inverse[plan.order], np.arange(plan.order.size)), "1: inverse does not undo order"
-    assert (plan.inverse[plan.dropped] == -1).all(), "1: a dropped row has a place"
-    assert plan.dropped.size == 0 or plan.batching.overlong == "drop", "1: a row was dropped unasked"
-    assert plan.truncated.size == 0 or plan.batching.overlong == "truncate", "1: a row was cut unasked"
+    assert (plan.inverse[plan.dropped] == -1).all(), "1: a dropped row has a position"
+    assert plan.dropped.size == 0 or plan.batching.overlong == "drop", "1: dropped without overlong=drop"
+    assert plan.truncated.size == 0 or plan.batching.overlong == "truncate", "1: truncated without overlong=truncate"
     untouched = np.ones(plan.num_rows, dtype=bool)
     untouched[np.concatenate((plan.truncated, plan.dropped))] = False
     assert (plan.lengths[untouched] == plan.request.lengths[untouched]).all(), "1: a row's length changed"
@@ -61,7 +65,7 @@ def _assert_steps(plan: MicrobatchPlan) -> None:
     seen = np.full(plan.num_rows, -1)
     for _, step, microbatch in _microbatches(plan):
         seen[microbatch.rows] = step
-    assert np.array_equal(seen, expected), "1: an optimizer step holds other rows than plain batching"
+    assert np.array_equal(seen, expected), "1: an optimizer step holds other rows than with plain batching"
 
 
 def _assert_counts(plan: MicrobatchPlan) -> None:
@@ -69,16 +73,16 @@ def _assert_counts(plan: MicrobatchPlan) -> None:
     for step in range(plan.num_steps):
         per_rank = [plan.microbatches(rank, step) for rank in range(plan.num_ranks)]
         counts = {len(microbatches) for microbatches in per_rank}
-        assert len(counts) == 1, f"3: optimizer step {step} has {counts} microbatches on its ranks"
+        assert len(counts) == 1, f"3: optimizer step {step} has {counts} microbatches, depending on the rank"
         (count,) = counts
         assert count % batching.divisible_by == 0, f"4: {count} microbatches, not divisible by {batching.divisible_by}"
         assert count >= batching.min_microbatches, f"4: {count} microbatches, under {batching.min_microbatches}"
-        # A rank cuts its own rows in fixed mode; in the other modes, rows are free to go to any rank.
+        # In fixed mode each rank splits its own rows; in the other modes, rows may go to any rank.
         pools = per_rank if batching.mode == "fixed" else [[each for mine in per_rank for each in mine]]
         for pool in pools:
-            assert all(each.is_dummy == (each.rows.size == 0) for each in pool), "3: a filler holds rows, or none is"
+            assert all(each.is_dummy == (each.rows.size == 0) for each in pool), "3: is_dummy is wrong"
             if any(each.is_dummy for each in pool):
-                assert all(_num_items(plan, each) <= 1 for each in pool), f"4: step {step} fills where it could cut"
+                assert all(_num_items(plan, each) <= 1 for each in pool), f"4: step {step} has a needless dummy"
 
 
 def _num_items(plan: MicrobatchPlan, microbatch: Microbatch) -> int:
@@ -109,12 +113,12 @@ def _assert_groups(plan: MicrobatchPlan) -> None:
     groups = plan.request.groups
     if groups is None:
         return
-    home: dict[int, int] = {}
+    microbatch_of: dict[int, int] = {}
     for number, (_, _, microbatch) in enumerate(_microbatches(plan)):
         for group in np.unique(groups[microbatch.rows]):
-            assert home.setdefault(int(group), number) == number, f"5: group {group} is in two microbatches"
-    lost = set(groups[plan.dropped].tolist()) & home.keys()
-    assert not lost, f"5: group {min(lost, default=0)} lost some of its rows"
+            assert microbatch_of.setdefault(int(group), number) == number, f"5: group {group} is in two microbatches"
+    split = set(groups[plan.dropped].tolist()) & microbatch_of.keys()
+    assert not split, f"5: group {min(split, default=0)} lost some of its rows"
 
 
 def _assert_repeatable(plan: MicrobatchPlan) -> None:
@@ -131,5 +135,5 @@ def _assert_repeatable(plan: MicrobatchPlan) -> None:
     for name in ("order", "counts", "widths", "step_bounds"):
         first, second = vars(plan)[name], vars(again)[name]
         assert np.array_equal(first, second), f"7: {name} differs when planned again"
-    split = plan.metrics.groups_split  # the plan's request has its groups as they were split
-    assert plan.metrics == replace(again.metrics, groups_split=split), "7: metrics differ when planned again"
+    groups_split = plan.metrics.groups_split  # the request of the plan has the groups as they were split
+    assert plan.metrics == replace(again.metrics, groups_split=groups_split), "7: metrics differ when planned again"

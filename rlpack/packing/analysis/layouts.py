@@ -1,8 +1,10 @@
-"""Where each token of a microbatch goes: pure index arithmetic.
+"""Layouts: the slot of each token of a microbatch, by index arithmetic alone.
 
-1. Every real token has a slot of its own, in row order.
+1. Every real token has its own slot, in row order.
 2. In a packed row the segments cover every slot, and no segment holds two sequences.
-3. The ranks of a context-parallel group hold every slot of a packed row once, and as many slots each.
+3. The ranks of a context-parallel group hold every slot of a packed row once, and equal numbers of slots.
+
+`tests/unit/packing/analysis/test_layouts.py` asserts them.
 """
 
 from dataclasses import dataclass
@@ -18,10 +20,10 @@ class Layout:
     """The slots of one microbatch.
 
     Attributes:
-        shape: of what the model eats: (1, length) when packed, (rows, length) when padded.
-        slots: place of each real token in the flattened `shape`, in row order, int64 [T].
+        shape: shape of the model inputs: (1, length) if packed, (rows, length) if padded.
+        slots: position of each real token in the flattened `shape`, in row order, int64 [T].
         position_ids: int64 of `shape`; they restart at each sequence.
-        cu_seqlens: bounds of the segments, int32 [S+1], from 0 to the last slot; None when padded.
+        cu_seqlens: bounds of the segments, int32 [S+1], from 0 to the last slot; None if padded.
         max_seqlen: slots of the longest segment.
     """
 
@@ -34,12 +36,12 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelSlots:
-    """What one rank of a context-parallel group holds of a packed row.
+    """The part of a packed row on one rank of a context-parallel group.
 
     Attributes:
-        slots: the slots of the whole packed row that lie here, in local order, int64 [T / cp].
-        sequence: the sequence that each belongs to, int64 [T / cp].
-        is_padding: which of them hold no real token, bool [T / cp].
+        slots: the slots of the whole packed row on this rank, in local order, int64 [T / cp].
+        sequence: sequence of each slot, int64 [T / cp].
+        is_padding: whether a slot holds no real token, bool [T / cp].
         cu_seqlens: bounds of the sequences in the whole row, alignment included, int32 [S+1].
         local_cu_seqlens: the same on this rank, int32 [S+1].
     """
@@ -52,7 +54,7 @@ class ContextParallelSlots:
 
 
 def runs(lengths: np.ndarray) -> np.ndarray:
-    """Count from 0 in each run, int64 [Σ lengths].
+    """Return the positions within each run, counted from 0, int64 [Σ lengths].
 
     >>> runs(np.array([3, 0, 2])).tolist()
     [0, 1, 2, 0, 1]
@@ -61,17 +63,17 @@ def runs(lengths: np.ndarray) -> np.ndarray:
 
 
 def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | None = None) -> Layout:
-    """Return the layout of sequences side by side in one row of `length` slots.
+    """Return the layout of sequences packed into one row of `length` slots.
 
-    Each sequence's alignment padding belongs to its own segment; what is left up to `length` is a segment of its own.
+    A sequence's alignment padding belongs to its segment; the padding up to `length` is a separate segment.
 
     >>> packed_layout([3, 0, 2], length=6).cu_seqlens.tolist()
     [0, 3, 3, 5, 6]
 
     Args:
-        lengths: tokens of each row; none for a filler.
-        pad_to_multiple: what each sequence is rounded up to.
-        length: slots of the whole row; None for just enough.
+        lengths: tokens of each row; empty for a dummy microbatch.
+        pad_to_multiple: multiple that the slots of each sequence are rounded up to.
+        length: slots of the whole row; None for as many as needed.
 
     Raises:
         PackingError: the sequences don't fit.
@@ -81,7 +83,7 @@ def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | 
     used = int(segments.sum())
     width = used if length is None else length
     if used > width:
-        raise PackingError(f"{counts.size} sequences take {used} slots, over the length of {width}; plan them apart")
+        raise PackingError(f"{counts.size} sequences take {used} slots, over the length of {width}; raise the length")
     slots = np.repeat(np.cumsum(segments) - segments, counts) + runs(counts)
     if width > used:
         segments = np.append(segments, width - used)
@@ -90,7 +92,9 @@ def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | 
 
 
 def padded_layout(lengths: Integers, length: int) -> Layout:
-    """Return the layout of one sequence a row, padded on the right to `length` slots; no sequence gives one empty row.
+    """Return the layout of one sequence per row, right-padded to `length` slots.
+
+    Without sequences, it is one empty row.
 
     >>> padded_layout([1, 2], 3).slots.tolist()
     [0, 3, 4]
@@ -101,7 +105,7 @@ def padded_layout(lengths: Integers, length: int) -> Layout:
     counts = check_lengths(lengths)
     if counts.max(initial=0) > length:
         row = int(np.argmax(counts))
-        raise PackingError(f"sequence {row} has {counts[row]} tokens, over the length of {length}; plan it apart")
+        raise PackingError(f"sequence {row} has {counts[row]} tokens, over the length of {length}; raise the length")
     shape = (max(1, counts.size), length)
     slots = np.repeat(np.arange(counts.size) * length, counts) + runs(counts)
     return Layout(shape, slots, np.tile(np.arange(length), (shape[0], 1)), None, length)
@@ -110,14 +114,14 @@ def padded_layout(lengths: Integers, length: int) -> Layout:
 def context_parallel_slots(lengths: Integers, *, cp: int, rank: int, pad_to_multiple: int) -> ContextParallelSlots:
     """Return the slots of a packed row that context-parallel rank `rank` of `cp` holds.
 
-    Each sequence is cut by itself into 2·cp chunks, of which rank r takes chunks r and 2·cp−1−r, so that causal
-    attention costs every rank the same.
+    Each sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp−1−r, so that causal attention costs every
+    rank the same.
 
     >>> context_parallel_slots([5], cp=2, rank=0, pad_to_multiple=4).slots.tolist()
     [0, 1, 6, 7]
 
     Raises:
-        PackingError: `pad_to_multiple` is no multiple of 2·cp, or the rank is none of the group.
+        PackingError: `pad_to_multiple` is not a multiple of 2·cp, or the rank is outside the group.
     """
     counts, group = check_lengths(lengths), check_count(cp, "cp")
     multiple = check_count(pad_to_multiple, "pad_to_multiple")
@@ -132,8 +136,8 @@ def context_parallel_slots(lengths: Integers, *, cp: int, rank: int, pad_to_mult
     sequence = np.repeat(np.arange(counts.size), local)
     if group > 1:
         chunk = np.maximum(segments // (2 * group), 1)[sequence]
-        which = np.where(within < chunk, rank, 2 * group - 1 - rank)
-        within = which * chunk + within % chunk
+        chunk_number = np.where(within < chunk, rank, 2 * group - 1 - rank)
+        within = chunk_number * chunk + within % chunk
     return ContextParallelSlots(
         slots=bounds[sequence] + within,
         sequence=sequence,

@@ -1,7 +1,7 @@
-"""What a plan would take on devices of a given speed: step time, idle share and memory, before any is rented.
+"""Forecast step time, idle share and memory of a plan on devices of a given speed.
 
-A microbatch takes the FLOPs of its sequences, three times those of a forward pass, and a fixed time; an index takes as
-long as its dearest rank, since sharded ranks wait for each other there (DESIGN: Σ_i max_rank).
+A microbatch takes three times the FLOPs of its sequences' forward pass, plus a fixed time. An index takes as long as
+its costliest rank, since sharded ranks wait for each other there: a step takes Σ_i max_rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,23 @@ from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import MicrobatchPlan
 
 FORWARD_AND_BACKWARD = 3.0
-# Budgets that are tried, in steps of this factor below the memory limit.
+# Budgets are tried in steps of this factor below the memory limit.
 _BUDGET_STEP = 2**0.5
 _ALIGNMENTS = (1, 8, 64)
-# Share of the memory for activations that a suggestion leaves free, and of the step time that it has to save.
+# Share of the activation memory that a suggestion leaves free; share of the step time that it has to save.
 MEMORY_MARGIN, LEAST_GAIN = 0.1, 0.01
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank's device does and holds.
+    """Speed and memory of one rank's device.
 
     Attributes:
-        flops_per_s: sustained floating-point operations a second, not the peak.
-        overhead_s: time that every microbatch takes whatever it holds: launches, gathering of sharded weights.
-        bytes_per_slot: what a token slot keeps in memory until its backward pass.
+        flops_per_s: sustained floating-point operations per second, not the peak.
+        overhead_s: fixed time of every microbatch: kernel launches, gathering of sharded weights.
+        bytes_per_slot: activation memory that a token slot holds until its backward pass.
         fixed_bytes: weights, gradients and optimizer state of the rank.
-        memory_bytes: what the device has.
+        memory_bytes: memory of the device.
 
     Raises:
         PackingError: a value is negative or not finite, or the speed or a slot's bytes are 0.
@@ -58,22 +58,22 @@ class Device:
                 )
 
     @property
-    def most_slots(self) -> int:
-        """Return how many slots of one microbatch fit into memory."""
+    def max_slots(self) -> int:
+        """Most slots of one microbatch that fit into memory."""
         return min(MAX_LENGTH, int((self.memory_bytes - self.fixed_bytes) / self.bytes_per_slot))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan is expected to take.
+    """The expected time and memory of a plan.
 
     Attributes:
         step_s: seconds of all its optimizer steps.
-        idle_share: share of the ranks' time in which they wait for another.
+        idle_share: share of the ranks' time spent waiting for other ranks.
         padding_share: share of the slots that hold no token.
-        memory_bytes: what the fullest rank needs.
-        microbatches: of a rank, over all optimizer steps.
-        tokens_per_s: real tokens a second and rank.
+        memory_bytes: memory of the rank that needs the most.
+        microbatches: microbatches per rank, over all optimizer steps.
+        tokens_per_s: real tokens per second and rank.
     """
 
     step_s: float
@@ -85,11 +85,13 @@ class Forecast:
 
 
 def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
-    """Return what `plan` is expected to take; `cost` is in FLOPs of a forward pass (`rlpack.models.flops`).
+    """Return the expected time and memory of a plan.
+
+    `cost` is in FLOPs of a forward pass (`rlpack.models.flops`).
 
     >>> plan = make_plan([100, 50], Batching(max_tokens=100), dp_size=2)
-    >>> found = forecast(plan, Cost(1e9), Device(flops_per_s=1e12, overhead_s=0.0))
-    >>> round(found.step_s, 3), round(found.idle_share, 3)
+    >>> expected = forecast(plan, Cost(1e9), Device(flops_per_s=1e12, overhead_s=0.0))
+    >>> round(expected.step_s, 3), round(expected.idle_share, 3)
     (0.3, 0.25)
     """
     costs = microbatch_costs(plan.batching, plan.lengths[plan.order], plan.counts, plan.widths, cost)
@@ -110,12 +112,12 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The batching with the least expected time, and what it is expected to take.
+    """The batching with the least expected time.
 
     Attributes:
         batching: the batching.
-        forecast: what it is expected to take.
-        gain: share of the asked batching's time that it saves; None where that one doesn't fit into memory.
+        forecast: its expected time and memory.
+        gain: share of the given batching's time that it saves; None if that one doesn't fit into memory.
     """
 
     batching: Batching
@@ -124,7 +126,7 @@ class Suggestion:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it saves more than such a model can tell."""
+        """Whether it saves more than the error of such a model."""
         return self.gain is None or self.gain >= LEAST_GAIN
 
 
@@ -138,54 +140,54 @@ def suggest(
     mini_batch_size: int | None = None,
     modes: Sequence[Mode] = ("packed", "dynamic"),
 ) -> Suggestion:
-    """Return the mode, token budget, alignment and packer with the least expected step time that fit into memory.
+    """Return the fastest mode, token budget, alignment and packer that fit into memory.
 
-    A tenth of what the fixed bytes leave stays free, for what the model of memory doesn't know of.
+    A tenth of the memory beyond the fixed bytes stays free, as the memory model is incomplete.
 
     Args:
-        lengths: of the sequences, int64 [B].
-        batching: the one that is asked for, and what else stays; its alignment is the least one that is tried.
-        dp_size: data-parallel ranks.
+        lengths: lengths of the sequences, int64 [B].
+        batching: the current batching, and the source of all other options; its alignment is the smallest one tried.
+        dp_size: number of data-parallel ranks.
         cost: FLOPs of a sequence's forward pass.
-        device: of each rank.
+        device: device of each rank.
         mini_batch_size: rows of an optimizer step; None for all.
-        modes: those that are searched.
+        modes: the modes to search.
 
     Raises:
         PackingError: the longest sequence doesn't fit into memory.
     """
 
-    def found(candidate: Batching) -> Suggestion:
+    def suggestion(candidate: Batching) -> Suggestion:
         plan = make_plan(lengths, candidate, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)
         return Suggestion(candidate, forecast(plan, cost, device))
 
-    room = int(device.most_slots * (1 - MEMORY_MARGIN))
+    room = int(device.max_slots * (1 - MEMORY_MARGIN))
     longest = int(lengths.max(initial=1))
-    tried = [found(candidate) for mode in modes for candidate in _candidates(mode, longest, batching, room)]
-    if not tried:
+    suggestions = [suggestion(candidate) for mode in modes for candidate in _candidates(mode, longest, batching, room)]
+    if not suggestions:
         raise PackingError(
             f"the longest sequence has {longest} tokens, and {room} slots fit into {1 - MEMORY_MARGIN:.0%} of memory "
             f"({device.memory_bytes / 1e9:g} GB less {device.fixed_bytes / 1e9:g}, "
-            f"{device.bytes_per_slot / 1e3:,.0f} kB a slot); give more memory, keep fewer activations (--kb-per-slot: "
-            "with checkpointing a tenth of that and less), or drop the sequence"
+            f"{device.bytes_per_slot / 1e3:,.0f} kB per slot); give more memory, keep fewer activations "
+            "(--kb-per-slot: with checkpointing a tenth of that and less), or drop the sequence"
         )
-    best = _least(tried)
+    best = _fastest(suggestions)
     if best.batching.mode == "packed":
-        best = _least([best, *(found(replace(best.batching, algorithm=name)) for name in get_args(Algorithm))])
-    asked = found(replace(batching, overlong="own_microbatch"))
-    if asked.forecast.memory_bytes > device.memory_bytes:
+        best = _fastest([best, *(suggestion(replace(best.batching, algorithm=name)) for name in get_args(Algorithm))])
+    current = suggestion(replace(batching, overlong="own_microbatch"))
+    if current.forecast.memory_bytes > device.memory_bytes:
         return best
-    return replace(best, gain=1 - best.forecast.step_s / asked.forecast.step_s if asked.forecast.step_s else 0.0)
+    return replace(best, gain=1 - best.forecast.step_s / current.forecast.step_s if current.forecast.step_s else 0.0)
 
 
-def _least(tried: Sequence[Suggestion]) -> Suggestion:
-    """Return the first of those with the least time, but for rounding."""
-    least = min(each.forecast.step_s for each in tried)
-    return next(each for each in tried if each.forecast.step_s <= least * (1 + 1e-6))
+def _fastest(suggestions: Sequence[Suggestion]) -> Suggestion:
+    """Return the first suggestion with the least time, up to rounding."""
+    least = min(each.forecast.step_s for each in suggestions)
+    return next(each for each in suggestions if each.forecast.step_s <= least * (1 + 1e-6))
 
 
 def _candidates(mode: Mode, longest: int, batching: Batching, room: int) -> Iterator[Batching]:
-    """Yield batchings of a mode whose microbatches hold the longest sequence in `room` slots, the largest first."""
+    """Yield batchings of a mode whose microbatches hold the longest sequence within `room` slots, largest first."""
     for alignment in _ALIGNMENTS:
         multiple = alignment * (batching.pad_to_multiple if mode == "packed" else batching.length_multiple)
         least = -(-longest // multiple) * multiple

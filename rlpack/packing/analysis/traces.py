@@ -1,6 +1,6 @@
-"""Lengths as they come: seeded traces to measure plans by, and to try a cluster on before it is rented.
+"""Seeded traces of lengths, for measuring plans and sizing a cluster without data.
 
-The first four look like rollouts and documents; the others are known to be hard to pack.
+The first four resemble rollouts and documents; the others are known to be hard to pack.
 """
 
 from collections.abc import Callable
@@ -10,41 +10,42 @@ import numpy as np
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import check_count, check_seed
 
-# What takes a plan some seconds, and a gigabyte.
+# Planning this many rows takes seconds and a gigabyte.
 MAX_ROWS = 2**24
 
 
 def zipf(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return multiples of 64 by Zipf's law with exponent 1.5: mostly short, with a very long tail."""
+    """Return multiples of 64 from a Zipf distribution with exponent 1.5: mostly short, very long tail."""
     return 64 * np.minimum(random.zipf(1.5, rows), longest)
 
 
 def lognormal(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return lengths with a median of a sixteenth of the longest and a tail that the longest cuts off."""
+    """Return log-normal lengths with a median of a sixteenth of the longest."""
     return random.lognormal(np.log(max(1.0, longest / 16)), 1.0, rows)
 
 
 def bimodal(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return short answers, and one in five with a long chain of thought."""
+    """Return short answers, one in five with a long chain of thought."""
     short, long = random.normal(longest / 24, longest / 96, rows), random.normal(0.7 * longest, 0.12 * longest, rows)
     return np.where(random.random(rows) < 0.8, short, long)
 
 
 def prompt_groups(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return groups of eight samples side by side, whose lengths go with their prompt's difficulty."""
+    """Return groups of eight consecutive samples whose lengths follow their prompt's difficulty."""
     difficulty = random.lognormal(np.log(max(1.0, longest / 16)), 0.9, -(-rows // 8))
     return np.repeat(difficulty, 8)[:rows] * random.lognormal(0.0, 0.3, rows)
 
 
 def uniform(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return lengths of 1 to the longest, all alike."""
+    """Return uniform lengths from 1 to the longest."""
     return random.integers(1, longest + 1, rows)
 
 
 def johnson(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return the family on which first- and best-fit decreasing need 11/9 of the bins (Johnson, 1973), shuffled.
+    """Return the worst case of first- and best-fit decreasing (Johnson, 1973), shuffled.
 
-    The capacity it is meant for is 2 · (longest − e), e being a thousandth of it; 30·m rows fit into 9·m bins.
+    They need 11/9 of the optimal bins. The intended capacity is 2 · (longest − e), e being a thousandth of it; 30·m
+    rows fit into 9·m bins.
     """
     capacity = _johnson_capacity(longest)
     grain = max(1, capacity // 1000)
@@ -57,7 +58,7 @@ def _johnson_capacity(longest: int) -> int:
 
 
 def triplets(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return rows of which three each fill a bin of twice the longest to the last slot (Falkenauer, 1996), shuffled."""
+    """Return triplets that exactly fill a bin of twice the longest (Falkenauer, 1996), shuffled."""
     capacity, count = 2 * longest, -(-rows // 3)
     first = random.integers(int(0.38 * capacity), max(int(0.38 * capacity) + 1, longest), count)
     low, rest = capacity // 4 + 1, capacity - first
@@ -78,14 +79,13 @@ REALISTIC = ("zipf", "lognormal", "bimodal", "prompt_groups")
 
 
 def trace(name: str, rows: int, longest: int, *, seed: int = 0) -> np.ndarray:
-    """Return `rows` lengths of 1 to `longest`, int64, the same for the same arguments.
+    """Return `rows` lengths from 1 to `longest`, int64 [rows]; deterministic in its arguments.
 
     >>> trace("uniform", 4, longest=9, seed=1)
     array([5, 5, 7, 9])
 
     Raises:
-        PackingError: there is no such trace, a count is below 1, there are more rows than `MAX_ROWS`, or the seed is
-            below 0.
+        PackingError: the trace is unknown, a count is below 1 or above its limit, or the seed is negative.
     """
     if name not in TRACES:
         raise PackingError(f"trace is {name!r}; choose one of {', '.join(TRACES)}")

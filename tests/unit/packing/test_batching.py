@@ -8,7 +8,7 @@ from rlpack.packing import Batching, PackingError
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"mode": "packd"}, "batching.mode is 'packd'; choose one of packed, dynamic, fixed"),
         ({"algorithm": "ffd"}, "batching.algorithm is 'ffd'; choose one of concatenative"),
@@ -28,8 +28,8 @@ from rlpack.packing import Batching, PackingError
         ({"divisible_by": 2**31}, "batching.divisible_by is 2147483648, over the limit of 1048576"),
     ],
 )
-def test_a_value_outside_its_limits_is_refused_by_key(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(PackingError, match=said):
+def test_a_value_outside_its_limits_is_rejected_with_its_key(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PackingError, match=message):
         Batching(**values)
 
 

@@ -14,7 +14,7 @@ from rlpack.packing.analysis.traces import trace
 
 
 def fingerprint() -> int:
-    """Return a checksum over plans that go through every compiled loop."""
+    """Return a checksum of plans that run every compiled loop."""
     checksum = 0
     for name in ("zipf", "bimodal", "triplets", "johnson"):
         lengths = trace(name, 90, longest=100, seed=1)
@@ -34,7 +34,7 @@ def fingerprint() -> int:
 @pytest.mark.parametrize("environment", [{"PYTHONHASHSEED": "7"}, {"PYTHONHASHSEED": "8", "NUMBA_DISABLE_JIT": "1"}])
 def test_a_plan_is_the_same_in_every_process(environment: dict[str, str]) -> None:
     root = str(Path(rlpack.__file__).parents[1])
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"import {__name__} as here; print(here.fingerprint())"],
         capture_output=True,
         text=True,
@@ -42,4 +42,4 @@ def test_a_plan_is_the_same_in_every_process(environment: dict[str, str]) -> Non
         timeout=120,
         env=os.environ | {"PYTHONPATH": root} | environment,
     )
-    assert found.stdout.strip() == str(fingerprint()), found.stderr
+    assert result.stdout.strip() == str(fingerprint()), result.stderr

@@ -32,7 +32,7 @@ EXAMPLES = int(os.environ.get("RLPACK_EXAMPLES", "300"))
 
 @st.composite
 def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong)) -> dict[str, Any]:
-    """Arguments of make_plan that have a plan: any mode, algorithm, divisor, alignment, groups, rows and ranks."""
+    """Draw valid arguments of make_plan: any mode, algorithm, divisor, alignment, groups, rows and ranks."""
     mode, policy = draw(st.sampled_from(MODES)), draw(st.sampled_from(overlong))
     multiple = draw(st.sampled_from([1, 2, 4, 8, 12]))
     budget = draw(st.sampled_from([12, 24, 48, 96, 97, 500]))
@@ -54,13 +54,13 @@ def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong
     longest = draw(st.sampled_from([0, 1, longest]))
     size = draw(st.sampled_from([3, 20, 200, 5000]))
     lengths = draw(st.lists(st.integers(0, longest), max_size=size)) if size < 5000 else _many(draw, longest)
-    # Thousands of steps on hundreds of ranks take the checks minutes, and say no more than a hundred.
+    # Checking thousands of steps on hundreds of ranks takes minutes and shows no more than a hundred.
     mini_batch = draw(st.none() | st.integers(1 + len(lengths) // 100, len(lengths) + 5))
     groups = (
         _grouped(draw, len(lengths), mini_batch, min(most_groups, batching.micro_batch_size)) if most_groups else None
     )
     if groups is not None and most_groups * multiple > budget:
-        groups = None  # rows without a token, padded to the multiple, would not fit together
+        groups = None  # rows without tokens, padded to the multiple, would not fit together
     return {
         "lengths": lengths,
         "batching": batching,
@@ -73,13 +73,13 @@ def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong
 
 
 def _many(draw: st.DrawFn, longest: int) -> list[int]:
-    """Up to 5,000 lengths of a trace: more than Hypothesis draws one by one."""
+    """Draw up to 5,000 lengths of a trace: more than Hypothesis draws one by one."""
     rows, seed = draw(st.integers(1, 5000)), draw(st.integers(0, 99))
     return trace(draw(st.sampled_from(list(TRACES))), rows, max(1, longest), seed=seed).clip(0, longest).tolist()
 
 
 def _grouped(draw: st.DrawFn, rows: int, mini_batch: int | None, most: int) -> list[int]:
-    """Ids of groups of at most `most` rows, none over the border of an optimizer step, their rows interleaved."""
+    """Draw ids of groups of at most `most` rows within one optimizer step, their rows interleaved."""
     groups: list[int] = []
     for first in range(0, rows, mini_batch or max(1, rows)):
         stop = min(rows, first + (mini_batch or rows))
@@ -110,7 +110,7 @@ def test_optimizer_steps_hold_the_same_rows_in_every_mode(request: dict[str, Any
 
 @given(request=requests())
 @settings(max_examples=60, deadline=None)
-def test_a_rank_knows_its_rows_and_lengths_by_itself(request: dict[str, Any]) -> None:
+def test_a_rank_plan_is_complete_on_its_own(request: dict[str, Any]) -> None:
     plan = make_plan(**request)
     seen = []
     for rank in range(plan.num_ranks):
@@ -133,7 +133,7 @@ def test_a_rank_knows_its_rows_and_lengths_by_itself(request: dict[str, Any]) ->
 def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
     plan = make_plan(**request)
     packed = plan.batching.mode == "packed"
-    slots, costs, fillers, used, best = 0, 0.0, 0, 0, 0.0
+    slots, costs, dummies, used, best = 0, 0.0, 0, 0, 0.0
     critical = [0, 0.0]
     cost = plan.request.cost or Cost(1.0)
     for step in range(plan.num_steps):
@@ -143,21 +143,21 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
             for each in index:
                 rows = 1 if packed else max(1, each.rows.size)
                 slots += rows * each.length
-                fillers += each.is_dummy
+                dummies += each.is_dummy
                 used += not each.is_dummy
                 aligned = -(-plan.lengths[each.rows] // plan.batching.pad_to_multiple) * plan.batching.pad_to_multiple
                 widths = aligned if packed else np.full(each.rows.size, each.length)
                 here.append(float(cost.of(widths).sum()))
                 squares.append((float((widths**2).sum()), rows * each.length))
-            dearest = here.index(max(here))
-            critical = [critical[0] + squares[dearest][1], critical[1] + squares[dearest][0]]
+            costliest = here.index(max(here))
+            critical = [critical[0] + squares[costliest][1], critical[1] + squares[costliest][0]]
             costs += max(here)
             best += sum(here) / plan.num_ranks
     metrics = plan.metrics
     real = int(plan.lengths.sum())
     assert (metrics.slots, metrics.dummy_microbatches, metrics.num_microbatches, metrics.real_tokens) == (
         slots,
-        fillers,
+        dummies,
         used,
         real,
     )
@@ -172,7 +172,7 @@ def test_metrics_are_those_of_the_microbatches(request: dict[str, Any]) -> None:
 
 @given(request=requests(overlong=("error", "own_microbatch")))
 @settings(max_examples=100, deadline=None)
-def test_no_step_is_shorter_than_the_bound_of_its_lock_step(request: dict[str, Any]) -> None:
+def test_no_step_is_shorter_than_its_lock_step_bound(request: dict[str, Any]) -> None:
     batching = replace(request["batching"], mode="packed", max_tokens=request["batching"].max_tokens or 500)
     if request["groups"] is not None:
         batching = replace(batching, overlong="own_microbatch")
@@ -193,27 +193,27 @@ def test_fixed_microbatches_keep_arrival_order_and_close_at_the_budget() -> None
     assert [each.length for each in plan.microbatches(0, 0)] == [2, 7, 1, 1]
 
 
-def test_dynamic_microbatches_hold_rows_of_like_length() -> None:
+def test_dynamic_microbatches_hold_rows_of_similar_length() -> None:
     plan = make_plan([9, 1, 8, 2, 9, 1], Batching(mode="dynamic", max_tokens=27, length_multiple=3), dp_size=1)
     assert sorted(microbatches(plan)[0]) == [[0, 2, 4], [1, 3, 5]]
     assert [each.length for each in plan.microbatches(0, 0)] == [9, 3]
 
 
-def test_the_heaviest_microbatch_is_cut_until_the_divisor_is_met() -> None:
+def test_the_costliest_microbatch_is_split_until_the_divisor_is_met() -> None:
     batching = Batching(max_tokens=100, divisible_by=4)
     plan = make_plan([40, 30, 20, 10, 90], batching, dp_size=1)
     assert sorted(len(rows) for rows in microbatches(plan)[0]) == [1, 1, 1, 2]
     assert plan.metrics.dummy_microbatches == 0
 
 
-def test_fillers_stand_in_where_there_are_fewer_rows_than_ranks() -> None:
+def test_dummy_microbatches_replace_missing_rows_if_there_are_fewer_rows_than_ranks() -> None:
     plan = make_plan([5, 7], Batching(max_tokens=16, pad_to_multiple=4, min_microbatches=2), dp_size=3)
     assert plan.metrics.dummy_microbatches == 4
-    fillers = [each for rank in range(3) for each in plan.microbatches(rank, 0) if each.is_dummy]
-    assert [(each.rows.size, each.length) for each in fillers] == [(0, 4)] * 4
+    dummies = [each for rank in range(3) for each in plan.microbatches(rank, 0) if each.is_dummy]
+    assert [(each.rows.size, each.length) for each in dummies] == [(0, 4)] * 4
 
 
-def test_no_row_makes_no_step() -> None:
+def test_no_rows_make_no_step() -> None:
     for mode in MODES:
         plan = make_plan([], Batching(mode=mode), dp_size=4)
         assert (plan.num_steps, plan.num_rows, plan.order.size) == (0, 0, 0)
@@ -228,7 +228,7 @@ def test_rows_without_tokens_get_a_slot_to_run_on() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_overlong_row_is_cut_dropped_or_set_apart_and_counted(mode: Mode) -> None:
+def test_an_overlong_row_is_truncated_dropped_or_gets_its_own_microbatch_and_is_counted(mode: Mode) -> None:
     lengths = [3, 30, 4, 5]
     batching = Batching(mode=mode, max_tokens=10, micro_batch_size=2, pad_to_multiple=4, length_multiple=4)
     cut = make_plan(lengths, replace(batching, overlong="truncate"), dp_size=2)
@@ -260,7 +260,7 @@ def test_the_last_optimizer_step_may_be_partial() -> None:
     assert_invariants(plan)
 
 
-def test_groups_stay_together_or_are_refused() -> None:
+def test_groups_stay_together_or_are_rejected() -> None:
     batching = Batching(max_tokens=12)
     plan = make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[7, 3, 3, 7])
     assert sorted(chain(*microbatches(plan))) == [[0, 3], [1, 2]]
@@ -276,7 +276,7 @@ def test_groups_stay_together_or_are_refused() -> None:
         make_plan([6, 5, 4, 6], batching, dp_size=2, groups=[1, 2, 3])
 
 
-def test_more_microbatches_than_memory_holds_are_refused() -> None:
+def test_more_microbatches_than_memory_holds_are_rejected() -> None:
     with pytest.raises(PackingError, match="dp_size is 2000000000, over the limit of 1048576"):
         make_plan([3], Batching(), dp_size=2_000_000_000)
     with pytest.raises(PackingError, match=r": 1073741824 in total, over the limit .*lower batching.min_microbatches"):
@@ -293,7 +293,7 @@ def test_a_microbatch_without_a_budget_may_have_more_slots_than_a_length_may() -
 
 @given(request=requests(), most=st.integers(2, 9))
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_groups_are_split_where_that_is_allowed_and_only_where_they_have_to(request: dict[str, Any], most: int) -> None:
+def test_only_groups_that_no_microbatch_can_hold_are_split(request: dict[str, Any], most: int) -> None:
     size = request["mini_batch_size"] or max(1, len(request["lengths"]))
     steps = np.arange(len(request["lengths"])) // size
     groups = 10_000 * steps + np.arange(len(request["lengths"])) % size // most
@@ -307,19 +307,19 @@ def test_groups_are_split_where_that_is_allowed_and_only_where_they_have_to(requ
         fits = needs <= (batching.max_tokens or math.inf) and (
             batching.mode != "fixed" or rows.size <= batching.micro_batch_size
         )
-        found = set(cell_of_row[rows].tolist())
-        assert len(found) == 1 if fits or rows.size == 1 or -1 in found else len(found) > 1
-        split += not fits and rows.size > 1 and -1 not in found
+        cells = set(cell_of_row[rows].tolist())
+        assert len(cells) == 1 if fits or rows.size == 1 or -1 in cells else len(cells) > 1
+        split += not fits and rows.size > 1 and -1 not in cells
     assert plan.metrics.groups_split == split
 
 
 def test_a_group_is_split_into_as_few_as_hold_it() -> None:
-    given: dict[str, Any] = {"batching": Batching(max_tokens=12), "dp_size": 2, "split_groups": True}
-    plan = make_plan([6, 5, 7, 6, 4], groups=[7, 7, 7, 7, 3], **given)
+    options: dict[str, Any] = {"batching": Batching(max_tokens=12), "dp_size": 2, "split_groups": True}
+    plan = make_plan([6, 5, 7, 6, 4], groups=[7, 7, 7, 7, 3], **options)
     assert plan.metrics.groups_split == 1
     assert sorted(map(sorted, filter(None, chain(*microbatches(plan))))) == [[0, 3], [1, 2], [4]]
     with pytest.raises(PackingError, match="group 7 has rows in optimizer steps 0 and 1"):
-        make_plan([6, 5, 7, 6, 4], groups=[7, 7, 7, 7, 3], mini_batch_size=2, **given)
+        make_plan([6, 5, 7, 6, 4], groups=[7, 7, 7, 7, 3], mini_batch_size=2, **options)
 
 
 def test_a_group_is_dropped_as_a_whole() -> None:
@@ -328,7 +328,7 @@ def test_a_group_is_dropped_as_a_whole() -> None:
     assert_invariants(plan)
 
 
-def test_microbatches_of_like_cost_meet_at_the_same_index() -> None:
+def test_microbatches_of_similar_cost_are_at_the_same_index() -> None:
     random = np.random.default_rng(0)
     lengths = np.minimum(random.zipf(1.5, 512) * 16, 4096)
     plan = make_plan(lengths, Batching(max_tokens=4096), dp_size=4)
@@ -339,7 +339,7 @@ def test_microbatches_of_like_cost_meet_at_the_same_index() -> None:
     assert plan.metrics.rank_imbalance < 0.01
 
 
-def test_a_step_begins_and_ends_with_its_lightest_microbatches() -> None:
+def test_a_step_starts_and_ends_with_its_lightest_microbatches() -> None:
     plan = make_plan([9, 7, 8, 2, 10, 6, 1, 9], Batching(max_tokens=10), dp_size=2)
     assert plan.widths.shape == (2, 3)
     assert plan.widths[:, [0, 2]].max() <= plan.widths[:, 1].min()
@@ -352,7 +352,7 @@ def test_balancing_by_cost_beats_the_packer_alone() -> None:
     assert plan.metrics.lockstep_overhead == 0
 
 
-def test_only_the_last_microbatches_are_evened_out_where_full_ones_are_alike() -> None:
+def test_only_the_last_microbatches_are_levelled_if_the_full_ones_are_equal() -> None:
     # Four full bins meet at the first index, and the twelve short rows make 3 on each rank at the second. Balancing all
     # rows gives 8, 6, 6, 6, … and 5, … instead; cutting the two bins of short rows alone gives 4, 4, 2 and 2.
     plan = make_plan([8] + [4] * 6 + [1] * 12, Batching(max_tokens=8), dp_size=4)
@@ -373,7 +373,7 @@ def test_a_quadratic_cost_spreads_the_long_rows() -> None:
     assert [sum(row < 2 for row in rank[0]) for rank in microbatches(plan)] == [1, 1]
 
 
-def test_ranks_carry_like_token_totals_over_optimizer_steps() -> None:
+def test_ranks_have_similar_token_totals_over_optimizer_steps() -> None:
     random = np.random.default_rng(1)
     plan = make_plan(random.integers(1, 500, 256), Batching(max_tokens=512), dp_size=2, mini_batch_size=2)
     totals = plan.widths.sum(axis=1)
@@ -383,14 +383,19 @@ def test_ranks_carry_like_token_totals_over_optimizer_steps() -> None:
 def test_a_plan_does_not_depend_on_the_container_of_its_lengths() -> None:
     lengths = [5, 3, 8, 1, 13]
     plans = [
-        make_plan(given, Batching(max_tokens=16), dp_size=2)
-        for given in (lengths, tuple(lengths), np.array(lengths, dtype=np.int16), np.array(lengths, dtype=np.uint64))
+        make_plan(container, Batching(max_tokens=16), dp_size=2)
+        for container in (
+            lengths,
+            tuple(lengths),
+            np.array(lengths, dtype=np.int16),
+            np.array(lengths, dtype=np.uint64),
+        )
     ]
     assert all(first.order.tolist() == second.order.tolist() for first, second in pairwise(plans))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"lengths": [1, -1]}, "length of row 1 is -1"),
         ({"lengths": [1, float("nan")]}, "length of row 1 is nan"),
@@ -404,13 +409,13 @@ def test_a_plan_does_not_depend_on_the_container_of_its_lengths() -> None:
         ({"batching": {"mode": "packed"}}, "give a Batching"),
     ],
 )
-def test_what_no_plan_can_be_made_from_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_rejected(changes: dict[str, Any], message: str) -> None:
     request: dict[str, Any] = {"lengths": [1, 2], "batching": Batching(), "dp_size": 1}
-    with pytest.raises(PackingError, match=said):
+    with pytest.raises(PackingError, match=message):
         make_plan(**{**request, **changes})
 
 
-def test_a_plan_names_the_ranks_and_steps_that_it_has() -> None:
+def test_an_unknown_rank_or_step_is_rejected_with_the_number_there_are() -> None:
     plan = make_plan([1, 2], Batching(), dp_size=2)
     with pytest.raises(PackingError, match="rank 2 is not in the plan, which has 2"):
         plan.microbatches(2, 0)
@@ -419,20 +424,20 @@ def test_a_plan_names_the_ranks_and_steps_that_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         ({"order": np.array([0, 0, 2, 3])}, "1: a row is missing"),
         ({"step_of_row": np.array([0, 0, 0, 1])}, "1: step_of_row"),
         ({"dropped": np.array([3]), "order": np.array([0, 1, 2])}, "1: "),
         ({"lengths": np.array([6, 5, 4, 5])}, "1: a row's length"),
         ({"widths": np.array([[10], [99]])}, "2: wrong length"),
-        ({"counts": np.array([[4], [0]]), "widths": np.array([[21], [1]])}, "4: step 0 fills"),
+        ({"counts": np.array([[4], [0]]), "widths": np.array([[21], [1]])}, "4: step 0 has a needless dummy"),
     ],
 )
-def test_a_broken_plan_is_caught(broken: dict[str, np.ndarray], said: str) -> None:
+def test_a_broken_plan_is_caught(broken: dict[str, np.ndarray], message: str) -> None:
     plan = make_plan([6, 5, 4, 6], Batching(max_tokens=12), dp_size=2)
     assert_invariants(plan)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         assert_invariants(replace(plan, **broken))
 
 

@@ -10,7 +10,7 @@ NEVER = 10**15
 
 
 def least_slots(counts: np.ndarray, widths: np.ndarray, parts: int, capacity: int) -> list[int]:
-    """The definition, by trying every part: least slots with exactly 1, 2, … parts."""
+    """Return the least slots with exactly 1, 2, … parts, by trying every part."""
     rows = np.concatenate(([0], np.cumsum(counts)))
     least = np.full((parts + 1, counts.size + 1), NEVER)
     least[0, 0] = 0

@@ -23,21 +23,21 @@ def quadruple(value: int) -> int:
 
 def test_a_compiled_function_calls_another_of_its_module() -> None:
     assert quadruple(3) == 12
-    assert quadruple.ready() is not quadruple.plain
+    assert quadruple.compile() is not quadruple.python
 
 
 def test_numba_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    plain = compiled(double.plain)
+    plain = compiled(double.python)
     assert plain(3) == 6
-    assert plain.ready() is double.plain
+    assert plain.compile() is double.python
 
 
 def test_numba_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    plain = compiled(double.plain)
+    plain = compiled(double.python)
     assert plain(3) == 6
-    assert plain.ready() is double.plain
+    assert plain.compile() is double.python
 
 
 def test_importing_the_planner_imports_neither_numba_nor_torch() -> None:
@@ -62,6 +62,6 @@ def test_python_and_numba_agree(sizes: list[int], k: int) -> None:
         (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, False)),
     ]
     for function, arguments in calls:
-        assert function(*arguments).tolist() == function.plain(*arguments).tolist(), function.plain.__name__
+        assert function(*arguments).tolist() == function.python(*arguments).tolist(), function.python.__name__
     grid = lengths[order][: len(order) // k * k].reshape(-1, k)
-    assert kernels.deal(grid).tolist() == kernels.deal.plain(grid).tolist()
+    assert kernels.deal(grid).tolist() == kernels.deal.python(grid).tolist()

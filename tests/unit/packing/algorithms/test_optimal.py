@@ -36,12 +36,12 @@ def test_triplets_take_at_most_two_percent_more_bins_than_they_fill(longest: int
     assert len(pack(lengths, 2 * longest, "optimal")) <= 1.02 * 2000
 
 
-def test_a_search_that_ends_at_its_budget_is_said_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_count_searches_that_hit_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = trace("triplets", 300, longest=500, seed=2)
     batching = Batching(max_tokens=1000, algorithm="optimal")
     done = make_plan(trace("lognormal", 300, longest=500), batching, dp_size=2)
     assert done.metrics.search_limit_hits == 0
-    monkeypatch.setattr(optimal, "_BUDGET", 100)
+    monkeypatch.setattr(optimal, "_MAX_TRIES", 100)
     plan = make_plan(lengths, batching, dp_size=2, mini_batch_size=150)
     assert_invariants(plan)
     assert plan.metrics.search_limit_hits >= 1

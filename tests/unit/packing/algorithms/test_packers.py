@@ -51,7 +51,7 @@ def best_fit_literally(sizes: list[int], capacity: int) -> list[list[int]]:
 
 
 def modified_first_fit_literally(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The phases of Johnson and Garey 1985 with plain lists."""
+    """Run the phases of Johnson and Garey (1985) on plain lists."""
     large, medium, small, tiny = [], [], [], []
     for size in sorted(lengths, reverse=True):
         kind = (
@@ -84,7 +84,7 @@ def modified_first_fit_literally(lengths: list[int], capacity: int) -> list[list
 
 
 def fewest_bins(lengths: list[int], capacity: int) -> int:
-    """The optimum, by trying every subset with the first row left."""
+    """Return the optimum by trying every subset with the first remaining row."""
     if not lengths:
         return 0
     first, rest = lengths[0], lengths[1:]
@@ -168,7 +168,7 @@ def test_best_fit_over_a_sorted_list_fills_bins_as_the_one_over_buckets(lengths:
     assert sorted(np.bincount(by_list, weights=sizes)) == sorted(np.bincount(by_bucket, weights=sizes))
 
 
-def test_best_fit_takes_a_capacity_too_large_for_buckets() -> None:
+def test_best_fit_accepts_a_capacity_too_large_for_buckets() -> None:
     lengths = [2**30 - 1, 2**29, 2**30 - 1, 2**29]
     assert loads(lengths, pack(lengths, 2**31 - 1, "best_fit_decreasing")) == [2**31 - 2, 2**30]
 
@@ -182,14 +182,14 @@ def split_mix(seed: int, row: int) -> int:
     return key ^ (key >> 31)
 
 
-def test_the_shuffle_is_decided_by_the_seed_alone() -> None:
+def test_the_shuffle_depends_on_the_seed_alone() -> None:
     assert split_mix(1234567, 0) == 6457827717110365317  # published with the generator
     assert shuffled(50, 1234567).tolist() == sorted(range(50), key=lambda row: split_mix(1234567, row))
     assert shuffled(50, 1).tolist() != shuffled(50, 2).tolist()
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"),
+    ("lengths", "message"),
     [
         ([3, -1], "row 1 is -1"),
         ([3, True], "row 1 is True"),
@@ -214,31 +214,31 @@ def test_the_shuffle_is_decided_by_the_seed_alone() -> None:
         ([3, 70], "sequence 1 has 70 tokens, over the capacity of 60"),
     ],
 )
-def test_what_is_no_length_is_refused_by_row_and_value(lengths: object, said: str) -> None:
-    with pytest.raises(PackingError, match=said):
+def test_an_invalid_length_is_rejected_with_its_row(lengths: object, message: str) -> None:
+    with pytest.raises(PackingError, match=message):
         pack(lengths, CAPACITY)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
     "lengths", [np.array([4, 1, 3], dtype=object), (length for length in (4, 1, 3)), {4: "a", 1: "b", 3: "c"}.keys()]
 )
-def test_lengths_may_come_one_after_the_other(lengths: Iterable[int]) -> None:
+def test_lengths_may_be_any_iterable(lengths: Iterable[int]) -> None:
     assert [rows.tolist() for rows in pack(lengths, 5)] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("algorithm", ["magic", [], None, 3])
-def test_an_unknown_algorithm_is_refused_with_the_known_ones(algorithm: Any) -> None:
+def test_an_unknown_algorithm_is_rejected_with_the_known_ones(algorithm: Any) -> None:
     with pytest.raises(PackingError, match=rf"{re.escape(repr(algorithm))};.*concatenative.*best_fit_decreasing"):
         pack([1], 8, algorithm)
 
 
 @pytest.mark.parametrize("seed", [1.5, "x", True, None])
-def test_a_seed_has_to_be_a_whole_number(seed: Any) -> None:
+def test_a_seed_has_to_be_an_integer(seed: Any) -> None:
     with pytest.raises(PackingError, match=f"seed is {seed!r}"):
         pack([1], 8, "first_fit_shuffle", seed=seed)
 
 
 @pytest.mark.parametrize("capacity", [0, -3, 2.5, True, None, 2**31, 2**63, 2**80])
-def test_a_capacity_has_to_be_a_whole_number_of_at_least_one(capacity: object) -> None:
+def test_a_capacity_has_to_be_a_positive_integer(capacity: object) -> None:
     with pytest.raises(PackingError, match="capacity is"):
         pack([1], capacity)  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ def sums(weights: list[int], parts: list[np.ndarray]) -> list[int]:
 
 
 def differencing_literally(weights: list[int], k: int) -> int:
-    """The spread of the k sums that largest differencing ends with, states being sorted lists of k sums."""
+    """Return the final spread of largest differencing on sorted lists of k sums."""
     states = [[weight] + [0] * (k - 1) for weight in weights]
     while len(states) > 1:
         states.sort(key=lambda state: state[0] - state[-1], reverse=True)
@@ -57,7 +57,7 @@ def test_two_ways_are_split_as_by_literal_differencing(weights: list[int], k: in
 
 
 def test_more_ways_are_on_average_split_as_well_as_by_literal_differencing() -> None:
-    # States of one spread may be united in another order, so single cases may differ either way.
+    # States of equal spread may be merged in another order, so single cases may differ either way.
     random = np.random.default_rng(3)
     ours, literal = 0, 0
     for k in (3, 5, 8):
@@ -81,16 +81,16 @@ def test_fractions_are_weights_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         ([1.0, -2.0], "row 1 is -2.0"),
         ([1.0, float("nan")], "row 1 is nan"),
         ([float("inf")], "row 0 is inf"),
         ([True, False], "bool"),
-        (["a"], "row 0 is 'a', of type str; give one number a row"),
-        (np.array(["a"]), "give one number a row"),
-        (np.ones((2, 2)), r"shape \(2, 2\); give one number a row"),
-        ([[1, 2], [3]], r"row 0 is \[1, 2\], of type list; give one number a row"),
+        (["a"], "row 0 is 'a', of type str; give one number per row"),
+        (np.array(["a"]), "give one number per row"),
+        (np.ones((2, 2)), r"shape \(2, 2\); give one number per row"),
+        ([[1, 2], [3]], r"row 0 is \[1, 2\], of type list; give one number per row"),
         ([2.0, True], "row 1 is True, of type bool"),
         ([1.0, 2j], "row 1 is 2j"),
         ([1, 2**80], "row 1 is 1208925819614629174706176"),
@@ -98,8 +98,8 @@ def test_fractions_are_weights_too() -> None:
         (torch.ones(2, requires_grad=True), "weights can't be read as an array: .*requires grad"),
     ],
 )
-def test_what_is_no_weight_is_refused(weights: object, said: str) -> None:
-    with pytest.raises(PackingError, match=said):
+def test_an_invalid_weight_is_rejected_with_its_row(weights: object, message: str) -> None:
+    with pytest.raises(PackingError, match=message):
         partition(weights, 2)  # pyright: ignore[reportArgumentType]
 
 
@@ -110,7 +110,7 @@ def test_weights_may_come_in_any_container(weights: Any) -> None:
     assert [part.tolist() for part in partition(weights, 2)] == [[0], [1, 2]]
 
 
-def test_a_part_is_the_least() -> None:
+def test_zero_parts_are_rejected() -> None:
     with pytest.raises(PackingError, match="k is 0"):
         partition([1, 2], 0)
 

@@ -19,20 +19,22 @@ def test_it_finds_the_coefficients_that_made_the_times(slot: float, square: floa
         with pytest.raises(PackingError, match="don't grow with their slots"):
             calibrate(steps)
         return
-    found = calibrate(steps)
-    assert (found.slot_s, found.square_s, found.microbatch_s) == pytest.approx((slot, square, microbatch), abs=1e-12)
-    assert found.explained == pytest.approx(1.0)
+    calibration = calibrate(steps)
+    assert (calibration.slot_s, calibration.square_s, calibration.microbatch_s) == pytest.approx(
+        (slot, square, microbatch), abs=1e-12
+    )
+    assert calibration.explained == pytest.approx(1.0)
 
 
 def test_noise_makes_no_coefficient_negative() -> None:
     random = np.random.default_rng(1)
     terms = np.stack([random.uniform(1e3, 1e5, 60), random.uniform(1e6, 1e9, 60), np.full(60, 4.0)], axis=1)
-    found = calibrate(np.column_stack([terms, terms @ [1e-5, 0.0, 0.0] * random.uniform(0.9, 1.1, 60)]))
-    assert min(found.slot_s, found.square_s, found.microbatch_s) >= 0
-    assert found.slot_s == pytest.approx(1e-5, rel=0.1)
-    assert 0.5 < found.explained < 1
+    calibration = calibrate(np.column_stack([terms, terms @ [1e-5, 0.0, 0.0] * random.uniform(0.9, 1.1, 60)]))
+    assert min(calibration.slot_s, calibration.square_s, calibration.microbatch_s) >= 0
+    assert calibration.slot_s == pytest.approx(1e-5, rel=0.1)
+    assert 0.5 < calibration.explained < 1
 
 
-def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(PackingError, match="there are 3 steps with times to fit; a fit needs at least 8"):
+def test_too_few_steps_are_rejected() -> None:
+    with pytest.raises(PackingError, match="calibration has 3 steps with times; it needs at least 8"):
         calibrate(np.ones((3, 4)))

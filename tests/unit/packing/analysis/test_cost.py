@@ -14,14 +14,14 @@ def test_cost_is_linear_plus_quadratic() -> None:
 
 
 @pytest.mark.parametrize("values", [(-1.0, 0.0), (1.0, float("nan")), (float("inf"), 0.0), (0.0, 0.0)])
-def test_a_cost_without_sense_is_refused(values: tuple[float, float]) -> None:
+def test_an_invalid_cost_is_rejected(values: tuple[float, float]) -> None:
     with pytest.raises(PackingError, match="cost"):
         Cost(*values)
 
 
 @pytest.mark.parametrize("name", ["linear", "quadratic"])
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("a", "is 'a', of type str; give a number"),
         (None, "is None, of type NoneType"),
@@ -30,8 +30,8 @@ def test_a_cost_without_sense_is_refused(values: tuple[float, float]) -> None:
         (10**400, "is inf; it has to be a finite number"),
     ],
 )
-def test_a_coefficient_that_is_no_number_or_too_large_is_refused_by_key(name: str, value: Any, said: str) -> None:
-    with pytest.raises(PackingError, match=f"cost.{name} {said}"):
+def test_an_invalid_coefficient_is_rejected_with_its_key(name: str, value: Any, message: str) -> None:
+    with pytest.raises(PackingError, match=f"cost.{name} {message}"):
         Cost(**{"linear": 1.0, name: value})
 
 
@@ -52,7 +52,7 @@ def test_integer_costs_keep_proportions(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize("weights", [np.zeros(3), np.zeros(0), np.array([], dtype=np.int64), np.array([2**40, 2**39])])
-def test_integer_costs_take_nothing_and_large_integers(weights: np.ndarray) -> None:
+def test_integer_costs_accept_no_weights_and_large_integers(weights: np.ndarray) -> None:
     scaled = integer_costs(weights)
     assert scaled.shape == weights.shape
     assert scaled.max(initial=0) <= 2**32

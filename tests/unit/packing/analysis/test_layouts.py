@@ -36,7 +36,7 @@ def test_a_packed_row_gives_every_token_its_slot_and_every_slot_a_segment(
 
 @given(lengths=row_lengths, more=st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
-def test_padded_rows_stand_on_the_left(lengths: list[int], more: int) -> None:
+def test_padded_rows_are_padded_on_the_right(lengths: list[int], more: int) -> None:
     width = max(lengths, default=0) + more
     layout = padded_layout(lengths, width)
     assert layout.slots.tolist() == [row * width + at for row, length in enumerate(lengths) for at in range(length)]
@@ -44,7 +44,7 @@ def test_padded_rows_stand_on_the_left(lengths: list[int], more: int) -> None:
     assert (layout.shape, layout.cu_seqlens) == ((max(1, len(lengths)), width), None)
 
 
-def test_a_filler_has_slots_but_no_token() -> None:
+def test_a_dummy_microbatch_has_slots_but_no_tokens() -> None:
     packed, padded = packed_layout([], length=4), padded_layout([], 4)
     assert packed.cu_seqlens is not None
     assert (packed.shape, packed.slots.size, packed.cu_seqlens.tolist()) == ((1, 4), 0, [0, 4])
@@ -53,7 +53,9 @@ def test_a_filler_has_slots_but_no_token() -> None:
 
 @given(lengths=row_lengths, cp=st.integers(1, 4), more=st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
-def test_context_ranks_share_the_slots_of_every_sequence_evenly(lengths: list[int], cp: int, more: int) -> None:
+def test_context_parallel_ranks_share_the_slots_of_every_sequence_evenly(
+    lengths: list[int], cp: int, more: int
+) -> None:
     multiple = 2 * cp * more
     shards = [context_parallel_slots(lengths, cp=cp, rank=rank, pad_to_multiple=multiple) for rank in range(cp)]
     whole = packed_layout(lengths, pad_to_multiple=multiple)
@@ -69,7 +71,7 @@ def test_context_ranks_share_the_slots_of_every_sequence_evenly(lengths: list[in
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: packed_layout([3, 4], length=6), "2 sequences take 7 slots, over the length of 6"),
         (lambda: padded_layout([3, 4], 3), "sequence 1 has 4 tokens, over the length of 3"),
@@ -78,7 +80,7 @@ def test_context_ranks_share_the_slots_of_every_sequence_evenly(lengths: list[in
         (lambda: packed_layout([3], pad_to_multiple=0), "pad_to_multiple is 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(call: object, said: str) -> None:
+def test_sequences_that_do_not_fit_are_rejected(call: object, message: str) -> None:
     assert callable(call)
-    with pytest.raises(PackingError, match=said):
+    with pytest.raises(PackingError, match=message):
         call()
