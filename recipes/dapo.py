@@ -4,9 +4,10 @@ for each step:
     until the batch is full of groups whose rewards differ:
         rollouts += rollout.generate(prompts × n)
         reward   += reward.score(rollouts) - overlong penalty
-    rollouts   = without truncated responses, if asked for
+    rollouts   = rollouts without truncated responses, if configured
     ref        = reference.logprobs(rollouts)   # in the background
     plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
+    plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = group_relative(reward)
     actor.update(rollouts)                      # every mini-batch, μ times

@@ -20,34 +20,36 @@ TRAINER = Trainer(prompts_per_step=3, group_size=2)
 
 
 def answering(folder: Path, rounds: Sequence[Sequence[float]], dapo: Dapo) -> tuple[SavingSession, list[int]]:
-    """Return a session whose roles make two responses a prompt, with the rewards of each round, and what was asked."""
+    """Return a session whose roles make two responses per prompt, with set rewards per round, and the batch sizes."""
     session = session_of(folder, recipe="dapo", trainer=TRAINER, dapo=dapo, rollout=Rollout(max_new_tokens=10))
-    asked: list[int] = []
+    sizes: list[int] = []
 
     def generate(prompts: BatchedDataDict, params: object) -> BatchedDataDict:
-        asked.append(prompts.num_rows)
-        made = tiny_rollouts([(3, 10 if row % 2 else 4) for row in range(prompts.num_rows)])
+        sizes.append(prompts.num_rows)
+        responses = tiny_rollouts([(3, 10 if row % 2 else 4) for row in range(prompts.num_rows)])
         reasons = ["length" if row % 2 else "stop" for row in range(prompts.num_rows)]
         texts = [str(row) for row in range(prompts.num_rows)]
-        columns = {name: column for name, column in made.items() if name not in {"finish_reason", "group_ids", "uid"}}
+        columns = {
+            name: column for name, column in responses.items() if name not in {"finish_reason", "group_ids", "uid"}
+        }
         back = prompts.keep(["group_ids", "uid"]).union(columns)
         return back.union({"finish_reason": reasons, "completion": texts})
 
-    def score(sent: BatchedDataDict) -> BatchedDataDict:
-        rewards = torch.tensor(rounds[len(asked) - 1])
-        return sent.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(len(rewards), dtype=torch.bool)})
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        rewards = torch.tensor(rounds[len(sizes) - 1])
+        return batch.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(len(rewards), dtype=torch.bool)})
 
     set_group(session, "rollout", generate=generate)
     set_group(session, "reward", score=score)
-    return session, asked
+    return session, sizes
 
 
 def test_prompts_are_drawn_until_the_rewards_of_enough_groups_differ(tmp_path: Path) -> None:
     rounds = [[0.0, 1.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0]]
-    session, asked = answering(tmp_path, rounds, Dapo(max_rounds=5))
+    session, sizes = answering(tmp_path, rounds, Dapo(max_rounds=5))
     step = session.begin_step(1)
     rollouts = sample_informative_groups(session, step)
-    assert asked == [6, 4, 2]  # only as many as are missing
+    assert sizes == [6, 4, 2]  # only the missing groups
     assert rollouts["rewards"].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     assert rollouts["group_ids"].unique().numel() == 3
     assert len(set(rollouts["uid"])) == 3  # no prompt twice
@@ -89,7 +91,7 @@ def test_truncated_responses_are_excluded_from_training_if_configured(
     filtered = filter_overlong(session, step, rollouts).union({"valid": torch.ones(2, dtype=torch.bool)})
     weighted = add_loss_weights(session, step, filtered, session.actor.plan(filtered))
     assert weighted["token_weight"].tolist() == pytest.approx(shares)
-    assert weighted["response_tokens"].tolist() == [4, 10]  # what advantages are made of stays
+    assert weighted["response_tokens"].tolist() == [4, 10]  # advantages still read it
     assert step.metrics.get("sampling/overlong_filtered", 0.0) == float(enabled)
 
 
@@ -99,7 +101,7 @@ def test_responses_are_compared_with_the_greedy_one_of_their_prompt(tmp_path: Pa
     set_group(
         session,
         "reward",
-        score=lambda sent: sent.keep([]).union(
+        score=lambda batch: batch.keep([]).union(
             {"rewards": torch.tensor([0.25, torch.nan, 0.75]), "quarantined": broken}
         ),
     )

@@ -13,31 +13,31 @@ def rates(steps: int, **settings) -> list[float]:
     return [learning_rate(section, step, steps) / PEAK for step in range(1, steps + 1)]
 
 
-def test_a_constant_rate_stays():
+def test_a_constant_rate_does_not_change():
     assert rates(7) == [1.0] * 7
 
 
-def test_a_linear_rate_falls_by_the_same_amount_and_would_reach_nothing_after_the_last_step():
+def test_a_linear_rate_falls_by_equal_amounts_and_would_be_zero_after_the_last_step():
     assert rates(5, schedule="linear") == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert rates(4, schedule="linear", min_lr_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4])
 
 
-def test_a_cosine_rate_goes_by_half_a_cosine():
-    found = rates(6, schedule="cosine")
-    assert found == pytest.approx(
+def test_a_cosine_rate_follows_half_a_cosine():
+    cosine = rates(6, schedule="cosine")
+    assert cosine == pytest.approx(
         [math.cos(math.pi * part / 12) ** 2 for part in range(6)]
     )  # (1 + cos 2x) / 2 = cos² x
-    assert found[3] == pytest.approx(0.5)
-    assert rates(6, schedule="cosine", min_lr_ratio=0.1) == pytest.approx([0.1 + 0.9 * rate for rate in found])
+    assert cosine[3] == pytest.approx(0.5)
+    assert rates(6, schedule="cosine", min_lr_ratio=0.1) == pytest.approx([0.1 + 0.9 * rate for rate in cosine])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_a_rise_goes_in_equal_parts_to_the_whole_and_what_follows_is_the_schedule_of_what_is_left(schedule: str):
-    found = rates(10, schedule=schedule, warmup_steps=4)
-    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert found[4:] == pytest.approx(rates(6, schedule=schedule))
+def test_a_warm_up_rises_in_equal_parts_to_the_peak_and_the_schedule_covers_the_remaining_steps(schedule: str):
+    ramped = rates(10, schedule=schedule, warmup_steps=4)
+    assert ramped[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ramped[4:] == pytest.approx(rates(6, schedule=schedule))
 
 
-def test_a_floor_of_one_makes_any_schedule_constant():
+def test_a_minimum_ratio_of_one_makes_any_schedule_constant():
     for schedule in ("linear", "cosine"):
         assert rates(5, schedule=schedule, min_lr_ratio=1.0) == pytest.approx([1.0] * 5)

@@ -39,16 +39,16 @@ def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path
     def freeze(progress: Progress) -> str:
         session = session_of(tmp_path)
         session.progress = progress
-        set_group(session, "actor", export_model=lambda folder: (Path(folder).mkdir(), Path(folder, "own").touch()))
+        set_group(session, "actor", export_model=lambda folder: (Path(folder).mkdir(), Path(folder, "new").touch()))
         reference = set_group(session, "reference", load_model=lambda folder: None)
         freeze_reference(session)
         assert reference.called == [ReferenceWorker.load_model.__name__]
-        return "own" if (reference_folder(tmp_path) / "own").exists() else "other"
+        return "new" if (reference_folder(tmp_path) / "new").exists() else "old"
 
     reference_folder(tmp_path).mkdir(parents=True)
-    assert freeze(Progress(phase="train", step=1)) == "other"
-    assert freeze(Progress(phase="sft_warmup", step=4)) == "own"
-    assert freeze(Progress(phase="train", step=1)) == "own"
+    assert freeze(Progress(phase="train", step=1)) == "old"
+    assert freeze(Progress(phase="sft_warmup", step=4)) == "new"
+    assert freeze(Progress(phase="train", step=1)) == "new"
 
 
 def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
@@ -139,9 +139,9 @@ def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4)] * 4, group=4)
     set_group(session, "actor")
     valid, rewards = torch.tensor([True, True, False, False]), torch.tensor([0.0, 1.0, 0.0, 0.0])
-    given = {"rewards": rewards, "valid": valid, "response_tokens": torch.full((4,), 4)}
+    columns = {"rewards": rewards, "valid": valid, "response_tokens": torch.full((4,), 4)}
     step = session.begin_step(1)
-    compute_advantages(session, step, rollouts.union(given), plan_of(session, rollouts))
+    compute_advantages(session, step, rollouts.union(columns), plan_of(session, rollouts))
     assert step.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
 
 
@@ -178,8 +178,8 @@ def test_an_advantage_function_gets_columns_of_several_numbers_per_row_only_if_i
         BatchedDataDict({"scores": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "unasked": torch.ones(2, 9)})
     )
     rollouts = rollouts.union({**rows, **away, "response_tokens": torch.full((2,), 4)})
-    found = compute_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
-    assert found["advantages"].tolist() == [-3.0, -6.0]
+    estimated = compute_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
+    assert estimated["advantages"].tolist() == [-3.0, -6.0]
     assert store.fetched == ["scores"]
 
 
@@ -187,8 +187,8 @@ def test_quarantined_rows_have_no_weight_and_do_not_change_the_weights_of_others
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (2, 6), (2, 8), (2, 3)], group=4)
     set_group(session, "actor")
     counts = torch.tensor([4, 6, 8, 3])
-    given = {"rewards": torch.tensor([0.0, 1.0, 0.0, 1.0]), "valid": torch.tensor([True, True, False, True])}
-    rollouts = rollouts.union({**given, "response_tokens": counts})
+    columns = {"rewards": torch.tensor([0.0, 1.0, 0.0, 1.0]), "valid": torch.tensor([True, True, False, True])}
+    rollouts = rollouts.union({**columns, "response_tokens": counts})
     weighted = compute_advantages(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
     for name in ("loss_weight", "token_weight"):
         assert weighted[name][2] == 0

@@ -112,12 +112,12 @@ def test_a_batch_that_is_scored_in_parts_has_the_rewards_of_the_whole(tmp_path: 
     assert parts["valid"].tolist() == [True, True, True, False, True]
 
 
-def test_columns_that_come_with_one_part_only_are_the_roles_fault(tmp_path: Path):
+def test_columns_that_come_with_one_part_only_are_an_error_of_the_role(tmp_path: Path):
     session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (3, 9)])
 
     def score(batch: BatchedDataDict) -> BatchedDataDict:
-        found = lengths_as_rewards(batch)
-        return found if found["rewards"][0] == 6 else found.drop(["length"])
+        columns = lengths_as_rewards(batch)
+        return columns if columns["rewards"][0] == 6 else columns.drop(["length"])
 
     set_group(session, "judge", score=score)
     with pytest.raises(
@@ -131,15 +131,16 @@ def test_a_part_of_rows_that_batching_drops_may_come_back_in_other_types(tmp_pat
 
     def score(batch: BatchedDataDict) -> BatchedDataDict:
         scored, tokens = batch["input_ids"].lengths <= 8, batch["input_ids"]
-        given = bool(scored.any())  # of no rows, torch.tensor([]) is float32
-        columns = {"level": scored.long() if given else scored.float(), "note": ["so" if given else None] * len(scored)}
-        marks = tokens.with_values(tokens.values.float() if given else tokens.values * 0)
+        has_rows = bool(scored.any())  # of no rows, torch.tensor([]) is float32
+        levels = scored.long() if has_rows else scored.float()
+        columns = {"level": levels, "note": ["so" if has_rows else None] * len(scored)}
+        marks = tokens.with_values(tokens.values.float() if has_rows else tokens.values * 0)
         quiet = torch.zeros(len(scored), dtype=torch.bool)
         return batch.keep([]).union({"rewards": scored.float(), "quarantined": quiet, "marks": marks, **columns})
 
     set_group(session, "judge", Batching(max_tokens=8, overlong="drop"), score=score)
-    found = scored_by(session, *rollouts.split([1, 1, 1]))
-    assert (found["level"].tolist(), found["note"]) == ([1, 0, 1], ["so", None, "so"])
-    assert found["valid"].tolist() == [True, False, True]
-    assert torch.equal(found["marks"].lengths, rollouts["input_ids"].lengths)
-    assert not found["marks"].rows()[1].any()
+    scored = scored_by(session, *rollouts.split([1, 1, 1]))
+    assert (scored["level"].tolist(), scored["note"]) == ([1, 0, 1], ["so", None, "so"])
+    assert scored["valid"].tolist() == [True, False, True]
+    assert torch.equal(scored["marks"].lengths, rollouts["input_ids"].lengths)
+    assert not scored["marks"].rows()[1].any()

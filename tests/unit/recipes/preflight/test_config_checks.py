@@ -135,9 +135,9 @@ def test_a_critic_of_other_tokens_than_the_policys_is_refused(tmp_path: Path):
     ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
     policy, other = tmp_path / "policy", tmp_path / "other"
     tokenizer = load_splits(tiny_config(data=DATA))[0]
-    for folder, own in ((policy, tokenizer), (other, character_tokenizer("abc"))):
+    for folder, saved in ((policy, tokenizer), (other, character_tokenizer("abc"))):
         build_causal_lm(Model(config=MODEL), vocab_size=len(tokenizer)).save_pretrained(folder)
-        own.save_pretrained(folder)
+        saved.save_pretrained(folder)
     check(**ppo, critic=Critic(path=str(policy)))
     with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and is not"):
         check(**ppo, critic=Critic(path=str(other)))

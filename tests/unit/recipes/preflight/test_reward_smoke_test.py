@@ -30,16 +30,16 @@ def by_answer(batch: BatchedDataDict) -> BatchedDataDict:
     return batch.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(batch.num_rows, dtype=torch.bool)})
 
 
-def test_demonstrations_get_what_the_policy_would_get_for_them_and_leave_no_figures(tmp_path: Path):
-    asked: list[BatchedDataDict] = []
+def test_demonstrations_are_scored_like_responses_and_record_no_metrics(tmp_path: Path):
+    batches: list[BatchedDataDict] = []
 
     def score(batch: BatchedDataDict) -> BatchedDataDict:
-        asked.append(batch)
+        batches.append(batch)
         return by_answer(batch)
 
     session = session_with(tmp_path, score)
     sft.sft_warmup(session)
-    (batch,) = asked  # once, and not again before the recipe's own steps
+    (batch,) = batches  # once
     _, prompts, _ = load_splits(session.config)
     assert list(batch["completion"]) == [example.demonstration for example in prompts.examples[:16]]
     assert set(batch["finish_reason"]) == {"stop"}
@@ -48,7 +48,7 @@ def test_demonstrations_get_what_the_policy_would_get_for_them_and_leave_no_figu
     assert not any(name.startswith("reward/") for record in run_of(session).records for name in record)
 
 
-def test_a_role_that_returns_no_rewards_is_told_of_before_the_first_supervised_step(tmp_path: Path):
+def test_a_role_that_returns_no_rewards_is_reported_before_the_first_supervised_step(tmp_path: Path):
     session = session_with(tmp_path, lambda batch: batch.keep([]).union({"scores": torch.zeros(batch.num_rows)}))
     with pytest.raises(RoleError, match=r"role reward, .*: on 16 demonstrations, .* without 'rewards'"):
         sft.sft_warmup(session)
@@ -56,8 +56,8 @@ def test_a_role_that_returns_no_rewards_is_told_of_before_the_first_supervised_s
     assert run_of(session).logged == []
 
 
-def test_a_run_that_is_past_its_beginning_tries_nothing(tmp_path: Path):
-    session = session_with(tmp_path, lambda batch: pytest.fail("asked"))
+def test_a_resumed_run_tests_nothing(tmp_path: Path):
+    session = session_with(tmp_path, lambda batch: pytest.fail("called"))
     session.progress = Progress(demonstrations_trained=4)
     sft.sft_warmup(session)
 
@@ -73,16 +73,16 @@ def with_section(session: SavingSession, **sections: Any) -> SavingSession:
     return session
 
 
-def test_functions_that_fail_on_every_demonstration_end_the_run_unless_they_may(tmp_path: Path):
-    told = r"role reward, .* it failed on all of them \(reward/errors: 16\); .*reward\.max_failures=1"
-    with pytest.raises(RoleError, match=told):
+def test_functions_that_fail_on_every_demonstration_end_the_run_unless_allowed(tmp_path: Path):
+    message = r"role reward, .* it failed on all of them \(reward/errors: 16\); .*reward\.max_failures=1"
+    with pytest.raises(RoleError, match=message):
         sft.sft_warmup(session_with(tmp_path, failing))
     session = with_section(session_with(tmp_path, failing), reward=Reward(max_failures=1.0))
     sft.sft_warmup(session)
     assert run_of(session).notes == ["role reward gives 16 demonstrations nothing, 16 of them no reward"]
 
 
-def test_a_judge_that_fails_on_every_demonstration_is_blamed_by_its_own_name_and_key(tmp_path: Path):
+def test_a_judge_that_fails_on_every_demonstration_is_named_with_its_own_key(tmp_path: Path):
     session = session_with(tmp_path, by_answer)
     with_section(session, roles=session.config.roles | {"critic_llm": Role(target=JUDGE)})
     set_group(session, "critic_llm", score=failing)
@@ -92,7 +92,7 @@ def test_a_judge_that_fails_on_every_demonstration_is_blamed_by_its_own_name_and
     assert len(run_of(session).notes) == 2
 
 
-def test_a_function_that_fails_on_some_demonstrations_may_go_on(tmp_path: Path):
+def test_a_function_may_fail_on_some_demonstrations(tmp_path: Path):
     def score(batch: BatchedDataDict) -> BatchedDataDict:
         failures = torch.arange(batch.num_rows) % 4  # every way there is, and none
         rewards = {"rewards": torch.ones(batch.num_rows), "quarantined": torch.ones(batch.num_rows, dtype=torch.bool)}
@@ -103,13 +103,13 @@ def test_a_function_that_fails_on_some_demonstrations_may_go_on(tmp_path: Path):
     assert session.progress.demonstrations_trained == 4
 
 
-def test_a_function_that_has_nothing_to_say_of_demonstrations_may_have_of_responses(tmp_path: Path):
+def test_a_function_may_give_no_reward_for_demonstrations(tmp_path: Path):
     session = session_with(tmp_path, lambda batch: failing(batch).drop(["reward_failure"]))
     sft.sft_warmup(session)
     assert session.progress.demonstrations_trained == 4
 
 
-def test_demonstrations_that_are_longer_than_a_response_may_be_are_not_shown(tmp_path: Path):
+def test_demonstrations_longer_than_a_response_may_be_are_left_out(tmp_path: Path):
     session = session_with(tmp_path, by_answer)
     _, prompts, _ = load_splits(session.config)
     lengths = [len(example.demonstration or "") + 1 for example in prompts.examples[:16]]  # and the end of sequence
