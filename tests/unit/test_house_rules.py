@@ -43,6 +43,48 @@ def test_files_and_functions_keep_their_limits_and_nothing_is_probed(path):
     assert not DRAWERS & set(path.relative_to(ROOT).with_suffix("").parts)
 
 
+def import_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a cycle, [] if there are none."""
+    remaining = dict(imports)
+    while free := [module for module, imported in remaining.items() if not imported & set(remaining)]:
+        for module in free:
+            del remaining[module]
+    if not remaining:
+        return []
+    # Every remaining module imports another one, so following imports comes back to a module.
+    path = [next(iter(remaining))]
+    while (following := min(remaining[path[-1]] & set(remaining))) not in path:
+        path.append(following)
+    return path[path.index(following) :]
+
+
+def imports_of_files() -> dict[str, set[str]]:
+    """Return the modules of the project that each of its modules imports, those for type checkers included."""
+    module_of = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PATHS}
+    module_of = {
+        path: (name if name.startswith("rlpack.") else f"rlpack.{name}").removesuffix(".__init__")
+        for path, name in module_of.items()
+    }
+    known = set(module_of.values())
+    imports: dict[str, set[str]] = {}
+    for path, module in module_of.items():
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {name if name in known else node.module for name in inner}
+        imports[module] = (names & known) - {module}
+    return imports
+
+
+def test_no_files_import_each_other_in_a_cycle():
+    imports = imports_of_files()
+    assert {"rlpack.batch.ragged", "rlpack.batch.remote"} <= imports["rlpack.batch.columns"]
+    assert import_cycle(imports) == []
+    assert sorted(import_cycle({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()})) == ["b", "c"]
+
+
 def test_the_rules_see_what_they_forbid():
     body = "\n".join(f"    x = {number}" for number in range(61))
     assert {path.name for path in PATHS if path.parent.name == "recipes"} >= RECIPES

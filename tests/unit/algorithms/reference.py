@@ -17,6 +17,33 @@ def advantages(rewards, groups, baseline, scale, epsilon):
     return result
 
 
+def opo(rewards, groups, lengths):
+    """Rewards minus the mean reward over all tokens of the group."""
+    result = []
+    for group, reward in zip(groups, rewards, strict=True):
+        members = [(r, n) for r, g, n in zip(rewards, groups, lengths, strict=True) if g == group]
+        tokens = [r for r, n in members for _ in range(n)]
+        equal = len({r for r, _ in members}) == 1
+        result.append(0.0 if equal else reward - (statistics.fmean(tokens) if tokens else 0.0))
+    return result
+
+
+def reinforce_pp(rewards, groups, lengths, center_groups, epsilon):
+    """Returns of all response tokens, normalized by their mean and standard deviation."""
+    values, degenerate = list(rewards), [False] * len(rewards)
+    if center_groups:
+        for row, group in enumerate(groups):
+            members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+            degenerate[row] = len(set(members)) == 1
+            values[row] = 0.0 if degenerate[row] else rewards[row] - statistics.fmean(members)
+    tokens = [value for value, length in zip(values, lengths, strict=True) for _ in range(length)]
+    if len(set(tokens)) < 2:
+        return [0.0] * len(rewards)
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
+    pairs = zip(values, degenerate, strict=True)
+    return [0.0 if zero else (value - mean) / (deviation + epsilon) for value, zero in pairs]
+
+
 def token_loss(new, old, advantage, clip_low, clip_high, dual_clip):
     ratio = math.exp(new - old)
     clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)

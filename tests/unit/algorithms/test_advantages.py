@@ -3,11 +3,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlpack.algorithms.advantages import group_relative, zero_group_fraction
+from rlpack.algorithms.advantages import group_relative, opo, reinforce_pp, remax, zero_group_fraction
 from rlpack.algorithms.errors import AlgorithmError
 from tests.unit.algorithms import reference
 
 rows = st.lists(st.tuples(st.floats(-5, 5, width=16), st.integers(-2, 3)), min_size=1, max_size=24)
+# Rewards are multiples of 1/4, so that means of groups are exact and equal values are equal.
+scored_rows = st.lists(
+    st.tuples(st.integers(-8, 8).map(lambda n: n / 4), st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=16
+)
 choices = [(baseline, scale) for baseline in ("mean", "leave_one_out") for scale in ("std", "none")]
 
 
@@ -78,6 +82,44 @@ def test_all_rows_invalid_give_zeros():
 def test_what_cannot_be_compared_is_refused_by_name(rewards, groups, options, text):
     with pytest.raises(AlgorithmError, match=text):
         group_relative(torch.tensor(rewards), torch.tensor(groups), **options)
+
+
+@given(rows=scored_rows)
+@settings(max_examples=60, deadline=None)
+def test_opo_equals_a_loop_over_the_tokens_of_each_group(rows):
+    rewards, groups, lengths = map(list, zip(*rows, strict=True))
+    result = opo(torch.tensor(rewards), torch.tensor(groups), torch.tensor(lengths))
+    torch.testing.assert_close(result, torch.tensor(reference.opo(rewards, groups, lengths)))
+
+
+@given(rows=scored_rows, center_groups=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_reinforce_pp_equals_a_loop_over_all_tokens(rows, center_groups):
+    rewards, groups, lengths = map(list, zip(*rows, strict=True))
+    result = reinforce_pp(
+        torch.tensor(rewards),
+        torch.tensor(groups),
+        torch.tensor(lengths),
+        center_groups=center_groups,
+        epsilon=1e-2,
+    )
+    expected = reference.reinforce_pp(rewards, groups, lengths, center_groups, 1e-2)
+    torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_remax_compares_each_response_with_its_prompt_s_greedy_one():
+    rewards, greedy = torch.tensor([1.0, 0.25, float("nan")]), torch.tensor([0.5, 1.0, 0.0])
+    assert remax(rewards, greedy, valid=torch.tensor([True, True, False])).tolist() == [0.5, -0.75, 0.0]
+    with pytest.raises(AlgorithmError, match="row 2 is nan"):
+        remax(rewards, greedy)
+
+
+def test_rows_that_are_not_valid_change_nothing_in_estimators_by_length():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, float("nan")]), torch.tensor([1, 1, 1, 1])
+    lengths, valid = torch.tensor([4, 2, 6, 90]), torch.tensor([True, True, True, False])
+    for estimator in (opo, reinforce_pp):
+        result = estimator(rewards, groups, lengths, valid=valid)
+        assert result.tolist() == [*estimator(rewards[:3], groups[:3], lengths[:3]).tolist(), 0.0]
 
 
 def test_a_group_counts_as_zero_only_if_all_of_its_rows_are():

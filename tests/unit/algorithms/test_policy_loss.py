@@ -119,3 +119,59 @@ def test_bounds_that_make_no_trust_region_are_refused(change, text):
 def test_columns_of_different_lengths_are_refused_and_never_broadcast():
     with pytest.raises(AlgorithmError, match=r"\(1,\), \(2,\)"):
         clipped_policy_loss(torch.zeros(2), torch.zeros(1), torch.zeros(2), torch.ones(2, dtype=torch.bool), **bounds)
+
+
+def two_rows(new, old, advantages):
+    """The tokens of two rows, of three and two tokens; the last token of the first row is masked."""
+    mask = torch.tensor([True, True, False, True, True])
+    return PolicyTokens(new, old, advantages, mask, torch.tensor([3, 2]))
+
+
+def test_gspo_clips_by_the_geometric_mean_ratio_of_the_row():
+    ratios = [[1.0, 4.0], [0.5, 0.5]]
+    new = torch.tensor([1.0, 4.0, 7.0, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    loss = policy_loss.gspo(two_rows(new, torch.zeros_like(new), advantages), clip_low=0.25, clip_high=1.5)
+    means = [math.prod(row) ** (1 / len(row)) for row in ratios]  # 2 and 0.5
+    assert loss.token_losses.tolist() == pytest.approx([-means[0], -means[0], 0.0, 0.75, 0.75])
+    assert loss.clipped_low.tolist() == [False, False, False, True, True]
+    loss.token_losses.sum().backward()
+    # Per sequence: the gradient of -n·s·A by each log-probability is -s·A.
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-2.0, -2.0, 0.0, 0.0, 0.0])
+
+
+def test_cispo_clips_the_weight_of_the_gradient_and_loses_no_token():
+    new = torch.tensor([-1.0, -1.0, -1.0, -2.0, -2.0], requires_grad=True)
+    old = new.detach() - torch.tensor([0.1, 3.0, 0.0, -3.0, 0.0])
+    loss = policy_loss.cispo(two_rows(new, old, torch.ones(5)), clip_low=0.5, clip_high=0.5)
+    weights = [math.exp(0.1), 1.5, 0.0, 0.5, 1.0]
+    assert loss.token_losses.tolist() == pytest.approx([w * n for w, n in zip(weights, [1, 1, 1, 2, 2], strict=True)])
+    loss.token_losses.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([-weight for weight in weights])
+
+
+@pytest.mark.parametrize("advantage", [1.5, -0.5])
+def test_sapo_has_the_gradient_of_the_unclipped_objective_at_ratio_one_and_fades_away_from_it(advantage):
+    def gradient(log_ratio):
+        new = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+        one, zero = torch.tensor([True]), torch.zeros(1, dtype=torch.float64)
+        tokens = PolicyTokens(new, zero, torch.full((1,), advantage, dtype=torch.float64), one, torch.tensor([1]))
+        (result,) = torch.autograd.grad(policy_loss.sapo(tokens, tau_positive=2.0, tau_negative=5.0).token_losses, new)
+        return result.item()
+
+    assert gradient(0.0) == pytest.approx(-advantage)
+    # σ'(x) = σ(x)·(1 - σ(x)), with x = τ·(r - 1) and r = 2.
+    tau = 2.0 if advantage > 0 else 5.0
+    gate = 1 / (1 + math.exp(-tau))
+    assert gradient(math.log(2)) == pytest.approx(-advantage * 4 * gate * (1 - gate) * 2)
+
+
+def test_reinforce_has_the_gradient_of_the_log_likelihood():
+    new = torch.tensor([-1.0, -2.0, -3.0, -0.5, -0.1], requires_grad=True)
+    advantages = torch.tensor([0.5, -1.0, 9.0, 2.0, 0.0])
+    loss = policy_loss.reinforce(two_rows(new, torch.full((5,), -7.0), advantages))
+    loss.token_losses.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [-0.5, 1.0, 0.0, -2.0, 0.0]

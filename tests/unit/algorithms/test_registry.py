@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import Tensor
+
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
+from rlpack.algorithms.registry import LOSSES, advantage_parameters, find_loss, row_advantages
+
+SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "baseline": "mean", "scale": "none"}
+COLUMNS = {
+    "rewards": torch.tensor([1.0, 0.0, float("nan")]),
+    "group_ids": torch.tensor([0, 0, 0]),
+    "valid": torch.tensor([True, True, False]),
+    "reward_style": torch.tensor([[0.5, 0.0], [0.25, 1.0], [0.0, 0.0]]),
+}
+
+
+def styled(rewards: Tensor, reward_style: Tensor, *, weight: float, scale: str) -> Tensor:
+    """Return an advantage from a role's column, an argument and a setting."""
+    assert scale == "none"
+    return rewards + weight * reward_style.sum(1)
+
+
+def two_dimensional(rewards: Tensor) -> Tensor:
+    return rewards[:, None]
+
+
+def infinite(rewards: Tensor) -> Tensor:
+    return torch.full_like(rewards, torch.inf)
+
+
+def tapered(tokens: PolicyTokens, *, clip_low: float, power: float = 1.0) -> PolicyLoss:
+    return LOSSES["ppo_clip"](tokens, clip_low=clip_low)
+
+
+def advantages(name: str, **arguments: float) -> list[float]:
+    return row_advantages(name, arguments, SETTINGS, COLUMNS).tolist()
+
+
+def test_an_advantage_function_gets_the_columns_settings_and_arguments_that_it_names():
+    assert advantages("group_relative") == [0.5, -0.5, 0.0]
+    assert advantages(f"{__name__}:styled", weight=2.0) == [2.0, 2.5, 0.0]
+    assert advantage_parameters(f"{__name__}:styled") == {"rewards", "reward_style", "weight", "scale"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("styled", {}, r"requires 'weight'; available are .*rewards.*; set others in algorithm.advantage_arguments"),
+        ("two_dimensional", {}, r"two_dimensional' returned a tensor \[3, 1\]; return a tensor \[3\]"),
+        ("infinite", {}, "infinite' returned inf for row 0; it must be finite"),
+        (
+            "infinite",
+            {"power": 2.0},
+            r"algorithm.advantage_arguments.power is not a parameter .* those are \['rewards'\]",
+        ),
+        ("missing", {}, "has no function missing; its functions are: .*styled"),
+    ],
+)
+def test_what_an_advantage_function_lacks_or_returns_wrongly_is_named(name, arguments, text):
+    with pytest.raises(AlgorithmError, match=text):
+        advantages(f"{__name__}:{name}", **arguments)
+
+
+def test_a_loss_is_found_with_arguments_that_it_takes():
+    assert find_loss("gspo", {}, SETTINGS) is LOSSES["gspo"]
+    assert find_loss(f"{__name__}:tapered", {"power": 2.0}, SETTINGS).__name__ == "tapered"
+    with pytest.raises(AlgorithmError, match=r"algorithm.loss_arguments.taper is not a parameter of the function"):
+        find_loss(f"{__name__}:tapered", {"taper": 2.0}, SETTINGS)
+    with pytest.raises(AlgorithmError, match=r"the function of algorithm.loss requires 'clip_low'"):
+        find_loss(f"{__name__}:tapered", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("ppo", "algorithm.loss is 'ppo'; set it to one of ppo_clip, gspo, .*, or to package.module:function"),
+        ("no_such_package:loss", "no_such_package can't be imported: ModuleNotFoundError"),
+    ],
+)
+def test_names_that_are_no_loss_are_refused(target: str, text: str):
+    with pytest.raises(AlgorithmError, match=text):
+        find_loss(target, {}, SETTINGS)
