@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import rlpack
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
@@ -43,13 +44,25 @@ def check_code_and_packages(config: Config, environment: Mapping[str, str], foun
     Raises:
         ConfigError: there was a problem, a target isn't there or not allowed, or a package isn't installed.
     """
-    problems = [*found, *_targets(config, environment), *_packages(config)]
+    problems = [*found, *_shadows(environment), *_targets(config, environment), *_packages(config)]
     try:
         check_packages(config.logger)
     except SinkError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError(problems)
+
+
+def _shadows(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem for each module that ranks would import instead of this package.
+
+    Modules of any other name are safe: the working directory comes last on the import path.
+    """
+    folders = [Path.cwd(), *map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))]
+    for folder in dict.fromkeys(folders):
+        for path in (folder / "rlpack.py", folder / "rlpack" / "__init__.py"):
+            if path.is_file() and path.resolve() != Path(rlpack.__file__).resolve():
+                yield f"{path} would be imported instead of the installed rlpack; rename it, or run from another folder"
 
 
 def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:

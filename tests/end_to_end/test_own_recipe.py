@@ -52,7 +52,14 @@ def test_a_recipe_outside_the_package_trains_and_resumes(tmp_path) -> None:
     (tmp_path / "my_pkg").mkdir()
     (tmp_path / "my_pkg" / "__init__.py").touch()
     (tmp_path / "my_pkg" / "my_recipe.py").write_text(textwrap.dedent(RECIPE))
-    command = (*EASY, "recipe.target=my_pkg.my_recipe", "sft_warmup.steps=0", "trainer.prompts_per_step=4")
+    command = (
+        *EASY,
+        "trainer.prompts_per_step=4",
+        "trainer.mini_batch_size=null",
+        "recipe.target=my_pkg.my_recipe",
+        "sft_warmup.steps=0",
+        "algorithm.kl_coef=0",
+    )
     with started(tmp_path, *command, "my_section.kay=3", run_dir="refused") as refused:
         assert refused.wait() == 2
     assert "my_section.kay is not a key; did you mean my_section.key?" in refused.err

@@ -1,7 +1,10 @@
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 
+import rlpack
 from rlpack.batch.errors import DataError
 from rlpack.cli.environment import check_surroundings
 from rlpack.config.errors import ConfigError
@@ -99,8 +102,8 @@ def test_code_outside_the_packages_that_an_operator_allows_is_refused_by_its_key
     refused = {problem.partition(" ")[0]: problem for problem in caught.value.problems}
     assert set(refused) == {"roles.judge.target", "reward.function", "algorithm.loss", "algorithm.advantage"}
     assert refused["roles.judge.target"] == (
-        "roles.judge.target is 'json.decoder:JSONDecoder', and RLPACK_ALLOWED_PACKAGES lets a run load code of rlpack, "
-        "workers, jso, json.encoder alone; take it from one of these, or have who set the variable add json"
+        "roles.judge.target is 'json.decoder:JSONDecoder', but RLPACK_ALLOWED_PACKAGES allows only code from rlpack, "
+        "jso, json.encoder; use one of these, or ask the operator to add json"
     )
     with pytest.raises(ConfigError) as caught:
         check_surroundings(config, {ALLOWED: "json"})
@@ -127,3 +130,22 @@ def test_8_bit_moments_without_their_package_are_refused_with_its_extra(tmp_path
         assert "adamw_8bit needs the package torchao, which is not installed; install rlpack[eight-bit]" in problem_of(
             config
         )
+
+
+@pytest.mark.parametrize("place", ["cwd", "PYTHONPATH"])
+def test_a_module_that_would_replace_rlpack_is_refused_and_any_other_name_is_allowed(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path if place == "cwd" else "/")
+    environment = {} if place == "cwd" else {"PYTHONPATH": f"/nowhere{os.pathsep}{tmp_path}"}
+    config = config_with(tmp_path)
+    for name in ("workers.py", "recipes.py", "random.py", "datasets.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "rlpack").mkdir()  # without __init__.py it loses to an installed package: a clone's folder, say
+    check_surroundings(config, environment)
+    (tmp_path / "rlpack" / "__init__.py").touch()
+    with pytest.raises(ConfigError, match=r"/rlpack/__init__\.py would be imported instead of the installed rlpack"):
+        check_surroundings(config, environment)
+
+
+def test_the_checkout_itself_replaces_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(rlpack.__file__).parents[1])
+    check_surroundings(config_with(tmp_path), {"PYTHONPATH": os.getcwd()})
