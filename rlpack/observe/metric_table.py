@@ -115,7 +115,7 @@ METRICS: dict[str, Metric] = {
     "time/logprobs_s": Metric(
         "s", "Log-probs of the policy before its update; may include scoring, as for generation."
     ),
-    "time/reference_s": Metric("s", "Log-probs of the reference."),
+    "time/reference_s": Metric("s", "Waiting for the reference's log-probs, without what overlaps other work."),
     "time/values_s": Metric("s", "Values of the critic before its update."),
     "time/update_critic_s": Metric("s", "Forward, backward and optimizer step of the critic."),
     "time/greedy_s": Metric("s", "Generation of the greedy responses."),
