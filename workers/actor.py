@@ -127,7 +127,7 @@ class ActorWorker(Worker, Trainable):
         """Take one optimizer step over the step's microbatches."""
         views = list(shard.microbatches(step))
         statistics = self._statistics(views, loss) if loss.needs_statistics else None
-        seed = (self._seed, self._stepper.steps_taken, self.context.rank)
+        seed = (self._seed, self._stepper.steps_taken, self.context.dp_rank)
 
         def microbatch_loss(view: MicrobatchView, number: int) -> MicrobatchLoss:
             return loss(self._scores(view, loss, (*seed, number)), view.rows, statistics)
@@ -154,4 +154,5 @@ class ActorWorker(Worker, Trainable):
         inputs = [loss.statistics_inputs(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)]
         gathered: list[list[Any] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, inputs)
-        return loss.statistics([part for parts in gathered if parts is not None for part in parts])
+        of_data_ranks = [gathered[rank] for rank in self.context.layout.output_ranks]  # replicas have the same
+        return loss.statistics([part for parts in of_data_ranks if parts is not None for part in parts])

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.roles import role_batching, role_compute
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.distributed.errors import PlacementError
 from rlpack.models import attention
 from rlpack.models.adapters import add_adapters
 from rlpack.models.checks import check_isolation
@@ -132,7 +132,9 @@ def _shard_and_check(
     settings = role_compute(config, role)
     if settings.gradient_checkpointing:
         model.checkpoint_activations(role)
-    mesh = init_device_mesh(context.device, (context.num_ranks,), mesh_dim_names=("data",))
+    if context.layout.world_size > context.layout.dp_size:
+        raise PlacementError(f"role {role}: no model has tensor, context or pipeline parallelism yet: {context.layout}")
+    mesh = context.layout.device_mesh(context.device)
     shard_model(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
     if settings.isolation_check and role_batching(config, role).mode == "packed":
         check_isolation(model, context.torch_device, len(tokenizer), role=role)

@@ -118,6 +118,6 @@ def _part_rows(session: Session, prompts: int, samples: int) -> list[int]:
 
     Parts are even, so that no engine is left with a few rows at the end.
     """
-    capacity = session.rollout.num_ranks * session.config.rollout.max_num_seqs
+    capacity = session.rollout.dp_size * session.config.rollout.max_num_seqs
     parts = math.ceil(prompts / max(1, capacity // samples))
     return [samples * len(groups) for groups in np.array_split(np.arange(prompts), max(1, parts))]

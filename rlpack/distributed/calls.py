@@ -20,6 +20,8 @@ class Call:
         args_of_rank: positional arguments of each rank that is called, in rank order.
         kwargs: keyword arguments, the same for all.
         returns_rows: the method returns a batch; its token-sized columns go to the object store, not to the driver.
+        output_ranks: ranks whose results are returned, in this order; None for all that are called. The others run the
+            method for its effects (collectives with the output ranks).
         background: it runs in the role's own thread, while the ranks answer other calls.
     """
 
@@ -28,7 +30,13 @@ class Call:
     args_of_rank: Sequence[tuple[Any, ...]]
     kwargs: dict[str, Any]
     returns_rows: bool = False
+    output_ranks: tuple[int, ...] | None = None
     background: bool = False
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Return the ranks whose results are returned."""
+        return tuple(range(len(self.args_of_rank))) if self.output_ranks is None else self.output_ranks
 
     @property
     def name(self) -> str:

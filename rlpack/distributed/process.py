@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
 from rlpack.distributed.jobs.secrets import take_secrets
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
 
 logger = logging.getLogger(__name__)
@@ -64,11 +66,17 @@ class RankProcess:
         )
 
     def start(
-        self, role: str, target: str, settings: tuple[Any, ...], arguments: Mapping[str, Any] | None = None
+        self,
+        role: str,
+        target: str,
+        settings: tuple[Any, ...],
+        arguments: Mapping[str, Any] | None = None,
+        layout: ParallelLayout | None = None,
     ) -> None:
         """Build the role's object by its class's `from_settings` and keep it under its name."""
+        context = self._context if layout is None else replace(self._context, layout=layout)
         with _sendable_errors():
-            self._roles[role] = load_class(target).from_settings(self._context, *settings, **(arguments or {}))
+            self._roles[role] = load_class(target).from_settings(context, *settings, **(arguments or {}))
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run a method of a role.
@@ -77,6 +85,10 @@ class RankProcess:
         """
         with _sendable_errors():
             return getattr(self._roles[role], method)(*args, **kwargs)
+
+    def execute(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
+        """Run a method of a role for its effects; its result is that of another rank."""
+        self.call(role, method, kwargs, *args)
 
     def call_rows(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
         """Run a method that returns rows; keep their token-sized columns here until `pop_columns` is called.

@@ -26,6 +26,7 @@ from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, describe_context, describe_error, first_cause, late
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.object_handles import for_node
 from rlpack.distributed.rank_actor import RankActor, is_batch
 from rlpack.distributed.ray_store import RayStore
@@ -54,13 +55,13 @@ class RayRanks:
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
         device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
-        actor_class = ray.remote(RankActor)
+        actor_class, layout = ray.remote(RankActor), ParallelLayout(dp_shard=pool.ranks)
         self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=pool.cpus_per_rank,
                 num_gpus=pool.gpus_per_rank,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(RankContext(name, rank, pool.ranks, device), max(1, int(pool.cpus_per_rank)))
+            ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)))
             for rank in range(pool.ranks)
         ]
 
@@ -89,17 +90,32 @@ class RayRanks:
         joins = zip(self._actors, node_ips, strict=True)
         finish([actor.join.remote(address, node_ip, self._call_s) for actor, node_ip in joins])
 
-    def start(self, role: str, target: str, settings: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        """Build a role on every rank, by `Class.from_settings(context, *settings, **arguments)`."""
+    def start(
+        self,
+        role: str,
+        target: str,
+        settings: tuple[Any, ...],
+        arguments: dict[str, Any],
+        layout: ParallelLayout | None = None,
+    ) -> None:
+        """Build a role on every rank, by `Class.from_settings(context, *settings, **arguments)`.
+
+        Args:
+            role: its name.
+            target: its class, `package.module:Class`.
+            settings: what it is built from.
+            arguments: its own keyword arguments.
+            layout: of its ranks; None for data-parallel ones.
+        """
         shared = ray.put(settings)
-        refs = [actor.start.remote(role, target, shared, arguments) for actor in self._actors]
+        refs = [actor.start.remote(role, target, shared, arguments, layout) for actor in self._actors]
         self._wait(_rank_calls(refs, role, "start"), self._start_s)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call on as many ranks as it has argument tuples, and return what waits for their results.
 
-        Results come in rank order; token-sized columns of rows stay in the object store. Until a call is waited for,
-        its failure ends every other call of the pool, unless it runs in the background.
+        Results come in the order of the output ranks; token-sized columns of rows stay in the object store. Until a
+        call is waited for, its failure ends every other call of the pool, unless it runs in the background.
 
         Raises:
             StoreFullError: on waiting; the rows of a call have no room.
@@ -112,7 +128,7 @@ class RayRanks:
         return Pending(partial(self._result, call, call_id, calls))
 
     def _result(self, call: Call, call_id: int, calls: list[RankCall]) -> list[Any]:
-        """Wait for a submitted call and return its results."""
+        """Wait for a submitted call and return the results of its output ranks."""
         for one in calls:
             self._submitted.pop(one.ref, None)
         self._background.pop(call_id, None)
@@ -120,33 +136,39 @@ class RayRanks:
             self._wait(calls, self._call_s)
             refs = [self._actors[one.rank].result.remote(call_id) for one in calls]
             calls = _rank_calls(refs, call.role, call.method)
-        return self._gather(calls, call_id) if call.returns_rows else self._wait(calls, self._call_s)
+        results = self._wait(calls, self._call_s)
+        if not call.returns_rows:
+            return [results[rank] for rank in call.outputs]
+        for rank in set(range(len(calls))) - set(call.outputs):
+            self._actors[rank].discard.remote(call_id)
+        return self._store_rows(call, call_id, {rank: results[rank] for rank in call.outputs})
 
-    def _gather(self, calls: list[RankCall], call_id: int) -> list[BatchedDataDict]:
-        """Return the rows of a call, once the object store has room for their columns."""
-        role, method = calls[0].role, calls[0].method
-        offloaded: list[OffloadedBatch] = self._wait(calls, self._call_s)
+    def _store_rows(self, call: Call, call_id: int, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
+        """Return the rows of a call by rank, once the object store has room for their columns."""
         sizes: Counter[str] = Counter()
-        for node, rows in zip(self._nodes, offloaded, strict=False):
-            sizes[node] += sum(rows.sizes)
-        having = [rank for rank, rows in enumerate(offloaded) if rows.sizes]
+        for rank, offloaded in rows.items():
+            sizes[self._nodes[rank]] += sum(offloaded.sizes)
+        having = [rank for rank, offloaded in rows.items() if offloaded.sizes]
         try:
-            reserved = self._store.reserve(sizes, role, method)
+            reserved = self._store.reserve(sizes, call.role, call.method)
         except StoreFullError:
             for rank in having:
                 self._actors[rank].discard.remote(call_id)
             raise
         with reserved as room:
-            puts = [RankCall(self._actors[rank].store_columns.remote(call_id), role, rank, method) for rank in having]
+            puts = [
+                RankCall(self._actors[rank].store_columns.remote(call_id), call.role, rank, call.method)
+                for rank in having
+            ]
             refs = dict(zip(having, self._wait(puts, self._call_s), strict=True))
             return [
-                rows.with_handles(
+                offloaded.with_handles(
                     [
-                        room.keep(ref, size, self._nodes[rank], self._actors[rank], (role, rank))
-                        for ref, size in zip(refs.get(rank, []), rows.sizes, strict=True)
+                        room.keep(ref, size, self._nodes[rank], self._actors[rank], (call.role, rank))
+                        for ref, size in zip(refs.get(rank, []), offloaded.sizes, strict=True)
                     ]
                 )
-                for rank, rows in enumerate(offloaded)
+                for rank, offloaded in rows.items()
             ]
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
@@ -174,18 +196,23 @@ class RayRanks:
         remove_placement_group(self._group)
 
     def _start(self, call: Call, call_id: int) -> list[RankCall]:
-        """Start a call on its ranks."""
-        # All rows are cut out before any rank starts its call, during which it can't cut rows for others.
+        """Start a call on its ranks; ranks with the same arguments read one object."""
         places = list(zip(self._actors, self._nodes, call.args_of_rank, strict=False))
-        args_of_rank = [[_sent(arg, node) for arg in args] for _, node, args in places]
+        # All rows are cut out before any rank starts its call, during which it can't cut rows for others.
+        shared = _SharedArguments(call.args_of_rank)
+        args_of_rank = [[shared.for_node(arg, node) for arg in args] for _, node, args in places]
         kwargs_of_rank = [{name: _sent(value, node) for name, value in call.kwargs.items()} for _, node, _ in places]
         refs = []
-        for (actor, _, _), args, kwargs in zip(places, args_of_rank, kwargs_of_rank, strict=True):
-            if call.returns_rows:
-                start = actor.submit if call.background else actor.call_rows
-                refs.append(start.remote(call_id, call.role, call.method, kwargs, *args))
+        for rank, (actor, _, _) in enumerate(places):
+            target = (call.role, call.method, kwargs_of_rank[rank], *args_of_rank[rank])
+            if call.background:
+                refs.append(actor.submit.remote(call_id, *target))
+            elif rank not in call.outputs:
+                refs.append(actor.execute.remote(*target))
+            elif call.returns_rows:
+                refs.append(actor.call_rows.remote(call_id, *target))
             else:
-                refs.append(actor.call.remote(call.role, call.method, kwargs, *args))
+                refs.append(actor.call.remote(*target))
         return _rank_calls(refs, call.role, call.method, background=call.background)
 
     def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RayRanks") -> list[Any]:
@@ -232,6 +259,27 @@ class RayRanks:
 def _kill(pools: set[RayRanks]) -> None:
     for pool in pools:
         pool.kill()
+
+
+class _SharedArguments:
+    """Batches among the arguments of a call, as ranks receive them: once for each node, as one object of all its ranks.
+
+    Ranks of one data rank have the same shard.
+    """
+
+    def __init__(self, args_of_rank: Sequence[tuple[Any, ...]]) -> None:
+        self._uses = Counter(id(arg) for args in args_of_rank for arg in args if is_batch(arg))
+        self._local: dict[tuple[int, str], Any] = {}
+
+    def for_node(self, value: Any, node: str) -> Any:
+        """Return an argument as a rank on `node` receives it; a reference, where several ranks do."""
+        if not is_batch(value):
+            return value
+        key = (id(value), node)
+        if key not in self._local:
+            local = _sent(value, node)
+            self._local[key] = ray.put(local) if self._uses[id(value)] > 1 else local
+        return self._local[key]
 
 
 def _sent(value: Any, node: str) -> Any:

@@ -51,6 +51,7 @@ def restored(
     *,
     plan: MicrobatchPlan,
     call: tuple[str, str],
+    ranks: Sequence[int] | None = None,
 ) -> BatchedDataDict:
     """Return the ranks' results as rows in the order of `batch`.
 
@@ -60,16 +61,18 @@ def restored(
         results: what each rank returned.
         plan: by which it was sharded.
         call: role and method, for messages.
+        ranks: the rank that returned each result; None for 0, 1, …
 
     Raises:
         RoleError: a rank returned too few rows or foreign ones, or other columns than another rank.
     """
-    for rank, (shard, result) in enumerate(zip(shards, results, strict=True)):
+    by_rank = dict(zip(range(len(results)) if ranks is None else ranks, results, strict=True))
+    for shard, (rank, result) in zip(shards, by_rank.items(), strict=True):
         if problem := _wrong_rows(shard.row_ids, result.row_ids):
             raise RoleError(call[0], rank, call[1], problem)
-    filled = [rank for rank, result in enumerate(results) if result.num_rows]
+    filled = [rank for rank, result in by_rank.items() if result.num_rows]
     for rank in filled[1:]:
-        if problem := _wrong_columns(results[rank], results[filled[0]], filled[0]):
+        if problem := _wrong_columns(by_rank[rank], by_rank[filled[0]], filled[0]):
             raise RoleError(call[0], rank, call[1], problem)
     try:
         return batch.restore(results, plan=plan)

@@ -1,5 +1,6 @@
 """Roles from configuration: each in its pool, with its batching."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rlpack.config.roles import pool_of, role_batching
@@ -7,6 +8,7 @@ from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.column_contract import producers_of
 from rlpack.distributed.dispatch import calls_of
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.process import load_class
 from rlpack.distributed.trainable import Trainable
 from rlpack.distributed.worker_group import WorkerGroup
@@ -17,7 +19,13 @@ _RUN_THE_MODEL = ("actor", "critic", "reference")
 
 
 def start_roles(
-    cluster: Cluster, config: Config, names: list[str], settings: tuple[Any, ...], *, cost: Cost | None = None
+    cluster: Cluster,
+    config: Config,
+    names: list[str],
+    settings: tuple[Any, ...],
+    *,
+    cost: Cost | None = None,
+    layouts: Mapping[str, ParallelLayout] | None = None,
 ) -> dict[str, WorkerGroup[Any]]:
     """Start the roles `names` and return their handles.
 
@@ -29,6 +37,7 @@ def start_roles(
         names: of the roles.
         settings: what each rank builds its role from.
         cost: of a sequence to the model, by which the ranks of those roles that run it are balanced; None counts slots.
+        layouts: of roles whose ranks are not all data ranks.
 
     Raises:
         PlacementError: a class can't be loaded, or the cluster is too small.
@@ -42,7 +51,8 @@ def start_roles(
     groups: dict[str, WorkerGroup[Any]] = {}
     for name in names:
         ranks = pools[pool_of(config, name)]
-        ranks.start(name, config.roles[name].target, settings, config.roles[name].arguments)
+        layout = (layouts or {}).get(name, ParallelLayout(dp_shard=ranks.num_ranks))
+        ranks.start(name, config.roles[name].target, settings, config.roles[name].arguments, layout)
         mini_batch_size = config.trainer.mini_batch_size if issubclass(kinds[name], Trainable) else None
         groups[name] = WorkerGroup(
             name,
@@ -52,5 +62,6 @@ def start_roles(
             kinds[name],
             cost=cost if name in _RUN_THE_MODEL else None,
             producers=producers_of(contracts),
+            layout=layout,
         )
     return groups

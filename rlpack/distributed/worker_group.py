@@ -21,7 +21,8 @@ from rlpack.batch.columns import lengths_of
 from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.column_contract import ColumnContract, Producers
 from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of
-from rlpack.distributed.errors import RoleError
+from rlpack.distributed.errors import PlacementError, RoleError
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_columns, restored
 from rlpack.packing import Batching, Cost, MicrobatchPlan, PackingError, make_plan
 
@@ -66,6 +67,7 @@ class WorkerGroup(Generic[W]):
         kind: type[Any] | None = None,
         cost: Cost | None = None,
         producers: Producers | None = None,
+        layout: ParallelLayout | None = None,
     ) -> None:
         """Take the processes of a role.
 
@@ -77,10 +79,20 @@ class WorkerGroup(Generic[W]):
             kind: its class; None where the methods' own one will do.
             cost: of a sequence, by which plans balance ranks; None counts slots.
             producers: methods of the run's roles that return each column, for messages.
+            layout: how its ranks divide rows and the model; None for data ranks only. It raises the alignment and the
+                divisor of `batching` to what it needs.
+
+        Raises:
+            PlacementError: the layout is for another number of ranks.
         """
+        self.layout = ParallelLayout(dp_shard=ranks.num_ranks) if layout is None else layout
+        if self.layout.world_size != ranks.num_ranks:
+            raise PlacementError(
+                f"role {role} has {ranks.num_ranks} ranks, and {self.layout} needs {self.layout.world_size}"
+            )
         self.role = role
         self.ranks = ranks
-        self.batching = batching
+        self.batching = self.layout.align(batching)
         self.mini_batch_size = mini_batch_size
         self._kind = kind
         self._cost = cost
@@ -89,8 +101,13 @@ class WorkerGroup(Generic[W]):
 
     @property
     def num_ranks(self) -> int:
-        """Return the count of data-parallel ranks."""
+        """Return the number of ranks."""
         return self.ranks.num_ranks
+
+    @property
+    def dp_size(self) -> int:
+        """Return the number of data ranks."""
+        return self.layout.dp_size
 
     def implements(self, interface: type[Any]) -> bool:
         """Whether the role's class derives from `interface`, `Trainable` say."""
@@ -109,7 +126,7 @@ class WorkerGroup(Generic[W]):
         return make_plan(
             _token_counts(batch),
             self.batching,
-            dp_size=self.num_ranks,
+            dp_size=self.dp_size,
             mini_batch_size=self.mini_batch_size if mini_batches else None,
             cost=self._cost,
         )
@@ -145,7 +162,8 @@ class WorkerGroup(Generic[W]):
         if dispatch.kind == "sharded":
             return self._submit_sharded(method, dispatch, args, dict(kwargs))
         num_called = self.num_ranks if dispatch.kind == "broadcast" else 1
-        pending = self.ranks.submit(Call(self.role, method.__name__, [tuple(args)] * num_called, dict(kwargs)))
+        args_of_rank = [tuple(args)] * num_called
+        pending = self.ranks.submit(Call(self.role, method.__name__, args_of_rank, dict(kwargs), output_ranks=(0,)))
         return Pending(lambda: pending.result()[0])
 
     def _submit_sharded(
@@ -164,9 +182,10 @@ class WorkerGroup(Generic[W]):
         call = Call(
             self.role,
             method.__name__,
-            [(shard, *rest) for shard in shards],
+            [(shards[self.layout.dp_rank_of(rank)], *rest) for rank in range(self.num_ranks)],
             kwargs,
             returns_rows=dispatch.merge is None,
+            output_ranks=self.layout.output_ranks,
             background=dispatch.background,
         )
         pending = self.ranks.submit(call)
@@ -184,7 +203,7 @@ class WorkerGroup(Generic[W]):
         columns: ColumnContract,
     ) -> BatchedDataDict:
         """Return the ranks' rows in the order of the batch, with the columns that the method declares."""
-        rows = restored(batch, shards, results, plan=plan, call=(self.role, method))
+        rows = restored(batch, shards, results, plan=plan, call=(self.role, method), ranks=self.layout.output_ranks)
         check_columns(rows, columns, call=(self.role, method))
         return rows
 

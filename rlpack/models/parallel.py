@@ -42,7 +42,7 @@ def shard_model(
 
     Args:
         policy: on the mesh's device, weights in fp32.
-        mesh: one dimension, the data-parallel ranks.
+        mesh: `dp_shard`; before it `dp_replicate`, where the sharded model is replicated.
         precision: type of the computation; weights, their gradients' sums and the optimizer stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
             False takes more memory and half the gathers.

@@ -11,6 +11,7 @@ from rlpack.batch.offload import offload
 from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
 from rlpack.testing.comparison import difference
 
@@ -18,10 +19,15 @@ from rlpack.testing.comparison import difference
 class LocalRanks:
     """One role on ranks that are objects of this process; what goes in and out is pickled, as on its way elsewhere."""
 
-    def __init__(self, builders: Sequence[Callable[[RankContext], Any]], pool: str = "main") -> None:
-        """Build a role object for each rank."""
-        size = len(builders)
-        self._workers = [build(RankContext(pool, rank, size)) for rank, build in enumerate(builders)]
+    def __init__(
+        self,
+        builders: Sequence[Callable[[RankContext], Any]],
+        pool: str = "main",
+        layout: ParallelLayout | None = None,
+    ) -> None:
+        """Build a role object for each rank; without a layout all are data ranks."""
+        layout = ParallelLayout(dp_shard=len(builders)) if layout is None else layout
+        self._workers = [build(RankContext(pool, rank, layout)) for rank, build in enumerate(builders)]
 
     @property
     def num_ranks(self) -> int:
@@ -29,7 +35,7 @@ class LocalRanks:
         return len(self._workers)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Run a call now; its result, in rank order, or its error comes when it is waited for.
+        """Run a call now; the results of its output ranks, or its error, come when it is waited for.
 
         Raises:
             RoleError: on waiting; a rank raised, wrote into its arguments, returned something that can't be pickled,
@@ -38,7 +44,8 @@ class LocalRanks:
         outcome: Future[list[Any]] = Future()
         check = _sendable_rows if call.returns_rows else _anything
         try:
-            outcome.set_result([self._on(rank, call, args, check) for rank, args in enumerate(call.args_of_rank)])
+            results = [self._on(rank, call, args, check) for rank, args in enumerate(call.args_of_rank)]
+            outcome.set_result([results[rank] for rank in call.outputs])
         except RoleError as error:
             outcome.set_exception(error)
         return Pending(outcome.result)

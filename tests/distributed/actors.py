@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
 from rlpack.distributed.context import RankContext
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import PolicyGradientLoss
 from tests.builders import tiny_tokenizer
@@ -40,7 +41,9 @@ def new_actor(config: Config, rank: int, size: int, *, rate: float | None = None
     if rate is not None:
         optimizer = config.actor.optimizer.model_copy(update={"learning_rate": rate})
         config = config.model_copy(update={"actor": config.actor.model_copy(update={"optimizer": optimizer})})
-    actor = ActorWorker.from_settings(RankContext("main", rank, size), config, tiny_tokenizer())
+    actor = ActorWorker.from_settings(
+        RankContext("main", rank, ParallelLayout(dp_shard=size)), config, tiny_tokenizer()
+    )
     if rate is not None:
         actor._stepper._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)
     return actor

@@ -14,6 +14,7 @@ from rlpack.config.schema import Algorithm, Config, Reference, Rollout
 from rlpack.config.sections.role_batching import RoleBatching
 from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.distributed.context import RankContext
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.models.heads import TokenHead
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
@@ -74,7 +75,7 @@ def all_combinations(
     mesh: Any, rank: int, batch: BatchedDataDict, classifier: str
 ) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Return advantages and returns for every combination of the modes of critic, reference and model of rewards."""
-    context = RankContext("main", rank, mesh.size())
+    context = RankContext("main", rank, ParallelLayout(dp_shard=mesh.size()))
     columns: dict[tuple[str, str], BatchedDataDict] = {}
     critics: dict[str, tuple[CriticWorker, Batching]] = {}
     for mode in MODES:
@@ -116,7 +117,9 @@ def updates(
     found = []
     for mode, microbatches in cases:
         config = config_of(mode, "none")
-        critic = CriticWorker.from_settings(RankContext("main", rank, mesh.size()), config, tiny_tokenizer())
+        critic = CriticWorker.from_settings(
+            RankContext("main", rank, ParallelLayout(dp_shard=mesh.size())), config, tiny_tokenizer()
+        )
         _set_head(critic._critic)
         critic._stepper = _descent(critic._critic, rate, critic.context)
         batching = config.batching.override(**MODES[mode].model_dump() | {"min_microbatches": microbatches})

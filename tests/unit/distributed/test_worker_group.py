@@ -11,6 +11,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, Cost, PackingError
 from rlpack.worker import Worker
@@ -44,7 +45,7 @@ class LocalRanks:
     """Ranks that run one after the other here; arguments and results are pickled as on their way elsewhere."""
 
     def __init__(self, size: int) -> None:
-        self.workers = [Doubler(RankContext("main", rank, size)) for rank in range(size)]
+        self.workers = [Doubler(RankContext("main", rank, ParallelLayout(dp_shard=size))) for rank in range(size)]
         self.called: list[int] = []
 
     @property
@@ -57,7 +58,7 @@ class LocalRanks:
             pickle.dumps(getattr(worker, call.method)(*pickle.loads(pickle.dumps(args)), **call.kwargs))
             for worker, args in zip(self.workers, call.args_of_rank, strict=False)
         ]
-        return Pending(lambda: [pickle.loads(result) for result in pickled])
+        return Pending(lambda: [pickle.loads(pickled[rank]) for rank in call.outputs])
 
     def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
         raise NotImplementedError

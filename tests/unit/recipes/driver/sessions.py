@@ -56,7 +56,7 @@ class AnsweringGroup:
     """A role on one rank whose methods return what `answers` has for their names."""
 
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
-        self.role, self.batching, self.answers, self.num_ranks = role, batching, answers, 1
+        self.role, self.batching, self.answers, self.dp_size = role, batching, answers, 1
         self.called: list[str] = []
         self.trained = False
         self.mini_batch_size: int | None = None

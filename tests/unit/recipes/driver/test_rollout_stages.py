@@ -45,7 +45,7 @@ def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_a_time(
         sizes.append(batch.num_rows)
         return batch.keep(["group_ids"]).union({"seen": batch["seeds"]})
 
-    set_group(session, "rollout", generate=generate).num_ranks = ranks
+    set_group(session, "rollout", generate=generate).dp_size = ranks
     rows = BatchedDataDict({"input_ids": tiny_rollouts([(1, 0)] * prompts)["input_ids"], "uid": ["a"] * prompts})
     draw = Draw(rows, 1, np.arange(prompts))
     in_parts = sample_responses(session, draw, samples, temperature=1.0, on_part=parts.append)

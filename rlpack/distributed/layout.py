@@ -1,0 +1,128 @@
+"""`ParallelLayout`: how a role's ranks divide rows and the model among them.
+
+Ranks are numbered with pipeline stages outermost and tensor parallelism innermost, the order of torch's device meshes:
+
+    rank = (((pp · dp_replicate + dp_replicate) · dp_shard + dp_shard) · cp + cp) · tp + tp
+
+A data rank is a rank's place among the ranks with different rows. Plans know data ranks only; all ranks of one data
+rank (its cp · tp · pp replicas) get the same rows, and one of them, the output rank, returns their results.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rlpack.distributed.errors import PlacementError
+from rlpack.packing import Batching
+
+# Mesh dimensions, outermost first.
+_DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of a role's parallel dimensions.
+
+    >>> layout = ParallelLayout(dp_shard=2, tp=2)
+    >>> [layout.dp_rank_of(rank) for rank in range(layout.world_size)], layout.output_ranks
+    ([0, 0, 1, 1], (0, 2))
+
+    Attributes:
+        dp_replicate: replicas of the sharded model, with different rows.
+        dp_shard: ranks that a replica's weights are sharded over (FSDP), with different rows.
+        cp: ranks that share the tokens of a row (context parallelism).
+        tp: ranks that share the weights of a layer (tensor parallelism).
+        pp: pipeline stages.
+
+    Raises:
+        PlacementError: a size is not a whole number of at least 1.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlacementError(f"{field.name} is {size!r}; it has to be a whole number of at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return math.prod(self._sizes)
+
+    @property
+    def dp_size(self) -> int:
+        """Return the number of data ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def pad_to_multiple(self) -> int:
+        """Return the multiple that lengths are padded to: 2·cp chunks of a sequence, each divided among tp ranks."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    @property
+    def divisible_by(self) -> int:
+        """Return the divisor that the number of microbatches needs: one for each stage."""
+        return self.pp
+
+    @cached_property
+    def output_ranks(self) -> tuple[int, ...]:
+        """Return the output rank of each data rank."""
+        return tuple(rank for rank in range(self.world_size) if self.is_output_rank(rank))
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Return a rank's place in each dimension.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        places = np.unravel_index(rank, self._sizes)
+        return {name: int(place) for name, place in zip(_DIMENSIONS, places, strict=True)}
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Return the data rank of a rank."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def is_output_rank(self, rank: int) -> bool:
+        """Whether results are collected from a rank: cp = tp = 0, last stage."""
+        place = self.coordinates(rank)
+        return place["cp"] == place["tp"] == 0 and place["pp"] == self.pp - 1
+
+    def align(self, batching: Batching) -> Batching:
+        """Return the batching with alignment and divisor raised to what this layout needs.
+
+        >>> ParallelLayout(cp=2, pp=3).align(Batching(pad_to_multiple=6)).pad_to_multiple
+        12
+        """
+        return replace(
+            batching,
+            pad_to_multiple=math.lcm(batching.pad_to_multiple, self.pad_to_multiple),
+            length_multiple=math.lcm(batching.length_multiple, self.pad_to_multiple),
+            divisible_by=math.lcm(batching.divisible_by, self.divisible_by),
+        )
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh over the process group's ranks: `dp_shard`, and each other dimension larger than 1.
+
+        A collective.
+
+        Args:
+            device_type: `cpu` or `cuda`.
+        """
+        dimensions = zip(_DIMENSIONS, self._sizes, strict=True)
+        sizes = {name: size for name, size in dimensions if size > 1 or name == "dp_shard"}
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in _DIMENSIONS)

@@ -1,0 +1,89 @@
+"""Ranks that share rows, on four processes: data parallelism 2 × tensor parallelism 2."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.roles import builtin_roles
+from rlpack.config.schema import Placement, Pool, Role, RoleBatching
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.layout import ParallelLayout
+from rlpack.distributed.object_handles import handles_of
+from rlpack.distributed.start_roles import start_roles
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.worker import RankContext, Worker, broadcast, sharded
+from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+LAYOUT = ParallelLayout(dp_shard=2, tp=2)
+SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4)]
+
+
+class Halves(Worker):
+    """Both ranks of a data rank add their half of a number, as tensor-parallel layers do."""
+
+    objects: list[str]
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.mesh = context.layout.device_mesh("cpu")
+
+    @sharded()
+    def double(self, shard: BatchedDataDict) -> BatchedDataDict:
+        self.objects = [handle.ref.hex() for handle in handles_of(shard)]
+        tokens = shard["input_ids"]
+        halves = tokens.values.double()
+        dist.all_reduce(halves, group=self.mesh["tp"].get_group())
+        ranks = torch.full((shard.num_rows,), self.context.rank)
+        return shard.keep([]).union({"input_ids": tokens.with_values(halves.long()), "rank": ranks})
+
+    @sharded(merge=sum)
+    def count(self, shard: BatchedDataDict) -> int:
+        return shard.num_rows
+
+    @broadcast
+    def objects_read(self) -> list[list[str]]:
+        """Return the objects that each rank read in its last call."""
+        every: list[list[str] | None] = [None] * self.context.num_ranks
+        dist.all_gather_object(every, self.objects)
+        return [objects for objects in every if objects is not None]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    placement = Placement(pools={"main": Pool(ranks=4, cpus_per_rank=0.2)}, roles={}, start_timeout_s=240.0)
+    with Cluster(placement) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def halves(cluster: Cluster) -> WorkerGroup[Halves]:
+    role = Role(target=f"{__name__}:Halves", batching=RoleBatching(mode="packed", max_tokens=24))
+    config = tiny_config(roles={**builtin_roles(), "halves": role})
+    settings = (config, tiny_tokenizer())
+    return start_roles(cluster, config, ["halves"], settings, layouts={"halves": LAYOUT})["halves"]
+
+
+def test_ranks_of_a_data_rank_read_one_object_and_one_of_them_returns_the_rows(
+    cluster: Cluster, halves: WorkerGroup[Halves]
+):
+    batch = tiny_rollouts(SIZES).keep(["input_ids"])
+    with cluster.store.lease("a step"):
+        before = cluster.store.in_flight
+        twice = halves.run(Halves.double, batch)
+        tokens = sum(prompt + response for prompt, response in SIZES)
+        assert cluster.store.in_flight - before == 8 * tokens + 8 * len(SIZES)  # each row is stored once
+        again = halves.run(Halves.double, twice.drop(["rank"]))
+        assert torch.equal(cluster.store.fetch(again)["input_ids"].values, 4 * batch["input_ids"].values)
+        assert set(again["rank"].tolist()) == {0, 2}
+        objects = halves.run(Halves.objects_read)
+    assert objects[0] == objects[1] != []
+    assert objects[2] == objects[3] != []
+
+
+def test_sums_are_over_data_ranks(halves: WorkerGroup[Halves]):
+    assert halves.run(Halves.count, tiny_rollouts(SIZES)) == len(SIZES)
