@@ -1,6 +1,7 @@
 """Every algorithm learns, in twenty short steps; `make test-recipes` has them learn the whole task."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.end_to_end.settings import EASY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 20
+TASK = (*EASY, "data.generator.noise=0.5")
 # What only this recipe does, or has in its records.
 OWN = {
     "ppo": ("critic/loss", "critic/explained_variance", "critic/grad_norm", "reference/kl"),
@@ -21,21 +23,39 @@ OWN = {
 }
 
 
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model that has seen demonstrations, from which every recipe starts."""
+    run = done(
+        tmp_path_factory.mktemp("supervised"),
+        *TASK,
+        "recipe=sft",
+        "trainer.steps=80",
+        "trainer.prompts_per_step=32",
+        "actor.optimizer.learning_rate=2e-3",
+        "actor.optimizer.schedule=cosine",
+        "actor.optimizer.warmup_steps=8",
+        "evaluation.every=80",
+        "checkpoint.every=80",
+    )
+    return run.run_dir / "model"
+
+
 @pytest.mark.parametrize("recipe", OWN)
-def test_a_recipe_learns(tmp_path, recipe: str) -> None:
+def test_a_recipe_learns(tmp_path, supervised: Path, recipe: str) -> None:
     run = done(
         tmp_path,
-        *EASY,
-        "data.generator.noise=0.5",
+        *TASK,
+        "model=pretrained",
+        f"model.path={supervised}",
         f"recipe={recipe}",
-        "sft_warmup.steps=80",
-        "sft_warmup.batch_size=32",
-        "sft_warmup.learning_rate=2e-3",
+        "sft_warmup.steps=0",
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",
         "trainer.group_size=8",
         "trainer.mini_batch_size=64",
         "actor.optimizer.learning_rate=5e-4",
+        "actor.optimizer.schedule=linear",
         f"evaluation.every={STEPS}",
         f"checkpoint.every={STEPS}",
         "dapo.overlong_buffer=2",
