@@ -6,11 +6,8 @@ import torch
 
 from rlpack.config.roles import pools_in_use
 from rlpack.config.schema import Config
-from rlpack.distributed.cluster import check_object_store
 from rlpack.distributed.errors import PlacementError
-
-# Ranks may share a core in a small test; a mistyped number of ranks would only exhaust the machine's memory.
-RANKS_PER_CORE = 32
+from rlpack.distributed.ray_connection import MAX_RANKS_PER_CORE, check_object_store
 
 
 def check_resources(config: Config) -> None:
@@ -32,11 +29,11 @@ def check_resources(config: Config) -> None:
             "join a cluster by placement.address"
         )
     cpus = sum(pool.ranks * max(1.0, pool.cpus_per_rank) for pool in pools)
-    limit = RANKS_PER_CORE * (os.cpu_count() or 1)
+    limit = MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
     if cpus > limit:
         raise PlacementError(
             f"placement.pools ({', '.join(names)}) need {cpus:,g} CPUs, and this machine has {os.cpu_count()}; at most "
-            f"{RANKS_PER_CORE} ranks may share one, which makes {limit:,}; lower placement.pools.*.ranks or "
+            f"{MAX_RANKS_PER_CORE} ranks may share one, which makes {limit:,}; lower placement.pools.*.ranks or "
             ".cpus_per_rank, or join a cluster by placement.address"
         )
     check_object_store(placement)

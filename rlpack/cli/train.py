@@ -8,7 +8,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -26,6 +27,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import load_main
+from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
@@ -84,7 +86,7 @@ def train(arguments: list[str]) -> int:
 def run(config: Config) -> int:
     """Run the recipe of a config, its run_dir made absolute, and return the exit code that its end means."""
     try:
-        main = load_main(config.recipe.target)
+        main = _load_while_ray_starts(config)
         main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
         saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
@@ -93,7 +95,34 @@ def run(config: Config) -> int:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: every error ends here as a message and a code
         return _report_failure(error)
+    finally:
+        _stop_ray()
     return 0
+
+
+def _load_while_ray_starts(config: Config) -> Callable[[Config], None]:
+    """Import the recipe while Ray's daemons start on this machine, and return its `main`.
+
+    Both take seconds, and Ray's are mostly spent waiting. No rank runs before the preflight checks pass; if they fail,
+    `run` stops the daemons. Without `placement.address=null`, or with more ranks than the checks allow, the cluster is
+    left to the recipe.
+    """
+    from rlpack.distributed.ray_connection import connect, fits_this_machine
+
+    if not fits_this_machine(config.placement):
+        return load_main(config.recipe.target)
+    modules = [config.roles[name].target.partition(":")[0] for name in started_roles(config)]
+    with ThreadPoolExecutor(1, thread_name_prefix="load-recipe") as thread:
+        loading = thread.submit(load_main, config.recipe.target)
+        connect(config.placement, preload=[name for name in modules if name.startswith(_OWN_PACKAGES)])
+        return loading.result()
+
+
+def _stop_ray() -> None:
+    """Stop what `_load_while_ray_starts` started, if the recipe's cluster did not take it over."""
+    from rlpack.distributed.ray_connection import disconnect
+
+    disconnect()
 
 
 def compose_jobs(arguments: list[str]) -> list[Job]:

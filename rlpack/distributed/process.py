@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,17 @@ logger = logging.getLogger(__name__)
 class RankProcess:
     """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
 
-    def __init__(self, context: RankContext, threads: int) -> None:
+    def __init__(self, context: RankContext, threads: int, user_folder: str | None = None) -> None:
+        """Prepare the process.
+
+        Args:
+            context: the rank's place.
+            threads: of PyTorch's own computation.
+            user_folder: the driver's working directory, where users keep their roles and rewards. It is searched after
+                everything else, so that no file in it shadows a module of the standard library or of a package.
+        """
+        if user_folder is not None and user_folder not in sys.path:
+            sys.path.append(user_folder)
         torch.set_num_threads(threads)
         disable_progress_bar()  # a rank's own bars would run through the driver's lines
         self._context = context

@@ -5,6 +5,7 @@ until its own timeout.
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -61,7 +62,7 @@ class RayRanks:
                 num_cpus=pool.cpus_per_rank,
                 num_gpus=pool.gpus_per_rank,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)))
+            ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)), os.getcwd())
             for rank in range(pool.ranks)
         ]
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from rlpack.cli.main import main
+from rlpack.distributed import ray_connection
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 
 ROW = {"prompt": "a1b2=", "answer": "3", "demonstration": "a11b23#3"}
@@ -31,6 +32,8 @@ def folder(tmp_path, monkeypatch):
         raise RayStarted
 
     monkeypatch.setattr(ray, "init", refuse)
+    # The daemons would start while the recipe is imported, before the checks; no rank would.
+    monkeypatch.setattr(ray_connection, "fits_this_machine", lambda placement: False)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds its working directory
     monkeypatch.chdir(tmp_path)
     importlib.import_module("rlpack.recipes.grpo")  # takes seconds, once, and is not what is timed
