@@ -13,7 +13,7 @@ few = settings(max_examples=40, deadline=None)
 
 
 def make(rows: list[list[int]]) -> BatchedDataDict:
-    """A batch in which every column of a row tells the same."""
+    """Return a batch whose columns are all derived from `rows`."""
     tokens = Ragged.from_rows(rows, torch.int64)
     return BatchedDataDict(
         {
@@ -38,8 +38,8 @@ ROWS = st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=7
 @given(ROWS, st.data())
 def test_every_column_is_selected_alike(rows, data):
     batch = make(rows)
-    wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
-    assert contents(batch.select(wanted)) == [contents(batch)[row] for row in wanted]
+    selected = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
+    assert contents(batch.select(selected)) == [contents(batch)[row] for row in selected]
 
 
 @few

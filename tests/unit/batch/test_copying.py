@@ -13,7 +13,7 @@ DTYPES = [torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8]
 @pytest.mark.parametrize("compiled", [True, False])
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12), width=st.sampled_from([None, 1, 3]), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_runs_arrive_whole_and_in_place(
+def test_every_run_is_copied_completely_to_its_goal(
     compiled: bool, sizes: list[int], width: int | None, data: st.DataObject
 ) -> None:
     copier = copying._copier() if compiled else copying._copy_by_numpy
@@ -27,9 +27,9 @@ def test_runs_arrive_whole_and_in_place(
         patch.setattr(copying, "_copier", lambda: copier)
         patch.setattr(copying, "_SMALL_BYTES", 0)
         patch.setattr(copying, "_THREAD_BYTES", data.draw(st.sampled_from([4, 2**30])))
-        found = Ragged(values, lengths).select(order)
-    assert torch.equal(found.values, torch.cat([rows[row] for row in order.tolist()]))
-    assert found.lengths.tolist() == lengths[order].tolist()
+        result = Ragged(values, lengths).select(order)
+    assert torch.equal(result.values, torch.cat([rows[row] for row in order.tolist()]))
+    assert result.lengths.tolist() == lengths[order].tolist()
 
 
 def test_a_run_outside_of_its_column_is_refused_before_memory_is_touched() -> None:
@@ -40,7 +40,7 @@ def test_a_run_outside_of_its_column_is_refused_before_memory_is_touched() -> No
     assert not target.any()
 
 
-def test_what_has_gradients_is_gathered_by_torch() -> None:
+def test_tensors_with_gradients_are_gathered_by_torch() -> None:
     values = torch.arange(3.0, requires_grad=True)
     Ragged(values, torch.tensor([1, 2])).select(np.array([1, 0])).values.sum().backward()
     assert values.grad is not None
@@ -49,5 +49,5 @@ def test_what_has_gradients_is_gathered_by_torch() -> None:
 
 def test_a_column_of_one_token_may_have_any_stride() -> None:
     values = torch.arange(8.0).view(1, 8)[:, 3]
-    found = Ragged(values, torch.tensor([1, 0])).select([1, 0])
-    assert (found.values.tolist(), found.lengths.tolist()) == ([3.0], [0, 1])
+    result = Ragged(values, torch.tensor([1, 0])).select([1, 0])
+    assert (result.values.tolist(), result.lengths.tolist()) == ([3.0], [0, 1])

@@ -1,4 +1,4 @@
-"""Columns of types that torch or NumPy handle half-heartedly are moved like all others."""
+"""Columns of dtypes that torch or NumPy supports only in part behave like all others."""
 
 import pickle
 
@@ -41,31 +41,31 @@ def batch_of(dtype: torch.dtype) -> BatchedDataDict:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_rows_of_every_type_are_picked_in_any_order(dtype: torch.dtype) -> None:
-    found = batch_of(dtype).select([2, 0, 0])
+def test_rows_of_every_dtype_are_selected_in_any_order(dtype: torch.dtype) -> None:
+    result = batch_of(dtype).select([2, 0, 0])
     size = dtype.itemsize
     row = {number: list(range(1 + number * size, 1 + (number + 1) * size)) for number in range(8)}
-    assert bits(found["row"]) == row[2] + row[0] + row[0]
-    assert bits(found["wide"]) == row[4] + row[5] + 2 * (row[0] + row[1])
-    assert bits(found["token"].values) == row[7] + 2 * (row[0] + row[1])
-    assert {found["row"].dtype, found["wide"].dtype, found["token"].values.dtype} == {dtype}
+    assert bits(result["row"]) == row[2] + row[0] + row[0]
+    assert bits(result["wide"]) == row[4] + row[5] + 2 * (row[0] + row[1])
+    assert bits(result["token"].values) == row[7] + 2 * (row[0] + row[1])
+    assert {result["row"].dtype, result["wide"].dtype, result["token"].values.dtype} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_dropped_rows_of_every_type_come_back_as_zeros(dtype: torch.dtype) -> None:
+def test_dropped_rows_of_every_dtype_are_restored_as_zeros(dtype: torch.dtype) -> None:
     batch = batch_of(dtype)
     plan = make_plan(LENGTHS.numpy(), Batching(max_tokens=4, overlong="drop"), dp_size=2)
-    found = batch.restore(batch.shard(plan), plan=plan)
+    result = batch.restore(batch.shard(plan), plan=plan)
     for name, per_row in (("row", 1), ("wide", 2)):
         width = per_row * dtype.itemsize
-        assert bits(found[name]) == [*bits(batch[name])[:width], *[0] * width, *bits(batch[name])[2 * width :]]
-    rows = found["token"].rows()
+        assert bits(result[name]) == [*bits(batch[name])[:width], *[0] * width, *bits(batch[name])[2 * width :]]
+    rows = result["token"].rows()
     assert [bits(row) for row in (rows[0], rows[2])] == [bits(row) for row in (batch["token"][0], batch["token"][2])]
     assert bits(rows[1]) == [0] * 5 * dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", [*UNSIGNED, *FLOAT8], ids=str)
-def test_padding_of_every_type_comes_and_goes(dtype: torch.dtype) -> None:
+def test_every_dtype_is_padded_and_unpadded(dtype: torch.dtype) -> None:
     column = Ragged(entries(8, dtype), LENGTHS)
     back = Ragged.from_padded(column.to_padded(), LENGTHS)
     assert (bits(back.values), back.values.dtype) == (bits(column.values), dtype)
@@ -73,14 +73,14 @@ def test_padding_of_every_type_comes_and_goes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.complex32], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_columns_of_every_type_travel(dtype: torch.dtype) -> None:
+def test_columns_of_every_dtype_can_be_pickled(dtype: torch.dtype) -> None:
     batch = batch_of(dtype)
     back = pickle.loads(pickle.dumps(batch, protocol=5))
     assert bits(back["wide"]) == bits(batch["wide"])
     assert (bits(back["token"].values), back["token"].values.dtype) == (bits(batch["token"].values), dtype)
 
 
-def test_a_conjugate_or_a_negative_that_was_not_computed_yet_travels() -> None:
+def test_lazy_conjugates_and_negatives_can_be_pickled() -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     batch = BatchedDataDict({"conjugate": numbers.conj(), "imaginary": numbers.conj().imag})
     back = pickle.loads(pickle.dumps(batch, protocol=5))

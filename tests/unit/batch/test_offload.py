@@ -25,70 +25,70 @@ def rows(count: int = 3, *, scale: int = 1) -> BatchedDataDict:
     return BatchedDataDict(columns, row_ids=np.arange(count)[::-1])
 
 
-def test_what_is_left_of_a_batch_grows_with_its_rows_and_not_with_its_tokens():
+def test_the_stub_of_a_batch_grows_with_its_rows_and_not_with_its_tokens():
     sizes = [len(pickle.dumps(offload(rows(64, scale=scale))[0])) for scale in (1, 16)]
     assert sizes[1] <= 1.01 * sizes[0]
     assert offload_size(rows(64, scale=16)) > 10 * offload_size(rows(64))
 
 
-def test_names_and_numbers_of_rows_stay_tokens_and_texts_go():
+def test_names_and_per_row_numbers_stay_in_the_stub_tokens_and_texts_are_offloaded():
     batch = rows()
-    found, parts = offload(batch)
-    assert [name for name in found.stub if isinstance(found.stub[name], RemoteColumn)] == [
+    offloaded, payloads = offload(batch)
+    assert [name for name in offloaded.stub if isinstance(offloaded.stub[name], RemoteColumn)] == [
         "input_ids",
         "logprobs",
         "completion",
     ]
-    assert [list(part) for part in parts] == [["input_ids", "logprobs"], ["completion"]]
-    assert found.sizes[0] == 12 * 8 + 12 * 4 + 2 * 3 * 8
-    assert found.stub.row_ids.tolist() == [2, 1, 0]
-    back = found.with_handles(["tokens", "texts"])
-    back.reader = lambda handles: [{"tokens": parts[0], "texts": parts[1]}[str(handle)] for handle in handles]
-    assert torch.equal(back["logprobs"].values, batch["logprobs"].values)
-    assert back["completion"] == batch["completion"]
+    assert [list(payload) for payload in payloads] == [["input_ids", "logprobs"], ["completion"]]
+    assert offloaded.sizes[0] == 12 * 8 + 12 * 4 + 2 * 3 * 8
+    assert offloaded.stub.row_ids.tolist() == [2, 1, 0]
+    restored = offloaded.with_handles(["tokens", "texts"])
+    restored.reader = lambda handles: [{"tokens": payloads[0], "texts": payloads[1]}[str(handle)] for handle in handles]
+    assert torch.equal(restored["logprobs"].values, batch["logprobs"].values)
+    assert restored["completion"] == batch["completion"]
 
 
-def test_a_batch_of_numbers_has_no_parts():
-    found, parts = offload(rows().keep(["rewards", "uid"]))
-    assert (parts, found.sizes, offload_size(found.stub)) == ([], [], 0)
+def test_a_batch_of_per_row_numbers_has_no_payloads():
+    offloaded, payloads = offload(rows().keep(["rewards", "uid"]))
+    assert (payloads, offloaded.sizes, offload_size(offloaded.stub)) == ([], [], 0)
 
 
-def test_what_is_left_of_a_batch_does_not_grow_with_the_width_of_a_column():
+def test_the_stub_of_a_batch_does_not_grow_with_the_width_of_a_column():
     def wide(width: int) -> BatchedDataDict:
         return BatchedDataDict({"scores": torch.ones(64, width), "rewards": torch.ones(64)})
 
     sizes = [len(pickle.dumps(offload(wide(width))[0])) for width in (2, 2048)]
     assert sizes[1] <= 1.01 * sizes[0]
     assert offload_size(wide(2048)) - offload_size(wide(2)) == 64 * 4 * 2046
-    found, parts = offload(wide(3))
-    assert (str(found.stub["scores"]), [list(part) for part in parts]) == (
+    offloaded, payloads = offload(wide(3))
+    assert (str(offloaded.stub["scores"]), [list(payload) for payload in payloads]) == (
         "RemoteColumn(float32, 64 rows in 1 payloads)",
         [["scores"]],
     )
     with pytest.raises(DataError, match=r"column 'scores' is remote: .*; fetch it first"):
-        found.stub.dense("scores")
+        offloaded.stub.dense("scores")
 
 
-def test_what_cannot_be_sent_is_named():
+def test_columns_that_cannot_be_pickled_are_named():
     with pytest.raises(DataError, match=r"column .judge. can't be pickled: .*; use texts and numbers"):
         offload(BatchedDataDict({"judge": [lambda: None]}))
 
 
-def test_rows_are_cut_out_of_a_part():
-    _, parts = offload(rows())
-    found = select_rows(parts[0], {"input_ids": np.array([2, 0])})
-    assert list(found) == ["input_ids"]
-    assert found["input_ids"].values.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
+def test_rows_are_selected_from_a_payload():
+    _, payloads = offload(rows())
+    result = select_rows(payloads[0], {"input_ids": np.array([2, 0])})
+    assert list(result) == ["input_ids"]
+    assert result["input_ids"].values.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
 class CountingStore(LocalStore):
-    """Notes how many rows are put away, for good or for a step."""
+    """Records how many rows are offloaded, and whether permanently."""
 
     def __init__(self) -> None:
-        self.noted: list[tuple[int, bool]] = []
+        self.offloaded: list[tuple[int, bool]] = []
 
     def offload(self, batch: BatchedDataDict, *, permanent: bool = False) -> BatchedDataDict:
-        self.noted.append((batch.num_rows, permanent))
+        self.offloaded.append((batch.num_rows, permanent))
         return batch
 
 
@@ -96,41 +96,41 @@ BLOCK = offload_size(rows(256))
 
 
 @pytest.mark.parametrize(
-    ("room", "noted"),
+    ("budget", "expected"),
     [
-        (2 * BLOCK, [(256, True), (44, True)]),  # all of it fits
+        (2 * BLOCK, [(256, True), (44, True)]),  # the whole dataset fits
         (BLOCK, [(256, True), (2, False)]),  # the first block does
         (BLOCK - 1, [(3, False), (1, False)]),  # none does
     ],
 )
-def test_a_dataset_is_put_away_once_as_far_as_it_fits(room: int, noted: list[tuple[int, bool]]):
+def test_a_dataset_is_cached_once_as_far_as_it_fits_the_budget(budget: int, expected: list[tuple[int, bool]]):
     whole, store = rows(300), CountingStore()
-    cache = DatasetCache(store, ByteBudget(room), 300, lambda index: BatchedDataDict(dict(whole.select(index))))
-    found = [cache.rows(np.array(index)) for index in ([299, 0, 299], [7])]
-    assert [batch["uid"] for batch in found] == [["row 299", "row 0", "row 299"], ["row 7"]]
-    assert [batch.row_ids.tolist() for batch in found] == [[0, 1, 2], [0]]
-    assert found[0]["input_ids"].values[:4].tolist() == whole["input_ids"][299].tolist()
-    assert store.noted == noted
+    cache = DatasetCache(store, ByteBudget(budget), 300, lambda index: BatchedDataDict(dict(whole.select(index))))
+    result = [cache.rows(np.array(index)) for index in ([299, 0, 299], [7])]
+    assert [batch["uid"] for batch in result] == [["row 299", "row 0", "row 299"], ["row 7"]]
+    assert [batch.row_ids.tolist() for batch in result] == [[0, 1, 2], [0]]
+    assert result[0]["input_ids"].values[:4].tolist() == whole["input_ids"][299].tolist()
+    assert store.offloaded == expected
     assert cache.rows(np.zeros(0, dtype=np.int64)).num_rows == 0
 
 
-def test_datasets_share_what_they_may_take():
+def test_datasets_share_a_byte_budget():
     whole, store, byte_budget = rows(300), CountingStore(), ByteBudget(BLOCK)
     first, second = (DatasetCache(store, byte_budget, 300, lambda index: whole.select(index)) for _ in range(2))
     first.rows(np.array([0]))
     second.rows(np.array([0]))
-    assert store.noted == [(256, True), (1, False)]
+    assert store.offloaded == [(256, True), (1, False)]
 
 
-def test_blocks_of_tokens_are_as_large_as_is_asked_for():
+def test_blocks_of_tokens_have_the_requested_size():
     whole, store = rows(700), CountingStore()
     cache = DatasetCache(store, ByteBudget(1e9), 700, lambda index: whole.select(index), block_bytes=2 * BLOCK + 7)
-    found = cache.rows(np.array([699, 3]))
-    assert found["uid"] == ["row 699", "row 3"]
-    assert store.noted == [(512, True), (188, True)]
+    result = cache.rows(np.array([699, 3]))
+    assert result["uid"] == ["row 699", "row 3"]
+    assert store.offloaded == [(512, True), (188, True)]
 
 
-def test_columns_that_cannot_be_put_away_are_named():
+def test_columns_that_cannot_be_offloaded_are_named():
     batch = rows()
     tokens = batch["logprobs"]
     batch["logprobs"] = tokens.with_values(tokens.values.clone().requires_grad_())

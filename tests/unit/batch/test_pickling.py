@@ -14,7 +14,7 @@ TYPES = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch
 
 
 def through_buffers(value, *, read_only=False):
-    """Pickle with out-of-band buffers, as Ray does; what comes back uses the buffers' memory."""
+    """Pickle with out-of-band buffers, as Ray does; the result uses the memory of the buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw().toreadonly() if read_only else buffer.raw() for buffer in buffers]
@@ -23,7 +23,7 @@ def through_buffers(value, *, read_only=False):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("read_only", [False, True])
-def test_columns_come_back_with_their_type_and_without_a_warning(dtype, read_only):
+def test_columns_keep_their_dtype_without_a_warning(dtype, read_only):
     ragged = Ragged(torch.tensor([0, 1, 2]).to(dtype), torch.tensor([2, 0, 1]))
     batch = BatchedDataDict({"ragged": ragged, "dense": torch.ones(3, 2).to(dtype), "list": ["a", None, {"b": 1}]})
     with warnings.catch_warnings():
@@ -38,7 +38,7 @@ def test_columns_come_back_with_their_type_and_without_a_warning(dtype, read_onl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_travel_out_of_band_and_arrive_uncopied(dtype):
+def test_values_are_pickled_out_of_band_and_not_copied(dtype):
     column = Ragged(torch.zeros(100_000, dtype=dtype), torch.tensor([60_000, 40_000]))
     batch = BatchedDataDict({"a": column, "b": torch.zeros(2, 50_000, dtype=dtype)})
     back, stream, buffers = through_buffers(batch, read_only=True)
@@ -48,13 +48,13 @@ def test_values_travel_out_of_band_and_arrive_uncopied(dtype):
     assert {back["a"].values.data_ptr(), back["b"].data_ptr()} <= addresses
 
 
-def test_a_view_sends_its_own_rows_only():
+def test_a_view_pickles_its_own_rows_only():
     column = Ragged(torch.zeros(100_000), torch.full((100,), 1_000))
     _, _, buffers = through_buffers(BatchedDataDict({"a": column}).select([3, 4]))
     assert sum(buffer.raw().nbytes for buffer in buffers) < 2 * 1_000 * 4 + 1_000
 
 
-def test_memory_outlives_the_buffers_it_came_in():
+def test_tensors_keep_the_buffers_alive():
     def arrive():
         return through_buffers(Ragged(torch.arange(50_000), torch.tensor([50_000])), read_only=True)[0]
 
@@ -72,7 +72,7 @@ def test_every_protocol_and_both_copies_work(protocol):
     assert copy.deepcopy(batch)["b"].data_ptr() != batch["b"].data_ptr()
 
 
-def test_empty_batches_and_strided_columns_travel():
+def test_empty_batches_and_strided_columns_can_be_pickled():
     empty = BatchedDataDict({"a": Ragged.from_rows([], torch.int64), "b": torch.zeros(0, 3), "c": []})
     back, _, _ = through_buffers(empty, read_only=True)
     assert (back.num_rows, back["a"].num_rows, list(back["b"].shape)) == (0, 0, [0, 3])
@@ -80,7 +80,7 @@ def test_empty_batches_and_strided_columns_travel():
     assert through_buffers(strided)[0]["b"].tolist() == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_the_graph_does_not_travel():
+def test_tensors_on_the_autograd_graph_are_refused():
     values = torch.ones(2, requires_grad=True)
     for column in (values, Ragged(values, torch.tensor([1, 1]))):
         with pytest.raises(DataError, match="'loss': a tensor on the autograd graph"):

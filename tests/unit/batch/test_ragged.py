@@ -18,10 +18,10 @@ def lists(column: Ragged) -> list[list[int]]:
 @few
 @given(ROWS, st.data())
 def test_select_takes_the_rows_a_list_would_take(rows, data):
-    wanted = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=9)) if rows else []
-    picked = Ragged.from_rows(rows, torch.int64).select(wanted)
-    assert lists(picked) == [rows[row] for row in wanted]
-    assert picked.lengths.tolist() == [len(rows[row]) for row in wanted]
+    selected = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=9)) if rows else []
+    result = Ragged.from_rows(rows, torch.int64).select(selected)
+    assert lists(result) == [rows[row] for row in selected]
+    assert result.lengths.tolist() == [len(rows[row]) for row in selected]
 
 
 @few
@@ -37,9 +37,9 @@ def test_padding_and_back_gives_the_same_rows(rows, extra):
 @few
 @given(ROWS, st.data())
 def test_with_lengths_cuts_and_fills_with_zeros(rows, data):
-    wanted = [data.draw(st.integers(0, 7)) for _ in rows]
-    column = Ragged.from_rows(rows, torch.int64).with_lengths(torch.tensor(wanted, dtype=torch.int64))
-    assert lists(column) == [(row + [0] * 7)[:n] for row, n in zip(rows, wanted, strict=True)]
+    lengths = [data.draw(st.integers(0, 7)) for _ in rows]
+    column = Ragged.from_rows(rows, torch.int64).with_lengths(torch.tensor(lengths, dtype=torch.int64))
+    assert lists(column) == [(row + [0] * 7)[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
 @few

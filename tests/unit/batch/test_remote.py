@@ -1,4 +1,4 @@
-"""Columns that lie elsewhere: whatever is done to them gives, once they are fetched, what it does to the columns."""
+"""Remote columns: any operation on them gives, once fetched, the result of the operation on the columns themselves."""
 
 import pickle
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,27 @@ from rlpack.packing import Batching, make_plan
 
 
 class InMemoryStore:
-    """Parts by number; it notes which were asked for."""
+    """Payloads by number; records which were read."""
 
     def __init__(self) -> None:
-        self.parts: list[dict[str, Any]] = []
-        self.asked: list[Handle] = []
+        self.payloads: list[dict[str, Any]] = []
+        self.read: list[Handle] = []
 
-    def fetch(self, parts: Sequence[Handle]) -> Sequence[Mapping[str, Any]]:
-        self.asked += parts
-        return [self.parts[int(str(part))] for part in parts]
+    def read_payloads(self, handles: Sequence[Handle]) -> Sequence[Mapping[str, Any]]:
+        self.read += handles
+        return [self.payloads[int(str(handle))] for handle in handles]
 
-    def hold(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all that can be put away put away, as it would be in a store."""
-        found, parts = offload(batch)
-        self.parts += [pickle.loads(pickle.dumps(part)) for part in parts]
-        return found.with_handles(range(len(self.parts) - len(parts), len(self.parts)))
+    def offload(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch with its payloads in this store."""
+        offloaded, payloads = offload(batch)
+        self.payloads += [pickle.loads(pickle.dumps(payload)) for payload in payloads]
+        return offloaded.with_handles(range(len(self.payloads) - len(payloads), len(self.payloads)))
 
-    def back(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return a batch with what was put away."""
-        found = pickle.loads(pickle.dumps(batch))
-        found.reader = self.fetch
-        return BatchedDataDict(dict(found), row_ids=found.row_ids)
+    def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch with its columns fetched."""
+        received = pickle.loads(pickle.dumps(batch))
+        received.reader = self.read_payloads
+        return BatchedDataDict(dict(received), row_ids=received.row_ids)
 
 
 def batch_of(lengths: Sequence[int], *, first: int = 0) -> BatchedDataDict:
@@ -52,19 +52,19 @@ def batch_of(lengths: Sequence[int], *, first: int = 0) -> BatchedDataDict:
     return BatchedDataDict(columns, row_ids=np.arange(first, first + len(lengths)))
 
 
-def same(found: BatchedDataDict, expected: BatchedDataDict) -> None:
-    assert list(found) == list(expected)
-    assert found.row_ids.tolist() == expected.row_ids.tolist()
+def assert_same(result: BatchedDataDict, expected: BatchedDataDict) -> None:
+    assert list(result) == list(expected)
+    assert result.row_ids.tolist() == expected.row_ids.tolist()
     for name in expected:
         if isinstance(expected[name], Ragged):
-            assert found[name].lengths.tolist() == expected[name].lengths.tolist()
-            assert torch.equal(found[name].values, expected[name].values), name
-            assert found[name].values.dtype == expected[name].values.dtype
+            assert result[name].lengths.tolist() == expected[name].lengths.tolist()
+            assert torch.equal(result[name].values, expected[name].values), name
+            assert result[name].values.dtype == expected[name].values.dtype
         elif isinstance(expected[name], torch.Tensor):
-            assert torch.equal(found[name], expected[name]), name
-            assert found[name].dtype == expected[name].dtype
+            assert torch.equal(result[name], expected[name]), name
+            assert result[name].dtype == expected[name].dtype
         else:
-            assert list(found[name]) == list(expected[name])
+            assert list(result[name]) == list(expected[name])
 
 
 lengths_of_rows = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -76,11 +76,11 @@ lengths_of_rows = st.lists(st.integers(0, 9), min_size=1, max_size=8)
     seed=st.integers(0, 99),
 )
 @settings(max_examples=80, deadline=None)
-def test_selected_repeated_and_joined_columns_are_the_same_elsewhere(sizes: list[list[int]], n: int, seed: int):
+def test_selected_repeated_and_joined_remote_columns_equal_local_ones(sizes: list[list[int]], n: int, seed: int):
     store, random = InMemoryStore(), np.random.default_rng(seed)
-    here = [batch_of(lengths, first=1000 * number) for number, lengths in enumerate(sizes)]
-    there = [store.hold(part) for part in here]
-    batch, remote = BatchedDataDict.concat(here), BatchedDataDict.concat(there)
+    local = [batch_of(lengths, first=1000 * number) for number, lengths in enumerate(sizes)]
+    remote_parts = [store.offload(part) for part in local]
+    batch, remote = BatchedDataDict.concat(local), BatchedDataDict.concat(remote_parts)
     rows = random.integers(0, batch.num_rows, random.integers(0, 12))
     for change in (
         lambda b: b,
@@ -89,7 +89,7 @@ def test_selected_repeated_and_joined_columns_are_the_same_elsewhere(sizes: list
         lambda b: b.select(rows).repeat_interleave(n).rename({"texts": "answers"}).drop(["vectors"]),
         lambda b: BatchedDataDict.concat([b.select(rows), b.select(rows[::-1])]),
     ):
-        same(store.back(change(remote)), change(batch))
+        assert_same(store.fetch(change(remote)), change(batch))
 
 
 @given(
@@ -99,42 +99,40 @@ def test_selected_repeated_and_joined_columns_are_the_same_elsewhere(sizes: list
     mode=st.sampled_from(["packed", "dynamic"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_shards_and_what_ranks_give_back_are_the_same_elsewhere(
-    lengths: list[int], ranks: int, overlong: Any, mode: Any
-):
+def test_remote_shards_and_results_equal_local_ones(lengths: list[int], ranks: int, overlong: Any, mode: Any):
     store, batch = InMemoryStore(), batch_of(lengths)
-    remote = store.hold(batch)
+    remote = store.offload(batch)
     plan = make_plan(batch.token_counts(), Batching(mode=mode, max_tokens=6, overlong=overlong), dp_size=ranks)
-    results, away = [], []
-    for shard, elsewhere in zip(batch.shard(plan), remote.shard(plan), strict=True):
-        same(store.back(elsewhere), shard)
-        elsewhere.reader = store.fetch
+    results, remote_results = [], []
+    for shard, remote_shard in zip(batch.shard(plan), remote.shard(plan), strict=True):
+        assert_same(store.fetch(remote_shard), shard)
+        remote_shard.reader = store.read_payloads
         for step in range(shard.num_steps):
-            for view, other in zip(shard.microbatches(step), elsewhere.microbatches(step), strict=True):
-                same(other.rows, view.rows)
+            for view, other in zip(shard.microbatches(step), remote_shard.microbatches(step), strict=True):
+                assert_same(other.rows, view.rows)
         results.append(shard.select(np.arange(shard.num_rows)[::-1]))
-        away.append(store.hold(results[-1]))
-    same(store.back(remote.restore(away, plan=plan)), batch.restore(results, plan=plan))
+        remote_results.append(store.offload(results[-1]))
+    assert_same(store.fetch(remote.restore(remote_results, plan=plan)), batch.restore(results, plan=plan))
 
 
-def test_only_parts_that_rows_lie_in_are_asked_for_and_only_once_read():
+def test_only_payloads_of_selected_rows_are_read_and_only_on_access():
     store = InMemoryStore()
-    parts = [store.hold(batch_of([2, 3], first=10 * number)) for number in range(3)]
+    parts = [store.offload(batch_of([2, 3], first=10 * number)) for number in range(3)]
     chosen = BatchedDataDict.concat(parts).select([5, 2])
     assert chosen.token_counts().tolist() == [3, 2]
     assert chosen.keep(["texts"]).num_rows == 2
-    assert store.asked == []
-    chosen.reader = store.fetch
+    assert store.read == []
+    chosen.reader = store.read_payloads
     assert chosen["texts"] == ["text 21", "text 10"]
     assert chosen["texts"] == ["text 21", "text 10"]
-    # The texts of batch n are part 2n + 1, its tokens 2n.
-    assert store.asked == [3, 5]
+    # The tokens of batch n are payload 2n, its texts payload 2n + 1.
+    assert store.read == [3, 5]
     assert chosen.select([1, 1])["input_ids"].lengths.tolist() == [2, 2]
-    assert store.asked == [3, 5, 2]
+    assert store.read == [3, 5, 2]
 
 
-def test_what_lies_elsewhere_is_no_tensor_until_it_is_fetched():
-    remote = InMemoryStore().hold(batch_of([2, 3]))
+def test_remote_columns_are_not_tensors_until_they_are_fetched():
+    remote = InMemoryStore().offload(batch_of([2, 3]))
     for read in (lambda: remote.ragged("input_ids"), lambda: remote.padded("input_ids"), lambda: remote.to("cpu")):
         with pytest.raises(
             DataError, match=r"'input_ids' is remote: RemoteColumn\(int64, 2 rows in 1 payloads\); fetch"
@@ -147,6 +145,6 @@ def test_what_lies_elsewhere_is_no_tensor_until_it_is_fetched():
 def test_the_pickle_of_a_remote_batch_does_not_grow_with_its_tokens():
     sizes = []
     for scale in (1, 16):
-        remote = InMemoryStore().hold(batch_of([8 * scale] * 64))
+        remote = InMemoryStore().offload(batch_of([8 * scale] * 64))
         sizes.append(len(pickle.dumps(remote)))
     assert sizes[1] <= 1.01 * sizes[0]

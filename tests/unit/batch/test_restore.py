@@ -1,4 +1,4 @@
-"""Sharding by real plans: whatever the mode, the ranks and what happens in between, rows come back in order."""
+"""Sharding by real plans: rows are restored in order for any mode, number of ranks and operations in between."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ MINI = st.sampled_from([None, 1, 5, 7])
 
 
 def make(lengths: list[int]) -> BatchedDataDict:
-    """A batch whose tokens tell their row and place."""
+    """Return a batch whose tokens encode their row and position."""
     rows = [[100 * row + place for place in range(n)] for row, n in enumerate(lengths)]
     return BatchedDataDict(
         {
@@ -50,7 +50,7 @@ def plan_of(batch: BatchedDataDict, batching: Batching, ranks: int, mini: int | 
 
 
 def work(shard: BatchedDataDict) -> BatchedDataDict:
-    """What a role does: walk every microbatch, put tokens into slots, take results out of slots, in that order."""
+    """Process every microbatch as a role does: scatter tokens into slots, compute, gather the results from slots."""
     outputs = []
     for step in range(shard.num_steps):
         for view in shard.microbatches(step):
@@ -141,8 +141,8 @@ def test_ids_of_an_earlier_selection_are_restored_too(lengths, batching, ranks, 
 def test_a_subset_leaves_microbatches_smaller_never_fewer(lengths, batching, ranks, mini, data):
     batch = make(lengths)
     for shard in batch.shard(plan_of(batch, batching, ranks, mini)):
-        kept = data.draw(st.lists(st.booleans(), min_size=shard.num_rows, max_size=shard.num_rows))
-        subset = shard.select(np.array(kept, dtype=bool))
+        remaining = data.draw(st.lists(st.booleans(), min_size=shard.num_rows, max_size=shard.num_rows))
+        subset = shard.select(np.array(remaining, dtype=bool))
         for step in range(shard.num_steps):
             before, after = list(shard.microbatches(step)), list(subset.microbatches(step))
             assert len(before) == len(after)
@@ -151,11 +151,11 @@ def test_a_subset_leaves_microbatches_smaller_never_fewer(lengths, batching, ran
                 assert new.rows.row_ids.tolist() == [row for row in old.rows.row_ids.tolist() if row in ids]
                 assert new.is_dummy == (new.rows.num_rows == 0)
         assert sum(view.rows.num_rows for step in range(subset.num_steps) for view in subset.microbatches(step)) == sum(
-            kept
+            remaining
         )
 
 
-def test_an_emptied_microbatch_is_as_small_as_a_filler():
+def test_an_emptied_microbatch_is_as_small_as_a_dummy():
     for batching in (Batching(max_tokens=16), Batching(mode="dynamic", max_tokens=16, length_multiple=4)):
         [shard] = make([16, 15]).shard(plan_of(make([16, 15]), batching, 1))
         views = list(shard.select([0]).microbatches())

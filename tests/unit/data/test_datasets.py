@@ -31,7 +31,7 @@ def test_rows_of_a_jsonl_file_become_examples(tmp_path):
     assert (len(dataset), dataset[1].uid) == (2, "second")
 
 
-def test_columns_go_by_name(tmp_path):
+def test_columns_are_read_by_name(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     source = jsonl(tmp_path, {"messages": messages, "target": [1, 2], "worked": "text", "prompt": 7})
     example = load(source, prompt_column="messages", answer_column="target", completion_column="worked")[0]
@@ -40,7 +40,7 @@ def test_columns_go_by_name(tmp_path):
     assert load(source, prompt_column="messages", answer_column=None)[0].answer is None
 
 
-def test_parquet_gives_what_jsonl_gives(tmp_path):
+def test_parquet_and_jsonl_give_the_same_examples(tmp_path):
     rows = [{**GOOD, "extra": {"nested": [1, 2]}}, {**GOOD, "prompt": "אב 😀", "extra": {"nested": []}}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert list(load(str(tmp_path / "rows.parquet"))) == list(load(jsonl(tmp_path, *rows)))
@@ -53,7 +53,7 @@ def test_the_byte_order_mark_carriage_returns_and_blank_lines_are_fine(tmp_path)
     assert list(load(str(odd))) == list(load(plain))
 
 
-def test_a_text_may_hold_any_character(tmp_path):
+def test_a_text_may_have_any_character(tmp_path):
     prompts = ["nul \0 in", "עברית", "👩‍👩‍👧", "<eos> <|im_end|>", "line\nbreak\u2028", "x" * 10_000_000]
     dataset = load(jsonl(tmp_path, *[{"prompt": prompt, "answer": ""} for prompt in prompts]))
     assert [example.prompt for example in dataset] == prompts
@@ -73,7 +73,7 @@ def test_the_generator_has_two_splits_that_share_no_prompt():
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_of_the_few_short_prompts_most_can_be_trained_on(seed):
+def test_most_of_the_few_short_prompts_are_in_the_training_split(seed):
     train = load("arithmetic", seed=seed, generator={"train_size": 4096, "validation_size": 256})
     short = {example.prompt for example in train if len(example.prompt) == len("a0b0=")}
     assert 16 / 2 < len(short) < 16
@@ -141,7 +141,7 @@ def test_uids_are_distinct(tmp_path):
         load(jsonl(tmp_path, {**GOOD, "uid": "a"}, {**GOOD, "uid": "b"}, {**GOOD, "uid": "a"}))
 
 
-def test_a_demonstration_has_to_be_text(tmp_path):
+def test_a_demonstration_must_be_text(tmp_path):
     with pytest.raises(DataError, match=r":1: worked is None"):
         load(jsonl(tmp_path, {**GOOD, "worked": None}), completion_column="worked")
     with pytest.raises(DataError, match=r"no column 'worked'; it has .*; set data.completion_column"):
@@ -156,7 +156,7 @@ def test_a_missing_file_is_named():
 @pytest.mark.parametrize(
     "source", ["./nothing", "../nothing", "~/nothing", "/no/such/folder", "a.json", "a.csv", "a.jsonl.gz", "b/a.TXT"]
 )
-def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(source, monkeypatch, tmp_path):
+def test_paths_are_never_looked_up_on_the_hub(source, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlpack.data.datasets._hub", lambda *_: pytest.fail("went to the hub"))
     with pytest.raises(DataError, match=f"there is no file {re.escape(source)}; set data.source"):
@@ -168,7 +168,7 @@ def test_a_user_without_a_home_is_named():
         load("~no-such-user/rows.jsonl")
 
 
-def test_the_nearest_name_in_the_folder_is_suggested(tmp_path):
+def test_the_closest_name_in_the_folder_is_suggested(tmp_path):
     jsonl(tmp_path, GOOD)
     (tmp_path / "row.txt").write_text("")
     for wrong in ("row.jsonl", "rows.json", "rows.jsonl.gz"):
@@ -188,7 +188,7 @@ def test_a_file_of_another_kind_is_refused_at_once(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_text_of_a_parquet_file_has_to_be_utf_8(tmp_path, nested):
+def test_text_of_a_parquet_file_must_be_utf_8(tmp_path, nested):
     offsets = pa.py_buffer(np.array([0, 1, 2], dtype=np.int32).tobytes())
     text = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
     column = pa.StructArray.from_arrays([text], ["inner"]) if nested else text
@@ -219,7 +219,7 @@ def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path, monkeypatch):
         load(str(folder), split="test")
 
 
-def test_a_hub_that_can_not_be_reached_is_said_in_time(monkeypatch):
+def test_an_unreachable_hub_is_reported_in_time(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(DataError, match=r"dataset 'nobody/nothing' .*127.0.0.1:9 can't be reached"):

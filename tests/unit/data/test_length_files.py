@@ -16,8 +16,8 @@ def test_lengths_come_from_lines_arrays_and_tables(tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.array([3, 0, 7], dtype=np.int32))
     pyarrow.parquet.write_table(pyarrow.table({"tokens": [3, 0, 7]}), tmp_path / "table.parquet")
     for name in ("plain.jsonl", "rows.jsonl", "array.npy", "table.parquet"):
-        found = read_lengths(tmp_path / name, None if name == "plain.jsonl" else "tokens")
-        assert (found.tolist(), found.dtype) == ([3, 0, 7], np.int64)
+        result = read_lengths(tmp_path / name, None if name == "plain.jsonl" else "tokens")
+        assert (result.tolist(), result.dtype) == ([3, 0, 7], np.int64)
 
 
 BAD_LINES = {
@@ -40,7 +40,7 @@ def test_a_bad_line_is_named_with_its_value(tmp_path: Path, name: str) -> None:
         read_lengths(tmp_path / "lengths.jsonl")
 
 
-def test_files_that_hold_no_lengths_are_refused(tmp_path: Path) -> None:
+def test_files_without_lengths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"no array")
     (tmp_path / "x.parquet").write_bytes(b"no table")
     np.save(tmp_path / "wide.npy", np.ones((2, 2), dtype=int))
@@ -63,7 +63,7 @@ def test_files_that_hold_no_lengths_are_refused(tmp_path: Path) -> None:
         read_lengths(tmp_path / "x.csv")
 
 
-def test_a_column_of_plain_numbers_or_one_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_column_of_plain_numbers_and_a_duplicate_column_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_text("3\n4\n")
     with pytest.raises(DataError, match="has plain numbers, which have no column 'tokens'; remove --column"):
         read_lengths(tmp_path / "plain.jsonl", "tokens")

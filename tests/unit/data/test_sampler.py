@@ -24,7 +24,7 @@ def test_every_epoch_is_a_permutation(seed, epoch, size):
 
 @few
 @given(st.integers(0, 9), st.integers(1, 12), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
-def test_the_prompts_of_a_run_do_not_depend_on_where_it_was_cut(seed, size, start, first, second):
+def test_the_prompts_of_a_run_do_not_depend_on_where_it_was_interrupted(seed, size, start, first, second):
     whole = prompt_positions(seed, size, start, first + second)
     parts = [prompt_positions(seed, size, start, first), prompt_positions(seed, size, start + first, second)]
     for axis in range(2):
@@ -33,7 +33,7 @@ def test_the_prompts_of_a_run_do_not_depend_on_where_it_was_cut(seed, size, star
 
 @few
 @given(st.integers(0, 9), st.integers(1, 12), st.integers(1, 4))
-def test_whole_epochs_go_through_every_row_once(seed, size, epochs):
+def test_every_epoch_visits_every_row_once(seed, size, epochs):
     epoch, row = prompt_positions(seed, size, 0, size * epochs)
     assert epoch.tolist() == np.repeat(np.arange(epochs), size).tolist()
     assert (np.bincount(row, minlength=size) == epochs).all()
@@ -44,14 +44,14 @@ def test_epochs_and_seeds_give_other_orders():
     assert len(orders) == 25
 
 
-def test_the_order_is_fixed_for_ever():
-    """These were drawn once; another order would make old runs resume with other prompts."""
+def test_the_order_never_changes():
+    """With another order, old runs would resume with other prompts."""
     words = np.random.Philox(key=np.array([3, 1], dtype=np.uint64)).random_raw(5)
     slow = sorted(range(5), key=lambda row: int(words[row]))
     assert epoch_order(3, 1, 5).tolist() == slow
 
 
-def test_orders_can_not_be_written_into():
+def test_orders_are_read_only():
     with pytest.raises(ValueError, match="read-only"):
         epoch_order(1, 0, 4)[0] = 3
 
@@ -62,7 +62,7 @@ def test_positions_outside_a_run_are_refused(size, start, count):
         prompt_positions(1, size, start, count)
 
 
-def test_seeds_do_not_depend_on_neighbours():
+def test_seeds_do_not_depend_on_other_rows():
     positions = np.array([5, 0, 9])
     seeds = row_seeds(1, 7, positions, 4).reshape(3, 4)
     alone = [row_seeds(1, 7, positions[k : k + 1], 4).tolist() for k in range(3)]
@@ -75,6 +75,6 @@ def test_seeds_of_all_runs_steps_rows_and_samples_differ():
     assert np.unique(np.concatenate(seeds)).size == 5 * 5 * 50 * 8
 
 
-def test_bits_of_seeds_are_even():
+def test_bits_of_seeds_are_balanced():
     bits = np.unpackbits(row_seeds(1, 0, np.arange(2_000), 4).view(np.uint8)).reshape(-1, 64)
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / np.sqrt(8_000)

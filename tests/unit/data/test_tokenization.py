@@ -44,7 +44,7 @@ def chat():
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from(MIXED), min_size=1))
-def test_one_token_a_character_and_back(tokenizer, text):
+def test_every_character_is_one_token_and_decodes_to_itself(tokenizer, text):
     ids = encode_prompt(tokenizer, Example("0", text), chat_template=False)
     assert ids == [3 + MIXED.index(character) for character in text]
     assert tokenizer.decode(ids) == text
@@ -60,7 +60,7 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
     assert loaded.decode(ids) == "ab \n😀<eos>"
 
 
-def test_specials_in_a_users_text_are_characters(tokenizer):
+def test_special_tokens_in_user_text_are_characters(tokenizer):
     ids = encode_prompt(tokenizer, Example("0", "a<eos>"), chat_template=False)
     assert ids == [3 + MIXED.index(character) for character in "a<eos>"]
 
@@ -70,7 +70,7 @@ def test_demonstrations_end_with_one_end_of_sequence(tokenizer):
     assert ids == [3 + MIXED.index(character) for character in "b<eos>"] + [tokenizer.eos_token_id]
 
 
-def test_messages_are_rendered_and_their_specials_are_characters(chat):
+def test_messages_are_rendered_and_their_special_tokens_are_characters(chat):
     letter = {character: 3 + index for index, character in enumerate(MIXED + "u")}
     spelled = [letter[character] for character in "<eos>"]
     messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "a<eos><eos>b"}]
@@ -86,7 +86,7 @@ def test_a_text_prompt_through_a_template_is_one_message_of_the_user(chat):
     assert text == chat.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-def test_the_alphabet_of_a_dataset_writes_all_its_texts():
+def test_the_alphabet_of_a_dataset_encodes_all_its_texts():
     examples = [
         Example("0", [{"role": "user", "content": "xy"}], answer=42),
         Example("1", "b", demonstration="ab", answer=None),
@@ -104,12 +104,12 @@ def test_the_alphabet_of_a_dataset_writes_all_its_texts():
         (Example("row-7", ""), False, "'row-7' has no tokens"),
     ],
 )
-def test_prompts_that_can_not_be_written_are_named(tokenizer, example, chat_template, text):
+def test_prompts_that_can_not_be_encoded_are_named(tokenizer, example, chat_template, text):
     with pytest.raises(DataError, match=text):
         encode_prompt(tokenizer, example, chat_template=chat_template)
 
 
-def test_a_template_that_refuses_is_named(chat):
+def test_a_template_that_rejects_messages_is_named(chat):
     chat.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(DataError, match=r"'row-7': the chat template of .* rejects it: no system role"):
         encode_prompt(chat, Example("row-7", "a"), chat_template=True)
@@ -125,6 +125,6 @@ def test_demonstrations_need_a_text_and_an_end(tokenizer):
 
 
 @pytest.mark.parametrize("alphabet", ["", "aba"])
-def test_alphabets_name_every_character_once(alphabet):
+def test_alphabets_have_every_character_once(alphabet):
     with pytest.raises(DataError, match="every character once"):
         character_tokenizer(alphabet)
