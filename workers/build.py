@@ -19,7 +19,7 @@ from rlpack.distributed.errors import PlacementError
 from rlpack.models import attention
 from rlpack.models.adapters import add_adapters
 from rlpack.models.checks import check_isolation
-from rlpack.models.heads import TokenHead
+from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel
@@ -70,7 +70,7 @@ def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, 
     return _shard_and_check(policy, config, role, tokenizer, context)
 
 
-def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> TokenHead:
+def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> ScalarHeadModel:
     """Return a critic with a new value head, sharded and checked.
 
     Raises:
@@ -80,12 +80,12 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: Ra
     path = config.critic.path
     model = config.model if path is None else Model(path=path, revision=config.critic.revision)
     lm = build_model(model, tokenizer, context, seed=config.seed)
-    critic = TokenHead(cast(PreTrainedModel, lm.base_model))
+    critic = ScalarHeadModel(cast(PreTrainedModel, lm.base_model))
     freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
     return _shard_and_check(critic, config, "critic", tokenizer, context)
 
 
-def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> TokenHead:
+def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> ScalarHeadModel:
     """Return the classifier of `reward_model.path`, sharded and checked.
 
     Raises:
@@ -94,7 +94,7 @@ def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, conte
     """
     vocab_size, device = len(tokenizer), context.torch_device
     classifier = load_classifier(config.reward_model, vocab_size=vocab_size, device=device)
-    model = TokenHead(cast(PreTrainedModel, classifier.base_model), linear_head(classifier))
+    model = ScalarHeadModel(cast(PreTrainedModel, classifier.base_model), linear_head(classifier))
     return _shard_and_check(model, config, "reward_model", tokenizer, context)
 
 

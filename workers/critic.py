@@ -16,7 +16,7 @@ from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
-from rlpack.models.heads import TokenHead
+from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_weights
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
@@ -36,7 +36,13 @@ class CriticWorker(Worker, Trainable):
     """One data-parallel rank of the critic (FSDP2) with its optimizer."""
 
     def __init__(
-        self, context: RankContext, critic: TokenHead, settings: Critic, algorithm: Algorithm, *, pad_token_id: int
+        self,
+        context: RankContext,
+        critic: ScalarHeadModel,
+        settings: Critic,
+        algorithm: Algorithm,
+        *,
+        pad_token_id: int,
     ) -> None:
         super().__init__(context)
         self._critic = critic
@@ -145,7 +151,7 @@ class CriticWorker(Worker, Trainable):
     def _values(self, view: MicrobatchView) -> Tensor:
         """Return the values of a microbatch's tokens, f32 [T], on the CPU."""
         inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
-        return self._critic(inputs, before=True).cpu()
+        return self._critic(inputs, before_token=True).cpu()
 
 
 def _row_moments(name: str, values: Tensor, mask: Ragged) -> dict[str, Ragged | Tensor]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.config.schema import Config
 from rlpack.data.tokenization import pad_id
-from rlpack.models.heads import TokenHead
+from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.worker import RankContext, Worker, sharded
 from rlpack.workers.build import build_reward_model
@@ -19,7 +19,7 @@ from rlpack.workers.inference import compute_per_token
 class RewardModelWorker(Worker):
     """One data-parallel rank of the classifier (FSDP2), which is not trained."""
 
-    def __init__(self, context: RankContext, model: TokenHead, weight: float, *, pad_token_id: int) -> None:
+    def __init__(self, context: RankContext, model: ScalarHeadModel, weight: float, *, pad_token_id: int) -> None:
         super().__init__(context)
         self._model = model.eval()
         self._weight = weight
@@ -52,4 +52,4 @@ class RewardModelWorker(Worker):
     def _token_scores(self, view: MicrobatchView) -> Tensor:
         """Return the classifier's output at each token of a microbatch, f32 [T], on the CPU."""
         inputs = to_model_inputs(view, device=self.context.torch_device, pad_token_id=self._pad_token_id)
-        return self._model(inputs, before=False).cpu()
+        return self._model(inputs, before_token=False).cpu()

@@ -19,8 +19,8 @@ from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.prompts import Prompts
 from rlpack.data.tokenization import eos_id, pad_id, tokenizer_name
-from rlpack.models.heads import TokenHead
-from rlpack.models.loading import check_classifier, check_same_tokens, outline
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.loading import build_meta_model, check_classifier, check_same_tokenizer
 from rlpack.models.optimizers import freeze
 from rlpack.packing import Batching
 from rlpack.recipes.preflight.resource_checks import check_resources
@@ -55,7 +55,7 @@ def check_before_start(
         DataError: a row used for training or evaluation has no demonstration or one over the token budget, or the
             tokenizer has no token that ends a response.
     """
-    model = outline(config.model, vocab_size=len(tokenizer))
+    model = build_meta_model(config.model, vocab_size=len(tokenizer))
     spec = recipe_of(config)
     if spec.generates:
         _check_end_of_sequence(config, tokenizer)
@@ -97,12 +97,12 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
     if "critic" in started_roles(config):
         initial = copy.deepcopy(model)
         if (path := config.critic.path) is not None:
-            initial = outline(
+            initial = build_meta_model(
                 Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
             )
             way_out = "leave critic.path=null, or choose a model of the policy's family"
-            check_same_tokens(path, config.critic.revision, tokenizer, key="critic.path", way_out=way_out)
-        critic = TokenHead(cast(PreTrainedModel, initial.base_model))
+            check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path", way_out=way_out)
+        critic = ScalarHeadModel(cast(PreTrainedModel, initial.base_model))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
 
 

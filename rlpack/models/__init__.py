@@ -1,6 +1,7 @@
-"""Models: loading, packed attention, token log-probabilities, sharding.
+"""Models: loading, packed attention, token log-probabilities, heads, adapters, optimizers, sharding.
 
-`loading` makes a model and its tokenizer, `attention` keeps packed sequences apart and `isolation` proves it,
-`inputs` turns a microbatch into tensors, `policy` with `logprobs` scores tokens without ever holding all logits, and
-`parallel` shards weights over ranks (FSDP2).
+`loading` builds a model and its tokenizer, `attention` keeps packed sequences apart and `checks` verifies it, `inputs`
+turns a microbatch into tensors, `packed` is the base of `policy` (log-probs, by `logprobs`) and `heads` (scalars),
+`adapters`, `patterns` and `optimizers` choose and train weights, `parallel` shards them over ranks (FSDP2), and
+`flops` estimates what a sequence costs.
 """

@@ -1,8 +1,8 @@
 """Attention that keeps packed sequences apart, under the name `rlpack` in transformers' attention interface.
 
-A packed row holds S sequences side by side; `Segments` says where they end and reaches every layer as the keyword
-`packed=`. Without it the rows are right-padded, and causal attention alone keeps padding out of what real tokens see.
-No mask of the row's size is ever built: transformers makes none for a name that its mask interface doesn't know.
+A packed row holds S sequences back to back; `Segments` holds their boundaries and reaches every layer as the keyword
+`packed=`. Without it, rows are right-padded, and causal attention alone hides padding from real tokens.
+No mask of the row's size is built: transformers makes none for a name that its mask interface doesn't know.
 
 Letters: B rows, H heads, L positions of a row or a segment, D head size, T = B·L slots, S segments.
 """
@@ -23,19 +23,19 @@ from rlpack.models.errors import ModelError
 
 NAME = "rlpack"
 
-# A layer passes these to its attention function; a value here changes the result in a way that is not built here.
+# Options that layers pass to their attention function and that would change the result in unsupported ways.
 _UNSUPPORTED = ("s_aux", "position_bias", "cache", "past_key_values", "output_attentions")
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the sequences of one packed row end.
+    """The boundaries of the sequences in one packed row.
 
     Attributes:
-        cu_seqlens: int32 [S+1] on the model's device, from 0 to the row's last slot: every slot is in a segment, or
-            varlen kernels would leave its output uninitialised.
+        cu_seqlens: int32 [S+1] on the model's device, from 0 to the row's last slot. Every slot is in a segment:
+            varlen kernels leave the output of others uninitialized.
         lengths: the segments' lengths on the host, so that no layer waits for the device.
-        max_seqlen: the longest segment.
+        max_seqlen: length of the longest segment.
     """
 
     cu_seqlens: Tensor
@@ -43,20 +43,20 @@ class Segments:
     max_seqlen: int
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Segments":
+    def from_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Segments":
         """Build from lengths; empty segments are left out.
 
-        >>> Segments.of([3, 0, 2]).cu_seqlens.tolist()
+        >>> Segments.from_lengths([3, 0, 2]).cu_seqlens.tolist()
         [0, 3, 5]
         """
-        kept = tuple(length for length in lengths if length > 0)
-        ends = torch.tensor((0, *kept), dtype=torch.int64).cumsum(0).to(torch.int32)
-        return cls(ends.to(device), kept, max(kept, default=0))
+        nonempty = tuple(length for length in lengths if length > 0)
+        ends = torch.tensor((0, *nonempty), dtype=torch.int64).cumsum(0).to(torch.int32)
+        return cls(ends.to(device), nonempty, max(nonempty, default=0))
 
 
 @dataclass(frozen=True)
-class _Rules:
-    """What a layer asks of attention beside causality."""
+class _Options:
+    """The attention options of a layer."""
 
     scaling: float | None
     dropout: float
@@ -65,7 +65,7 @@ class _Rules:
 
 
 def register() -> None:
-    """Make `rlpack` known to transformers in this process; needed before a model is built, harmless twice."""
+    """Register `rlpack` with transformers in this process, before a model is built; idempotent."""
     AttentionInterface.register(NAME, attention)
 
 
@@ -75,21 +75,21 @@ def attention(
     """Attend causally within each packed segment, or within each right-padded row.
 
     Args:
-        module: the layer; asked only whether it is causal.
+        module: the layer; only its `is_causal` is read.
         query: [B, H, L, D]; B is 1 when packed.
         key: [B, H_kv, L, D].
         value: [B, H_kv, L, D].
-        attention_mask: has to be None.
-        **options: what transformers passes on: scaling, dropout, sliding_window, softcap, and our `packed`.
+        attention_mask: must be None.
+        **options: from transformers: scaling, dropout, sliding_window, softcap; and ours, `packed`.
 
     Returns:
         The output [B, L, H, D], and None for the attention weights, as transformers expects.
 
     Raises:
-        ModelError: the layer asks for something that would come out wrong.
+        ModelError: the layer needs something that is not supported.
     """
-    _refuse(module, query, key, attention_mask, options)
-    rules = _Rules(
+    _check_supported(module, query, key, attention_mask, options)
+    rules = _Options(
         scaling=options.get("scaling"),
         dropout=options.get("dropout", 0.0),
         window=options.get("sliding_window"),
@@ -97,49 +97,53 @@ def attention(
     )
     packed: Segments | None = options.get("packed")
     if packed is None:
-        out = _causal(query, key, value, rules)
+        out = _attend(query, key, value, rules)
     elif (kernel := _varlen_kernel(query, rules)) is not None:
         flat = [states[0].transpose(0, 1) for states in (query, key, value)]
         return kernel(flat[0], flat[1], flat[2], packed, rules).unsqueeze(0), None
     else:
-        # split, not slices: the backward of a slice fills the whole row with zeros, once a segment.
+        # split rather than slices: the backward of each slice would fill a whole row with zeros.
         parts = zip(*(states.split(packed.lengths, 2) for states in (query, key, value)), strict=True)
-        out = torch.cat([_causal(q, k, v, rules) for q, k, v in parts], 2)
+        out = torch.cat([_attend(q, k, v, rules) for q, k, v in parts], 2)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(
+def _check_supported(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> None:
-    """Raise for what this attention would get wrong without a word."""
+    """Raise for inputs whose result would be silently wrong."""
     kind = type(module).__name__
     if attention_mask is not None:
-        raise ModelError(f"{kind} passed an attention mask; {NAME} attention knows borders from `packed` alone")
+        raise ModelError(
+            f"{kind} passed an attention mask; {NAME} attention takes segment boundaries from `packed` only"
+        )
     if key.shape[2] != query.shape[2]:
         raise ModelError(
             f"{kind} has {query.shape[2]} queries and {key.shape[2]} keys; {NAME} attention has no cache: "
             "call the model with use_cache=False, or generate with another attention implementation"
         )
     if vars(module).get("is_causal") is False:
-        raise ModelError(f"{kind} is not causal; {NAME} attention serves causal language models only")
+        raise ModelError(f"{kind} is not causal; {NAME} attention supports causal language models only")
     for name in _UNSUPPORTED:
         if options.get(name) is not None and options[name] is not False:
             raise ModelError(f"{kind} passes {name}, which {NAME} attention does not support; use another model")
     packed = options.get("packed")
     if packed is not None and (query.shape[0], query.shape[2]) != (1, sum(packed.lengths)):
         raise ModelError(
-            f"{kind} has states of {query.shape[0]} x {query.shape[2]} slots for segments that cover "
+            f"{kind} has states of {query.shape[0]} x {query.shape[2]} slots, but its segments cover "
             f"1 x {sum(packed.lengths)}"
         )
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, rules: _Rules) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
     """Attend causally along axis 2: [B, H, L, D] to [B, H, L, D]."""
     if rules.softcap is not None:
-        return _soft_capped(query, key, value, rules)
+        return _attend_with_softcap(query, key, value, rules)
     length = query.shape[2]
-    # A window that no position reaches past is plain causal attention, for which kernels need no mask.
-    band = _band(length, rules.window, query.device) if rules.window is not None and rules.window < length else None
+    # A window no shorter than the row is plain causal attention, for which kernels need no mask.
+    band = (
+        _causal_mask(length, rules.window, query.device) if rules.window is not None and rules.window < length else None
+    )
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -152,43 +156,43 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, rules: _Rules) -> Tensor:
     )
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [L, L], true where a query (row) may see a key: itself and the window - 1 before it.
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [L, L], true where a query (row) sees a key: itself and the window - 1 before it.
 
-    >>> _band(3, 2, torch.device("cpu")).int().tolist()
+    >>> _causal_mask(3, 2, torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
     allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return allowed if window is None else allowed.triu(1 - window)
 
 
-def _soft_capped(query: Tensor, key: Tensor, value: Tensor, rules: _Rules) -> Tensor:
-    """Attend with scores bounded by cap·tanh(score / cap) (Gemma 2, 2024), which no SDPA kernel offers."""
+def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
+    """Attend with scores capped to cap·tanh(score / cap) (Gemma 2, 2024), which no SDPA kernel offers."""
     assert rules.softcap is not None
     repeats = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(repeats, 1) if repeats > 1 else states for states in (key, value))
     scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
     scores = (query @ key.transpose(2, 3)) * scale
     scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    scores = scores.masked_fill(~_band(query.shape[2], rules.window, query.device), float("-inf"))
+    scores = scores.masked_fill(~_causal_mask(query.shape[2], rules.window, query.device), float("-inf"))
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return F.dropout(weights, rules.dropout) @ value
 
 
-_Kernel = Callable[[Tensor, Tensor, Tensor, Segments, _Rules], Tensor]
+_Kernel = Callable[[Tensor, Tensor, Tensor, Segments, _Options], Tensor]
 
 
-def _varlen_kernel(query: Tensor, rules: _Rules) -> _Kernel | None:
-    """Return the varlen kernel that can do this on the query's device, or None for attention segment by segment."""
+def _varlen_kernel(query: Tensor, rules: _Options) -> _Kernel | None:
+    """Return a varlen kernel that supports the inputs, or None to attend segment by segment."""
     if query.device.type != "cuda" or query.dtype not in {torch.float16, torch.bfloat16} or query.shape[-1] > 256:
         return None
     if importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn
-    # torch's own varlen kernel has neither a soft cap nor dropout.
+    # torch's varlen kernel supports neither a soft cap nor dropout.
     return None if rules.softcap is not None or rules.dropout > 0 else _torch_varlen
 
 
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Rules) -> Tensor:
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
     """Call flash-attn on [T, H, D]."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
@@ -209,7 +213,7 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rul
     )
 
 
-def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Rules) -> Tensor:
+def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
     """Call torch's varlen attention on [T, H, D]."""
     function, grouped = _torch_varlen_function()
     repeats = query.shape[1] // key.shape[1]
@@ -232,7 +236,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, r
 
 @functools.cache
 def _torch_varlen_function() -> tuple[Callable[..., Any], bool]:
-    """Return torch's varlen attention, and whether this torch lets it share key heads (some versions do not)."""
+    """Return torch's varlen attention, and whether this version of torch supports grouped key heads in it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

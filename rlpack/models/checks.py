@@ -1,6 +1,6 @@
-"""The canary: packed sequences must not see each other, and must score as they do alone.
+"""The isolation check: packed sequences must not see each other, and must score as they do unpacked.
 
-A model that leaks trains without an error and learns the wrong thing, so this runs once at the start of every rank.
+A model that leaks trains without an error and learns the wrong thing, so the check runs at the start of every rank.
 """
 
 import torch
@@ -14,24 +14,25 @@ from rlpack.models.packed import PackedModel
 _LENGTHS = (23, 37, 11)
 _PERTURBED = 1
 
-# What packing may change by rounding, in nats, or as a part of hidden states; a leak or a wrong position is orders of
-# magnitude above.
+# Allowed rounding differences between packed and unpacked: in nats, or relative to the largest hidden state. A leak or
+# a wrong position is orders of magnitude larger.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 @torch.no_grad()
 def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size: int, *, role: str = "actor") -> None:
-    """Raise unless packing leaves this policy's log-probabilities alone; all ranks of a sharded policy call.
+    """Raise unless packing leaves the model's outputs unchanged; a collective if the model is sharded.
 
-    Three sequences are packed, then the middle one is replaced: nothing may change elsewhere, to the last bit, and it
-    must change itself, or the check would see nothing. Then each sequence alone has to give the same up to rounding,
-    by our head and by the model's own. The same on every run and every rank: tokens come from a fixed seed.
+    Three sequences are packed, then the middle one is replaced: its own outputs must change, or the check would prove
+    nothing, and those of the others must stay bit-equal. Then each sequence by itself must give the same outputs up to
+    rounding, through our head and through the wrapped model's. Tokens come from a fixed seed, so every run and every
+    rank checks the same.
 
     Args:
-        policy: as it will be trained; its training mode is restored.
-        device: where the model is.
+        policy: as it will run; its training mode is restored.
+        device: the model's device.
         vocab_size: tokens are drawn below it.
-        role: whose model it is, for the error.
+        role: the model's role, for the error.
 
     Raises:
         IsolationError: which property failed, by how much.
@@ -46,8 +47,8 @@ def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size:
     policy.eval()
     try:
         before, after = (_packed_scores(policy, sequences, device) for sequences in (rows, changed))
-        _check_borders(before, after)
-        _check_alone(policy, rows, before, device)
+        _check_independence(before, after)
+        _check_unpacked(policy, rows, before, device)
     except ModelError as error:
         raise IsolationError(f"{_name(policy)} can't be run packed: {error}") from error
     except IsolationError as error:
@@ -56,30 +57,32 @@ def check_isolation(policy: PackedModel, device: torch.device | str, vocab_size:
         policy.train(training)
 
 
-def _check_borders(before: list[Tensor], after: list[Tensor]) -> None:
-    """Raise if replacing one sequence moved another, or did not move itself."""
-    moved = [_distance(old, new) for old, new in zip(before, after, strict=True)]
+def _check_independence(before: list[Tensor], after: list[Tensor]) -> None:
+    """Raise if replacing one sequence changed another, or did not change itself."""
+    moved = [_max_difference(old, new) for old, new in zip(before, after, strict=True)]
     if not moved[_PERTURBED] > 0:
-        raise IsolationError("replacing a packed sequence did not change its own log-probs, so nothing can be checked")
+        raise IsolationError(
+            "replacing a packed sequence did not change its own outputs, so isolation can't be checked"
+        )
     for row, distance in enumerate(moved):
         if row != _PERTURBED and distance != 0:
             raise IsolationError(
-                f"packed sequence {row} moved by {distance:.2e} when sequence {_PERTURBED} was replaced, so "
+                f"packed sequence {row} changed by {distance:.2e} when sequence {_PERTURBED} was replaced, so "
                 "sequences see each other"
             )
 
 
-def _check_alone(policy: PackedModel, rows: list[Tensor], packed: list[Tensor], device: torch.device | str) -> None:
-    """Raise if a sequence scores otherwise when it is alone, by our head or by the model's own."""
+def _check_unpacked(policy: PackedModel, rows: list[Tensor], packed: list[Tensor], device: torch.device | str) -> None:
+    """Raise if a sequence scores differently unpacked, through our head or the wrapped model's."""
     for row, (tokens, scores) in enumerate(zip(rows, packed, strict=True)):
-        alone = _packed_scores(policy, [tokens], device)[0]
-        own = policy.probe_wrapped_model(tokens.to(device)).cpu()
+        unpacked = _packed_scores(policy, [tokens], device)[0]
+        expected = policy.probe_wrapped_model(tokens.to(device)).cpu()
         tolerance = _TOLERANCE[policy.compute_dtype]
-        for title, other in (("alone", alone), ("through the model's own head", own)):
-            distance = _distance(scores, other) / _unit(other)
+        for title, other in (("alone", unpacked), ("through the model's own head", expected)):
+            distance = _max_difference(scores, other) / _scale(other)
             if not distance <= tolerance:
                 raise IsolationError(
-                    f"sequence {row} scores {distance:.2e} apart packed and {title} (at most {tolerance:.0e})"
+                    f"sequence {row} differs by {distance:.2e} between packed and {title} (at most {tolerance:.0e})"
                 )
 
 
@@ -89,13 +92,13 @@ def _packed_scores(policy: PackedModel, rows: list[Tensor], device: torch.device
     return list(scores.split([row.shape[0] for row in rows]))
 
 
-def _unit(probe: Tensor) -> float:
-    """Return what distances are measured in: 1 nat for log-probs, [T]; the largest entry of hidden states, [T, d]."""
+def _scale(probe: Tensor) -> float:
+    """Return the unit of differences: 1 nat for log-probs [T]; the largest entry of hidden states [T, d]."""
     return 1.0 if probe.ndim == 1 else max(1.0, probe.abs().max().item())
 
 
-def _distance(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference; NaN if there is one."""
+def _max_difference(left: Tensor, right: Tensor) -> float:
+    """Return the largest absolute difference; NaN if any is NaN."""
     return (left.double() - right.double()).abs().max().item()
 
 

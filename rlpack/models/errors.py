@@ -2,8 +2,8 @@
 
 
 class ModelError(ValueError):
-    """What a user wrote about a model can't be: a path, a config key, a kind of model that is not supported."""
+    """An invalid model setting: a path, a config key, or an unsupported kind of model."""
 
 
 class IsolationError(RuntimeError):
-    """A model's packed sequences are not independent of each other, so it may not be trained packed."""
+    """Packed sequences of a model are not independent of each other, so it must not run packed."""

@@ -1,6 +1,6 @@
-"""What a sequence costs a model, for plans: floating-point operations of a forward pass, from the model's shape.
+"""Estimate the cost of a sequence for planning: FLOPs of a forward pass, from the model's shape.
 
-A backward pass takes twice as many of both kinds, so the proportion, which is all that a plan asks for, is the same.
+A backward pass takes twice the FLOPs of either kind; plans need only the proportion, which stays the same.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from rlpack.packing import Cost
 def sequence_cost(model: PreTrainedModel) -> Cost:
     """Return the FLOPs of a sequence of L tokens as `linear · L + quadratic · L²`; the model may be on the meta device.
 
-    - Each weight of a matrix multiplies every token: 2 FLOPs. Of a mixture of experts, a token meets the
-      share of the experts that it is routed to; an embedding is looked up and free, unless it is also the head.
-    - Causal attention of H heads of size D takes 4·H·D FLOPs for every token and key before it: 2·H·D·L² a layer
-      (Kaplan et al., 2020, arXiv:2001.08361, appendix B, where the mask's half is left out).
-    - A layer with a window of w keys counts w / 2 keys for every token, which is right for L = w and too
-      few for much longer sequences by a factor of two.
+    - Each matrix weight takes 2 FLOPs per token. In a mixture of experts, only the routed share of the experts counts;
+      an embedding is a lookup and free, unless it is also the output head.
+    - Causal attention of H heads of size D takes 4·H·D FLOPs per pair of a token and an earlier key: 2·H·D·L² per
+      layer (Kaplan et al., 2020, arXiv:2001.08361, appendix B, which ignores that the mask halves it).
+    - A layer with a window of w keys counts w / 2 keys per token: exact for L = w, and half the true number for much
+      longer sequences.
     """
     shape = _shape(model.config.get_text_config())
     head = model.get_output_embeddings()
@@ -36,13 +36,13 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
 
 
 def _shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a config's values by the names that most models use; some have others, and a table of them."""
+    """Return a config's values under standard names, resolving the model's aliases."""
     values = config.to_dict()
     return values | {name: values[own] for name, own in config.attribute_map.items() if own in values}
 
 
 def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[float]:
-    """Yield how many weights of each matrix between embedding and head a token is multiplied with."""
+    """Yield, for each matrix between embedding and head, the number of weights that a token uses."""
     outer = {id(parameter) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
              for parameter in end.parameters()}  # fmt: skip
     for name, parameter in model.named_parameters():
@@ -52,14 +52,14 @@ def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[
 
 
 def _routed_share(shape: Mapping[str, Any]) -> float:
-    """Return which share of a layer's routed experts sees a token."""
+    """Return the share of a layer's routed experts that a token uses."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((count for key in keys if (count := shape.get(key))), 1)
     return min(1.0, shape.get("num_experts_per_tok", 1) / experts)
 
 
 def _windows(shape: Mapping[str, Any]) -> Iterator[int | None]:
-    """Yield the window of each layer, None where it attends to all tokens before."""
+    """Yield the attention window of each layer, None for full attention."""
     window = shape.get("sliding_window")
     kinds = shape.get("layer_types") or ["sliding_attention" if window else "full_attention"]
     for layer in range(shape["num_hidden_layers"]):

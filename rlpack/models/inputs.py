@@ -1,4 +1,4 @@
-"""From a microbatch of rows to what the model eats, in any of the three batching modes.
+"""Model inputs from a microbatch of rows, in any of the three batching modes.
 
 Letters: T real tokens, N slots of the microbatch (padding included), R rows.
 """
@@ -19,7 +19,7 @@ class ModelInputs:
     Attributes:
         input_ids: int64 [1, N] when packed, [R, N/R] when padded.
         position_ids: int64, shaped like input_ids; they restart at each sequence.
-        packed: where sequences end; None when rows are right-padded.
+        packed: the segments of the packed row; None when rows are right-padded.
         slots: int64 [T], the flat slot of each real token, in row order.
         row_lengths: int64 [R], real tokens of each row.
     """
@@ -32,13 +32,13 @@ class ModelInputs:
 
     @property
     def num_tokens(self) -> int:
-        """Return T, the real tokens."""
+        """Return T, the number of real tokens."""
         return self.slots.shape[0]
 
-    def not_first(self) -> Tensor:
-        """Return bool [T], false at each row's first token, which nothing predicts.
+    def has_context(self) -> Tensor:
+        """Return bool [T], false at each row's first token, which has no context to be predicted from.
 
-        >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).not_first().tolist()
+        >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).has_context().tolist()
         [False, True, False]
         """
         mask = torch.ones(self.num_tokens, dtype=torch.bool, device=self.slots.device)
@@ -60,9 +60,9 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     """Lay out a microbatch's `input_ids` as its plan says.
 
     Args:
-        view: a microbatch of a shard; a filler has no rows.
-        device: where the model is.
-        pad_token_id: fills the slots that hold no token; no real token sees them, whatever it is.
+        view: a microbatch of a shard; a dummy microbatch has no rows.
+        device: the model's device.
+        pad_token_id: fills the slots without a token; no real token sees them.
     """
     layout, ragged = view.layout, view.rows["input_ids"]
     row_lengths = ragged.lengths.to(dtype=torch.int64, device="cpu")
@@ -73,7 +73,7 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
     packed = None
     if layout.cu_seqlens is not None:
-        packed = Segments.of((layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist())
+        packed = Segments.from_lengths((layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist())
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=torch.from_numpy(layout.position_ids),
@@ -85,7 +85,7 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
 
 
 def pack_rows(rows: list[Tensor]) -> ModelInputs:
-    """Put a few rows side by side without a plan, as the isolation check and a probe of a model want it.
+    """Pack a few rows without a plan, for the isolation check and for probing a model.
 
     >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).position_ids.tolist()
     [[0, 1, 0]]
@@ -97,18 +97,18 @@ def pack_rows(rows: list[Tensor]) -> ModelInputs:
     return ModelInputs(
         input_ids=values.unsqueeze(0),
         position_ids=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
-        packed=Segments.of(lengths),
+        packed=Segments.from_lengths(lengths),
         slots=torch.arange(values.shape[0]),
         row_lengths=torch.tensor(lengths),
     )
 
 
 def _one_empty_slot(row_lengths: Tensor, *, packed: bool, pad_token_id: int) -> ModelInputs:
-    """Stand in for rows without a single token: layers can't reshape nothing, and the ranks' collectives still run."""
+    """Return inputs of one padding slot, for rows without tokens: layers can't reshape empty tensors."""
     return ModelInputs(
         input_ids=torch.full((1, 1), pad_token_id, dtype=torch.int64),
         position_ids=torch.zeros(1, 1, dtype=torch.int64),
-        packed=Segments.of([1]) if packed else None,
+        packed=Segments.from_lengths([1]) if packed else None,
         slots=torch.zeros(0, dtype=torch.int64),
         row_lengths=row_lengths,
     )

@@ -1,4 +1,4 @@
-"""Models and tokenizers: from a folder, from the hub, or a new model from a config. Safetensors only."""
+"""Load models and tokenizers from a folder or the hub, or build a new model from a config. Safetensors only."""
 
 import difflib
 import logging
@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of whichever HTTP library this version is built on
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # its HTTP library depends on the version
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -37,7 +37,7 @@ from rlpack.models.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-# Long enough for a slow link, short enough that a name typed while offline fails while one looks.
+# Long enough for a slow link, short enough that a wrong name fails soon when offline.
 HUB_TIMEOUT_S = 5.0
 
 _MODEL_FILES = ("config.json",)
@@ -54,20 +54,20 @@ def build_causal_lm(
     device: torch.device | str = "cpu",
     attention_name: str = attention.NAME,
 ) -> PreTrainedModel:
-    """Load a causal language model, or make a new one; weights are fp32.
+    """Load a causal language model, or build a new one; weights are fp32.
 
     Args:
-        model: the `model` section. With a path, weights come from there; without, `model.config` describes a new one.
-        vocab_size: the tokenizer's; a new model gets it, a loaded one has to have at least as many.
-        eos_token_id: the tokenizer's end of sequence, written into a new model's config.
-        pad_token_id: the tokenizer's padding, likewise.
-        seed: of a new model's weights; the process's own random state is left alone.
-        device: where the model goes.
+        model: the `model` section: a path to load from, or `model.config` of a new model.
+        vocab_size: the tokenizer's. A new model gets it; a loaded one must have at least as many tokens.
+        eos_token_id: the tokenizer's, written into a new model's config.
+        pad_token_id: the tokenizer's, likewise.
+        seed: of a new model's weights; the process's random state does not change.
+        device: of the model.
         attention_name: transformers' attention implementation; "sdpa" for a model that generates with a cache.
 
     Raises:
-        ModelError: the path or hub name gives no model, the config has an unknown key or kind, the tokenizer has more
-            tokens than the model, or remote code is asked for without a revision.
+        ModelError: the path or hub name gives no model, the config has an unknown key or model type, the tokenizer has
+            more tokens than the model, or remote code is requested without a revision.
     """
     attention.register()
     if model.path is None:
@@ -80,9 +80,9 @@ def build_causal_lm(
         if model.config:
             raise ModelError(
                 f"model.path={model.path} and model.config ({', '.join(model.config)}) are both set; a loaded model "
-                "has its own config, so leave one of them out"
+                "has its own config, so set only one of them"
             )
-        arguments = _alone(_hub_arguments(model.path, model))
+        arguments = _without_adapter_lookup(_hub_arguments(model.path, model))
         options = {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True}
         built = _load(AutoModelForCausalLM, model.path, "model.path", arguments | options)
     _check_vocabulary(built, vocab_size)
@@ -93,72 +93,72 @@ def load_classifier(settings: RewardModel, *, vocab_size: int, device: torch.dev
     """Load a sequence classifier with one label; weights are fp32.
 
     Args:
-        settings: with a path.
-        vocab_size: of the tokenizer whose ids it will read.
-        device: where the model goes.
+        settings: the `reward_model` section, with a path.
+        vocab_size: of the policy's tokenizer.
+        device: of the model.
 
     Raises:
-        ModelError: the path gives no such model, or the tokenizer has more tokens than it.
+        ModelError: the path gives no such model, or the tokenizer has more tokens than the model.
     """
     attention.register()
-    assert settings.path is not None, "a reward model is started with a path alone"
+    assert settings.path is not None, "a reward model is started only with a path"
     key = "reward_model.path"
     arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
     options = {"attn_implementation": attention.NAME, "dtype": torch.float32, "use_safetensors": True}
-    built = _load(AutoModelForSequenceClassification, settings.path, key, _alone(arguments) | options)
+    built = _load(AutoModelForSequenceClassification, settings.path, key, _without_adapter_lookup(arguments) | options)
     linear_head(built)
     _check_vocabulary(built, vocab_size)
     return built.to(device)
 
 
 def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """See before anything starts that `load_classifier` will find a model of rewards that reads the policy's tokens.
+    """Check, without its weights, that the reward model has one label and the policy's tokenizer.
 
     Raises:
-        ModelError: the path gives no sequence classifier of one label, or it has a tokenizer of its own.
+        ModelError: the path gives no sequence classifier with one label, or it has another tokenizer.
     """
-    assert settings.path is not None, "a reward model is started with a path alone"
+    assert settings.path is not None, "a reward model is started only with a path"
     key = "reward_model.path"
     arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
     config = _load(AutoConfig, settings.path, key, arguments)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.num_labels != 1:
         raise ModelError(
-            f"{key} is {settings.path!r}, a {config.model_type} of {config.num_labels} labels (2 if it is a language "
-            "model); give a sequence classifier with one label, as "
-            "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1) makes one to be trained"
+            f"{key} is {settings.path!r}, a {config.model_type} with {config.num_labels} labels (2 for a language "
+            "model); set a sequence classifier with one label, such as a trained "
+            "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"
         )
     way_out = "write a role that tokenises texts anew (roles.<name>.target), or take another model"
-    check_same_tokens(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)
+    check_same_tokenizer(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)
 
 
-def check_same_tokens(
+def check_same_tokenizer(
     path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, *, key: str, way_out: str
 ) -> None:
-    """See that a model which is given the policy's tokens reads no others; a folder without a tokenizer will do.
+    """Check that a model that reads the policy's tokens has the same tokenizer, or a folder without one.
 
     Args:
         path: of the model.
         revision: of a hub model.
         tokenizer: the policy's.
-        key: that holds the path, for messages.
-        way_out: likewise.
+        key: configuration key of the path, for the error.
+        way_out: what to change, for the error.
 
     Raises:
         ModelError: it has another tokenizer.
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
-        return  # whether it has as many tokens is seen when it is loaded
-    own = _load(AutoTokenizer, path, key, _hub_arguments(path, Model(path=path, revision=revision), key))
-    if own.get_vocab() != tokenizer.get_vocab():
+        return  # loading checks that it has enough tokens
+    loaded = _load(AutoTokenizer, path, key, _hub_arguments(path, Model(path=path, revision=revision), key))
+    if loaded.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
-            f"{key} is {path!r}, whose tokenizer has {len(own)} tokens and is not the policy's, of {len(tokenizer)}; "
-            f"the model is given the policy's own tokens: {way_out}"
+            f"{key} is {path!r}, whose tokenizer has {len(loaded)} tokens and differs from the policy's, of "
+            f"{len(tokenizer)}; the model reads the policy's tokens: {way_out}"
         )
 
 
 def linear_head(classifier: PreTrainedModel) -> nn.Linear:
-    """Return the head of a sequence classifier.
+    """Return the linear head of a sequence classifier.
 
     Raises:
         ModelError: it has none, or more than one label.
@@ -167,42 +167,42 @@ def linear_head(classifier: PreTrainedModel) -> nn.Linear:
     if len(heads) != 1 or heads[0].out_features != 1:
         labels = [head.out_features for head in heads]
         raise ModelError(
-            f"reward_model.path holds a {type(classifier).__name__} with heads of {labels} labels; a model of rewards "
-            "has one linear head of one label"
+            f"reward_model.path has a {type(classifier).__name__} with heads of {labels} labels; a reward model needs "
+            "one linear head with one label"
         )
     return heads[0]
 
 
-def outline(model: Model, *, vocab_size: int | None = None, key: str = "model.path") -> PreTrainedModel:
-    """Return the model on the meta device, without weights: what `build_causal_lm` would raise about it is raised now.
+def build_meta_model(model: Model, *, vocab_size: int | None = None, key: str = "model.path") -> PreTrainedModel:
+    """Return the model on the meta device, without weights, with the same checks as `build_causal_lm`.
 
     Args:
         model: the `model` section, or one with the path of another model.
         vocab_size: the tokenizer's; a new model gets it.
-        key: that holds the path, for messages.
+        key: configuration key of the path, for the error.
 
     Raises:
-        ModelError: the path or hub name gives no config, the config has an unknown key, is of no language model, or
-            can't be built.
+        ModelError: the path or hub name gives no config, or the config has an unknown key, is not that of a causal
+            language model, or can't be built.
     """
     if model.path is None:
         config = _new_config(model.config, {} if vocab_size is None else {"vocab_size": vocab_size})
     else:
         config = _load(AutoConfig, model.path, key, _hub_arguments(model.path, model, key))
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"the model is a {config.model_type}, which is no causal language model; choose another")
+        raise ModelError(f"the model is a {config.model_type}, which is not a causal language model; choose another")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # a config of impossible numbers fails in whatever line meets them first
+    except Exception as error:  # impossible numbers can fail anywhere in the model's code
         source = "model.config" if model.path is None else f"the config of {key}={model.path}"
         raise ModelError(
-            f"{source} makes no {config.model_type}: {type(error).__name__}: {error}; check its numbers (heads, sizes)"
+            f"{source} does not build a {config.model_type}: {type(error).__name__}: {error}; check heads and sizes"
         ) from error
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """Load `model.tokenizer`, or the one that lies beside the weights of `model.path`.
+    """Load `model.tokenizer`, or else the tokenizer of `model.path`.
 
     Raises:
         ModelError: neither is set, or there is no tokenizer.
@@ -215,7 +215,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
 
 def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
-    """Build a new model's config; transformers itself would swallow a misspelt key."""
+    """Build a new model's config; transformers itself would ignore a misspelt key."""
     settings = dict(settings)
     kind = settings.pop("model_type", None)
     if kind is None:
@@ -227,52 +227,52 @@ def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConf
     for key in settings:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else f"; it knows {', '.join(sorted(known))}"
+            hint = f"; did you mean {', '.join(near)}?" if near else f"; its settings are {', '.join(sorted(known))}"
             raise ModelError(f"model.config.{key} is not a setting of {kind}{hint}")
     try:
         return AutoConfig.for_model(kind, **(settings | ids))
     except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ModelError(f"model.config does not make a {kind}: {error}") from error
+        raise ModelError(f"model.config is not a valid {kind} config: {error}") from error
 
 
 def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str, Any]:
-    """Return what `from_pretrained` needs to know of the source; say within seconds if it can't be reached."""
+    """Return the `from_pretrained` arguments for a source, after checking within seconds that it exists."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
-        raise ModelError(f"{key} is {name!r}, which is not a folder; give a folder with config.json, or a hub name")
+        raise ModelError(f"{key} is {name!r}, which is not a folder; set a folder with config.json, or a hub name")
     if model.trust_remote_code and model.revision is None:
         raise ModelError(
-            f"model.trust_remote_code=true would run code from {name!r} as it is today; pin it by model.revision"
+            f"model.trust_remote_code=true would run the newest code from {name!r}; pin it with model.revision"
         )
     arguments = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
     try:
         HfApi().model_info(name, revision=model.revision, timeout=HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelError(
-            f"{key} is {name!r}: the hub has no such model for you (revision {model.revision or 'main'}); check the "
-            f"name and {key.partition('.')[0]}.revision, or log in"
+            f"{key} is {name!r}: the hub has no such model, or you have no access (revision "
+            f"{model.revision or 'main'}); check the name and {key.partition('.')[0]}.revision, or log in"
         ) from error
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
-        _log.warning("the hub can't be reached (%s); %s is taken from the local cache", type(error).__name__, name)
+        _log.warning("the hub can't be reached (%s); loading %s from the local cache", type(error).__name__, name)
         arguments["local_files_only"] = True
     return arguments
 
 
-def _alone(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that keep a model's loading off the network where the rest of them does.
+def _without_adapter_lookup(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with transformers' own search for adapters kept offline too if they are offline.
 
-    Where peft is installed, transformers looks for adapters by itself, and would not know.
+    With peft installed, transformers looks for adapters on the hub regardless of `local_files_only`.
     """
     return arguments | ({"adapter_kwargs": {"local_files_only": True}} if arguments.get("local_files_only") else {})
 
 
 def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
-    """Call `from_pretrained`, with its many kinds of failure turned into one that names the key."""
-    if missing := _missing(kind, name):  # from no file at all transformers makes a tokenizer without a vocabulary
+    """Call `from_pretrained`, raising every kind of failure as a `ModelError` that names the key."""
+    if missing := _missing_files(kind, name):  # without files, transformers builds a tokenizer without a vocabulary
         raise ModelError(
-            f"{key} is {name!r}, which can't be loaded: {missing}; give a folder that has it, or a hub name"
+            f"{key} is {name!r}, which can't be loaded: {missing}; set a folder that has it, or a hub name"
         )
     try:
         folder = Path(name).expanduser()
@@ -283,11 +283,11 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
         hint = (
             "there is no such folder, the hub can't be reached, and its cache has no such model" if offline else reason
         )
-        raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; give a folder or a hub name") from error
+        raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; set a folder or a hub name") from error
 
 
-def _missing(kind: Any, name: str) -> str | None:
-    """Return which file a folder lacks that a model or tokenizer needs, None where it lacks none or is no folder."""
+def _missing_files(kind: Any, name: str) -> str | None:
+    """Return the file that a folder lacks for a model or tokenizer; None if complete or not a folder."""
     folder = Path(name).expanduser()
     needed = _TOKENIZER_FILES if kind is AutoTokenizer else _MODEL_FILES
     if not folder.is_dir() or any((folder / file).exists() for file in needed):
@@ -296,7 +296,7 @@ def _missing(kind: Any, name: str) -> str | None:
 
 
 def _check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
-    """Raise if the tokenizer has ids that the model does not know."""
+    """Raise if the tokenizer has more tokens than the model."""
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     known = embeddings.num_embeddings

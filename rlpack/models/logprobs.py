@@ -1,9 +1,9 @@
 """Token log-probabilities and entropies from hidden states, without the logits of all tokens.
 
-Logits of T tokens over V words take T·V numbers: 5 GB for 8,192 tokens of Qwen3 in fp32, three times over in a plain
-`log_softmax` with its backward. Here a few tokens' logits exist at a time; the backward pass makes them again.
+Logits of T tokens over a vocabulary of V take T·V numbers: 5 GB for 8,192 tokens of Qwen3 in fp32, three times over in
+a plain `log_softmax` with its backward. Here logits exist for one chunk at a time; the backward pass recomputes them.
 
-Letters: T tokens, V words of the vocabulary, d hidden size, C tokens of one chunk.
+Letters: T tokens, V vocabulary size, d hidden size, C tokens of one chunk.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Most logits that exist at one time (128 MiB in fp32), whatever `chunk` says: a chunk of 1,024 tokens is right for a
-# vocabulary of 32,000 and would take five times that for one of 152,000, with nothing gained.
+# Upper bound on the logits that exist at one time (128 MiB in fp32), whatever `chunk` is: 1,024 tokens suit a
+# vocabulary of 32,000, and would take five times as much for one of 152,000 at no gain.
 MAX_LOGITS = 2**25
 
 
 @dataclass(frozen=True)
 class _Head:
-    """What lies between a hidden state and the logits that are sampled from."""
+    """The map from hidden states to the logits of the sampling distribution."""
 
     temperature: float
     softcap: float | None
@@ -28,7 +28,7 @@ class _Head:
     entropy: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits [C, V] of one chunk, at least in fp32."""
+        """Return the logits [C, V] of one chunk, in fp32 or higher precision."""
         logits = hidden @ weight.t()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if bias is not None:
@@ -37,8 +37,8 @@ class _Head:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
-    def through_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Turn, in place, the gradient of `logits` into that of hidden·weight + bias."""
+    def softcap_backward(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """Convert the gradient of `logits`, in place, to that of hidden·weightᵀ + bias."""
         if self.softcap is not None:
             # d cap·tanh(x/cap) = 1 - tanh²; the logits hold cap·tanh/temperature.
             gradient.mul_(logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0))
@@ -46,7 +46,7 @@ class _Head:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Log-probabilities and entropies of chunks of tokens, with logits recomputed in the backward pass."""
+    """Chunked log-probabilities and entropies, with logits recomputed in the backward pass."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
             logits = head.logits(hidden[part], weight, bias)
-            chosen = logits.gather(1, labels[part, None])[:, 0]
+            label_logits = logits.gather(1, labels[part, None])[:, 0]
             # logsumexp by hand, so that one buffer serves logits, exponentials and the entropy's mean.
             top = logits.amax(1, keepdim=True)
             logits.sub_(top)
@@ -70,7 +70,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 total = logits.exp_().sum(1)
             del logits
             normalisers[part] = total.log_() + top[:, 0]
-            logprobs[part] = chosen - normalisers[part]
+            logprobs[part] = label_logits - normalisers[part]
         ctx.save_for_backward(hidden, weight, bias, labels, normalisers, means)
         ctx.head = head
         entropy = normalisers - means if head.entropy else torch.zeros_like(normalisers)
@@ -85,7 +85,7 @@ class _LinearLogprobs(torch.autograd.Function):
         head, (by_logprob, by_entropy) = ctx.head, gradients
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept in fp32 even when the weights are not.
+        # Sums over chunks accumulate in fp32 even when the weights are not.
         weight_gradient = weight.new_zeros(weight.shape, dtype=normalisers.dtype) if wants_weight else None
         bias_gradient = bias.new_zeros(bias.shape, dtype=normalisers.dtype) if wants_bias else None
         for start in range(0, hidden.shape[0], head.chunk):
@@ -94,7 +94,7 @@ class _LinearLogprobs(torch.autograd.Function):
             # With p = softmax(x): d logprob / dx = onehot - p and d entropy / dx = -p·(x - Σ p·x).
             gradient = (logits - normalisers[part, None]).exp_()
             if head.entropy:
-                # The soft cap asks for the logits once more; without one their buffer is free.
+                # The soft cap needs the logits again; without one, their buffer is free.
                 factor = logits.clone() if head.softcap is not None else logits
                 factor.sub_(means[part, None]).mul_(by_entropy[part, None]).add_(by_logprob[part, None])
                 gradient.mul_(factor).neg_()
@@ -102,7 +102,7 @@ class _LinearLogprobs(torch.autograd.Function):
             else:
                 gradient.mul_(by_logprob[part, None]).neg_()
             gradient.scatter_add_(1, labels[part, None], by_logprob[part, None])
-            gradient = head.through_softcap(gradient, logits)
+            gradient = head.softcap_backward(gradient, logits)
             del logits
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0)
@@ -135,21 +135,21 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's log-probability, and the entropy of the distribution that it came from.
 
-    The distribution is softmax(logits / temperature), with logits = hidden · weightᵀ + bias, bounded by
-    softcap · tanh(logits / softcap) where a soft cap is given. Never holds [T, V]: memory is that of min(chunk,
-    2²⁵ / V) tokens' logits, twice to three times, plus the weight's gradient. Both results are differentiable with
-    respect to hidden, weight and bias, once. Zero tokens give empty results that still hang on the graph, with
-    gradients of exactly zero.
+    The distribution is softmax(logits / temperature), with logits = hidden · weightᵀ + bias, capped to
+    softcap · tanh(logits / softcap) if a soft cap is given. [T, V] never exists: memory is two to three times the
+    logits of min(chunk, 2²⁵ / V) tokens, plus the weight's gradient. Both results are differentiable once with respect
+    to hidden, weight and bias. Zero tokens give empty results that are still part of the graph, with gradients of
+    exactly zero.
 
     Args:
         hidden: [T, d].
         weight: [V, d].
         labels: int64 [T].
         temperature: divides the logits, after the soft cap.
-        chunk: most tokens whose logits exist at one time.
+        chunk: maximum number of tokens whose logits exist at one time.
         softcap: bound on the logits (Gemma 2).
         bias: [V].
-        entropy: without it the second result is zeros, without a gradient, and costs nothing.
+        entropy: if false, the second result is zeros without a gradient, at no cost.
 
     Returns:
         (log-probabilities, entropies), both [T], in nats, fp32 (fp64 for fp64 inputs).
@@ -165,7 +165,7 @@ def linear_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
     if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it has to be at least 1")
+        raise ValueError(f"chunk is {chunk}; it must be at least 1")
     chunk = max(1, min(chunk, MAX_LOGITS // weight.shape[0]))
     head = _Head(temperature, softcap, chunk, entropy)
     return _LinearLogprobs.apply(hidden, weight, bias, labels, head)  # pyright: ignore[reportReturnType]

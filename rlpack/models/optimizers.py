@@ -1,9 +1,9 @@
-"""Which weights are trained, and their optimizer: for any module, the policy's or a critic's.
+"""Freezing of weights and optimizers, for any module.
 
 Invariants (tests/unit/models/test_optimizers.py):
 
-1. a frozen weight has no gradient, no optimizer state and stays as it is, bit for bit;
-2. an optimizer has its state from the start, so that saving never changes what follows.
+1. a frozen weight has no gradient and no optimizer state, and never changes, bit for bit;
+2. an optimizer has its state from the start, so saving never changes training.
 """
 
 from collections.abc import Iterable
@@ -13,47 +13,47 @@ from torch import Tensor, nn
 
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.errors import ModelError
-from rlpack.models.patterns import chosen
+from rlpack.models.patterns import match_patterns
 
 
 def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") -> None:
-    """Stop training the weights that `settings.freeze` names, and see that every pattern of `settings` names some.
+    """Freeze the weights that `settings.freeze` matches, and check all patterns of `settings`; call before sharding.
 
-    Before the model is sharded. A tied weight goes by each of its names.
+    A tied weight matches by any of its names.
 
     Args:
-        model: whose names of weights the patterns are over.
-        settings: the section.
-        key: where the section lies, for errors.
+        model: patterns refer to its weight names.
+        settings: the optimizer section.
+        key: of that section, for errors.
 
     Raises:
-        ModelError: a pattern matches no weight, or none is left to train.
+        ModelError: a pattern matches no weight, or no weight is left to train.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    chosen(settings.no_decay, named, f"{key}.no_decay")
-    for name in chosen(settings.freeze, named, f"{key}.freeze"):
+    match_patterns(settings.no_decay, named, f"{key}.no_decay")
+    for name in match_patterns(settings.freeze, named, f"{key}.freeze"):
         named[name].requires_grad_(False)
     if not any(weight.requires_grad for weight in named.values()):
         raise ModelError(
             f"{key}.freeze={list(settings.freeze)} freezes all {len(named)} weights, so nothing would be trained; "
-            "leave some out of it"
+            "remove some patterns"
         )
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """Return AdamW over the weights of `model` that are trained, its moments at zero.
+    """Return AdamW over the trainable weights of `model`, with moments of zero.
 
-    Matrices are decayed; vectors (biases, norms) and what `settings.no_decay` matches are not.
+    Weight decay applies to matrices; vectors (biases, norms) and matches of `settings.no_decay` have none.
 
     Args:
-        model: sharded already, where it is to be; its weights' names are those of the patterns.
-        settings: the section; `learning_rate` is set for every step anew by `set_learning_rate`.
+        model: sharded already if it is to be; patterns refer to its weight names.
+        settings: the optimizer section; `set_learning_rate` overrides its `learning_rate` at every step.
 
     Raises:
         ModelError: a pattern matches no weight.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    no_decay = {id(named[name]) for name in chosen(settings.no_decay, named, "optimizer.no_decay")}
+    no_decay = {id(named[name]) for name in match_patterns(settings.no_decay, named, "optimizer.no_decay")}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     decayed = [weight for weight in trained if weight.ndim >= 2 and id(weight) not in no_decay]
     rest = [weight for weight in trained if weight.ndim < 2 or id(weight) in no_decay]
@@ -63,41 +63,41 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
         if weights
     ]
     if settings.name == "adamw_8bit":
-        return _eight_bit(groups, settings)
-    # foreach: weight by weight, DTensor's dispatch takes longer than the arithmetic of small weights.
+        return _build_adamw_8bit(groups, settings)
+    # foreach: for small weights, DTensor's dispatch takes longer than the arithmetic.
     betas = settings.beta1, settings.beta2
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, foreach=True)
     for weight in trained:
-        # What AdamW itself starts from. Without it a checkpoint before the first step would make torch invent one.
+        # AdamW's own initial state; without it, saving before the first step makes torch take a step to create one.
         moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         optimizer.state[weight] = {"step": torch.zeros(()), **moments}
     return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Let the next steps have this rate."""
+    """Set the learning rate of the next steps."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's compiled step would be compiled anew for every number
+        if isinstance(group["lr"], Tensor):  # a new number would recompile torchao's compiled step
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
 
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps an optimizer of `build_optimizer` has taken, those before a checkpoint included."""
+    """Return the steps that an optimizer of `build_optimizer` has taken, including those before a checkpoint."""
     return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
 
 
-def _eight_bit(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
+def _build_adamw_8bit(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer:
     """Return torchao's AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861).
 
-    Of the libraries that have one, this is the one whose step takes the sharded weights of FSDP2. Where a rank's part
-    of a weight has under 4,096 numbers, or no multiple of 256, its moments stay in 32 bits.
+    torchao's is the one whose step supports the sharded weights of FSDP2. Moments stay in 32 bits where a rank's part
+    of a weight has fewer than 4,096 elements, or not a multiple of 256.
     """
-    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # of an extra
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an optional dependency
 
     class EightBitAdamW(AdamW8bit):
-        """Takes its steps uncompiled on a CPU, where compiling takes minutes and a C++ compiler."""
+        """Takes uncompiled steps on the CPU, where compiling needs minutes and a C++ compiler."""
 
         @torch.no_grad()
         def step(self, closure=None):
@@ -107,7 +107,7 @@ def _eight_bit(groups: list[dict], settings: Optimizer) -> torch.optim.Optimizer
 
     weights: Iterable[nn.Parameter] = [weight for group in groups for weight in group["params"]]
     optimizer = EightBitAdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2))
-    # The moments are made by a step on gradients of zero at a rate of zero, which changes no weight.
+    # A step with gradients and a rate of zero creates the moments and changes no weight.
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What a policy and a critic have in common: a transformers model that eats microbatches, in one module for FSDP2.
+"""The base of policy and critic: a transformers model that runs microbatches, in one module for FSDP2.
 
 Letters: T real tokens of the microbatch, N slots (padding included), d hidden size.
 """
@@ -15,16 +15,16 @@ from rlpack.models.inputs import ModelInputs
 
 
 class PackedModel(nn.Module):
-    """A transformers model and a head of ours. A subclass has the head, and says what packing is checked on.
+    """A transformers model and a head. Subclasses add the head, and define the outputs that packing is checked on.
 
-    The model's dropout never acts, not in an update either: responses are sampled without it, so with it the first
-    ratio would not be 1; and the process's random state, which no checkpoint holds, would come into the weights. That
-    of adapters, which has to be asked for, acts while training, inside `rlpack.models.adapters.dropout_seed`.
+    The model's dropout is never active, not even in training: responses are sampled without it, so the first ratio
+    would not be 1, and the process's random state, which no checkpoint holds, would affect the weights. Dropout of
+    adapters, which is off by default, is active in training, inside `rlpack.models.adapters.dropout_seed`.
 
     Attributes:
         model: the wrapped model, built with the `rlpack` attention.
-        reshard_after_forward: whether gathered weights are freed after forward; `shard_model` sets it.
-        compute_dtype: type of the forward pass; `shard_model` lowers it.
+        reshard_after_forward: whether gathered weights are freed after forward; set by `shard_model`.
+        compute_dtype: dtype of the forward pass; set by `shard_model`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,11 +38,10 @@ class PackedModel(nn.Module):
         """Return the module whose weight names the configuration's patterns refer to: the wrapped model."""
         return self.model
 
-    def hidden(self, inputs: ModelInputs) -> Tensor:
-        """Return the hidden state of each slot, after the last norm, [N, d].
+    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+        """Return the hidden state of each slot after the last norm, [N, d].
 
-        A filler, which has no real token, runs through the whole model all the same, so that no rank misses a
-        collective.
+        A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective.
         """
         outputs = self.model.base_model(
             input_ids=inputs.input_ids,
@@ -53,17 +52,15 @@ class PackedModel(nn.Module):
         return outputs.last_hidden_state.flatten(0, 1)
 
     def probe(self, inputs: ModelInputs) -> Tensor:
-        """Return what the isolation check looks at for each real token, in row order: [T] or [T, d]."""
-        raise TypeError(f"{type(self).__name__} does not say what its isolation is checked on; give it a probe")
+        """Return the outputs that the isolation check compares, in row order: [T] or [T, d]."""
+        raise NotImplementedError(f"{type(self).__name__} has no outputs to check; add probe")
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return the same for one row [L] by the wrapped model's own forward: the truth to check against."""
-        raise TypeError(
-            f"{type(self).__name__} does not say what its isolation is checked on; give it an probe_wrapped_model"
-        )
+        """Return the same outputs for one row [L] by the wrapped model's own forward, as ground truth."""
+        raise NotImplementedError(f"{type(self).__name__} has no ground truth to check; add probe_wrapped_model")
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode that activation checkpointing and adapters' dropout go by; all else stays as in evaluation."""
+        """Set the mode of activation checkpointing and adapters' dropout; all else stays in evaluation mode."""
         super().train(False)
         self.training = mode
         for name, module in self.named_modules():
@@ -77,10 +74,10 @@ class PackedModel(nn.Module):
         """Keep only each decoder layer's input for the backward pass, which recomputes the rest.
 
         Args:
-            role: whose settings ask for it, for the error.
+            role: the model's role, for the error.
 
         Raises:
-            ModelError: the model's config has a dropout; a layer that is checkpointed may apply it.
+            ModelError: the model's config has dropout, which checkpointed layers may apply.
         """
         settings = self.model.config.get_text_config().to_dict()
         for name, value in settings.items():

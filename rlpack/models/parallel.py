@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism (FSDP2) for a policy or a critic, with sums where FSDP2 would average.
+"""Fully sharded data parallelism (FSDP2) for packed models, summing gradients where FSDP2 would average.
 
-A loss is a sum over tokens with denominators that are global to the optimizer step, so gradients of ranks add up and
-no world size appears anywhere.
+Losses are sums over tokens with denominators that are global to the optimizer step, so gradients of ranks add up and
+the world size appears nowhere.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlpack.models.adapters import adapters_of, plain_name
+from rlpack.models.adapters import find_adapters, merged_name
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 
 _PRECISION = {
     "fp32": MixedPrecisionPolicy(),
-    # No output type: forcing fp32 out of one layer would feed fp32 to the next one's bf16 weights.
+    # No output dtype: an fp32 output would meet the next layer's bf16 weights.
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
 
@@ -36,16 +36,16 @@ def shard_model(
     precision: Literal["fp32", "bf16"] = "fp32",
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shard a policy over a mesh in place: each decoder layer by itself, the rest with the root.
+    """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
 
-    All ranks have to hold the same weights. Make the optimizer afterwards, from `policy.parameters()`.
+    All ranks must hold the same weights. Build the optimizer afterwards, from `policy.parameters()`.
 
     Args:
         policy: on the mesh's device, weights in fp32.
         mesh: `dp_shard`; before it `dp_replicate`, where the sharded model is replicated.
-        precision: type of the computation; weights, their gradients' sums and the optimizer stay fp32.
+        precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
-            False takes more memory and half the gathers.
+            False needs more memory and half the gathers.
     """
     if precision not in _PRECISION:
         raise ModelError(f"precision is {precision!r}; choose one of {', '.join(_PRECISION)}")
@@ -54,7 +54,7 @@ def shard_model(
     policy.compute_dtype = rules.param_dtype or policy.compute_dtype
     for layer in decoder_layers(policy):
         fully_shard(layer, mesh=mesh, mp_policy=rules, reshard_after_forward=reshard_after_forward)
-    # The root's backward follows its forward at once, so freeing its weights in between would only cost a gather.
+    # The root's backward directly follows its forward, so freeing its weights in between would only cost a gather.
     fully_shard(policy, mesh=mesh, mp_policy=rules, reshard_after_forward=False)
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
@@ -67,7 +67,7 @@ def decoder_layers(policy: PackedModel) -> list[nn.Module]:
     """Return the model's decoder layers, first to last.
 
     Raises:
-        ModelError: the model does not say which modules they are.
+        ModelError: the model doesn't name them.
     """
     names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.model.modules() if type(module).__name__ in names]
@@ -78,77 +78,77 @@ def decoder_layers(policy: PackedModel) -> list[nn.Module]:
 
 
 def set_gradient_sync(policy: PackedModel, last: bool) -> None:
-    """Say, before a microbatch's forward, whether it is the optimizer step's last: only then are gradients summed.
+    """Synchronize gradients only in the last microbatch of an optimizer step; call before each forward.
 
-    Does nothing to a policy that is not sharded.
+    Does nothing to a model that is not sharded.
     """
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(last)
         policy.set_is_last_backward(last)
-        # Weights that survive forward may survive backward too: they don't change before the last microbatch.
+        # Weights kept after forward can be kept after backward too: they don't change before the last microbatch.
         policy.set_reshard_after_backward(last or policy.reshard_after_forward)
 
 
 def reshard(policy: PackedModel) -> None:
-    """Free the gathered copies that a forward without backward leaves at the root.
+    """Free the gathered weights that a forward without a backward leaves at the root.
 
-    While they are there, `policy.parameters()` gives the copies and not the weights: an optimizer made from them would
-    train nothing, a checkpoint would miss them.
+    Until then `policy.parameters()` returns the gathered copies: an optimizer built from them would train nothing, and
+    a checkpoint would miss the sharded weights.
     """
     for module in _sharded_modules(policy):
         module.reshard()
 
 
 def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
-    """Scale gradients down to a global L2 norm of at most `max_norm`; return the norm before. All ranks call.
+    """Clip gradients to a global L2 norm of `max_norm`; return the norm before. A collective.
 
-    The norm is that of the whole model, the same on every rank and for any number of ranks. It may be NaN or
-    infinite; then gradients are not usable and the caller skips the step.
+    The norm is that of the whole model, the same on every rank and for any number of ranks. If it is NaN or infinite,
+    the gradients are unusable and the caller must skip the step.
     """
     norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return whole weights on the CPU under the wrapped model's own names; all ranks call.
+    """Return the full weights on the CPU under the wrapped model's own names; a collective.
 
-    A tied weight comes once, under its first name, as `named_parameters` has it. An adapter's product is added to the
-    weight that it stands beside, W + scale·B·A, in the copy alone.
+    A tied weight appears once, under its first name, as in `named_parameters`. Adapters are merged into the returned
+    weights, W + scale·B·A; the model itself is unchanged.
 
     Args:
         policy: sharded or not.
-        keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
+        keep: False on a rank that only takes part in the gathers and returns nothing.
     """
     state: dict[str, Tensor] = {}
-    weights, adapters = dict(_weights(policy)), adapters_of(policy.model)
+    weights, adapters = dict(_named_weights(policy)), find_adapters(policy.model)
     for name, tensor in weights.items():
-        plain = plain_name(name)
-        if plain is None:
+        base_name = merged_name(name)
+        if base_name is None:
             continue
-        whole = _gathered(tensor)
+        full = _gather(tensor)
         if (adapter := adapters.get(name)) is not None:
-            down, up = _gathered(weights[adapter.down]), _gathered(weights[adapter.up])
-            whole = whole + adapter.scale * (up @ down)
+            down, up = _gather(weights[adapter.down]), _gather(weights[adapter.up])
+            full = full + adapter.scale * (up @ down)
         if keep:
-            state[plain] = whole.to("cpu", copy=True)
+            state[base_name] = full.to("cpu", copy=True)
     return state
 
 
 def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
-    """Return the whole weights outside the wrapped model, such as a value head's, on the CPU; all ranks call."""
+    """Return the full weights outside the wrapped model, a value head's, on the CPU; a collective."""
     reshard(policy)
-    own = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
-    return {name: _gathered(weight).to("cpu", copy=True) for name, weight in own}
+    named = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
+    return {name: _gather(weight).to("cpu", copy=True) for name, weight in named}
 
 
 def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
-    """Copy whole weights, the same on every rank, into the policy; no rank talks to another.
+    """Copy full weights, the same on every rank, into the model; no communication.
 
     Raises:
-        ModelError: a weight is missing or has another shape, or a name belongs to no weight.
+        ModelError: a weight is missing or has another shape, or a name is unknown.
     """
-    weights = dict(_weights(policy))
-    # A tied weight may come under each of its names.
+    weights = dict(_named_weights(policy))
+    # A tied weight may appear under any of its names.
     known = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)} | set(weights)
     if missing := sorted(set(weights) - set(state)):
         raise ModelError(f"{len(missing)} weights are missing, the first is {missing[0]}; load this model's own state")
@@ -167,7 +167,7 @@ def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> No
 
 
 def load_base_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
-    """Copy a language model's weights, its head left out, into a model that wraps the same one without it.
+    """Copy a language model's weights without its head into a model that wraps the same one without a head.
 
     Raises:
         ModelError: a weight is missing or has another shape.
@@ -176,8 +176,8 @@ def load_base_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
     load_full_state_dict(model, {n.removeprefix(prefix): w for n, w in state.items() if n.startswith(prefix)})
 
 
-def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
+def _named_weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers, sharded if the model is."""
     reshard(policy)
     yield from policy.model.named_parameters()
     saved = policy.model.state_dict().keys()
@@ -185,11 +185,11 @@ def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sharded_modules(policy: PackedModel) -> list[FSDPModule]:
-    """Return the modules that gather and free weights, root first; none if the policy is not sharded."""
+    """Return the FSDP modules, root first; none if the model is not sharded."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    """Return one weight whole, on its device; a collective where it is sharded."""
+def _gather(tensor: Tensor) -> Tensor:
+    """Return one full weight on its device; a collective if it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

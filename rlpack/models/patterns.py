@@ -1,4 +1,4 @@
-"""Patterns over names of weights and modules: a shell's, `*`, `?`, `[0-3]`, and `*` stands for dots as well."""
+"""Shell-style patterns over names of weights and modules: `*` (dots included), `?` and `[0-3]`."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,35 +10,35 @@ from rlpack.models.errors import ModelError
 _SHOWN = 3
 
 
-def chosen(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
-    """Return the names that any of the patterns matches.
+def match_patterns(patterns: Sequence[str], names: Iterable[str], key: str) -> set[str]:
+    """Return the names that match any of the patterns.
 
     Args:
-        patterns: each has to match something, or it is a slip.
-        names: what there is.
-        key: of the configuration, for the error.
+        patterns: each must match at least one name.
+        names: all names.
+        key: configuration key of the patterns, for the error.
 
     Raises:
-        ModelError: a pattern matches no name; the nearest ones are given.
+        ModelError: a pattern matches no name; the message lists the nearest names.
 
-    >>> sorted(chosen(["*.bias", "head*"], ["body.weight", "body.bias", "head.weight"], "frozen"))
+    >>> sorted(match_patterns(["*.bias", "head*"], ["body.weight", "body.bias", "head.weight"], "frozen"))
     ['body.bias', 'head.weight']
     """
     names = list(names)
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern)}
         if not matching:
             raise ModelError(
-                f"{key} holds {pattern!r}, which matches none of {len(names)} names; near it are "
-                f"{', '.join(_near(pattern, names))}; a pattern is a whole name, in which * stands for any text"
+                f"{key} contains {pattern!r}, which matches none of {len(names)} names; the nearest are "
+                f"{', '.join(_nearest(pattern, names))}; a pattern matches a whole name, and * matches any text"
             )
-        found |= matching
-    return found
+        matched |= matching
+    return matched
 
 
-def _near(pattern: str, names: list[str]) -> list[str]:
-    """Return the names most like a pattern, or the first ones, one of each kind where layers repeat them."""
+def _nearest(pattern: str, names: list[str]) -> list[str]:
+    """Return the names most similar to a pattern, or else the first ones; one per kind of layer."""
     kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
     plain = re.sub(r"\d+|\[[^]]*\]", "0", pattern).strip("*.")
     parts = {part: name for kind, name in kinds.items() for part in (kind, *kind.split("."))}

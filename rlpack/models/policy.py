@@ -1,4 +1,4 @@
-"""The policy: a causal language model that gives the log-probabilities of tokens that are already there.
+"""The policy: a causal language model that scores given tokens by their log-probabilities.
 
 Letters: T real tokens of the microbatch, N slots (padding included), P selected tokens, d hidden size.
 """
@@ -14,18 +14,18 @@ from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
 from rlpack.models.packed import PackedModel
 
-# Config keys of models that scale their logits in a way of their own, and the value that changes nothing.
+# Config keys of models that scale their logits, which is not supported; 1 changes nothing.
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
 
 
 class TokenScores(NamedTuple):
-    """What the policy says about each real token of a microbatch, in row order.
+    """The policy's scores of each real token of a microbatch, in row order.
 
-    A named tuple, since FSDP2 looks for the tensors of a module's output in containers that it knows.
+    A named tuple, because FSDP2 finds the tensors of a module's output only in standard containers.
 
     Attributes:
         logprobs: fp32 [T]; entry t is log p(token t | the row's tokens before it), 0 where not selected.
-        entropy: fp32 [T], nats, of the distribution that token t came from; 0 where not selected or not asked for.
+        entropy: fp32 [T], nats, of the distribution of token t; 0 where not selected or not requested.
     """
 
     logprobs: Tensor
@@ -33,10 +33,10 @@ class TokenScores(NamedTuple):
 
 
 class Policy(PackedModel):
-    """A transformers model whose head runs through `linear_logprobs`.
+    """A transformers model whose output head runs through `linear_logprobs`.
 
     Attributes:
-        chunk: most tokens whose logits exist at one time.
+        chunk: maximum number of tokens whose logits exist at one time.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
@@ -57,21 +57,21 @@ class Policy(PackedModel):
         temperature: float = 1.0,
         entropy: bool = True,
     ) -> TokenScores:
-        """Score the tokens of a microbatch; packed or padded, the result is the same flat column.
+        """Score the tokens of a microbatch; the result is the same whether packed or padded.
 
-        A filler, which has no real token, runs through the whole model all the same, so that no rank misses a
-        collective; its scores are empty and its gradients exactly zero.
+        A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective;
+        its scores are empty and its gradients exactly zero.
 
         Args:
             inputs: the microbatch.
-            select: bool [T]; only these tokens pass through the head. None takes all that have a token before them.
-            temperature: of the distribution that was sampled from.
-            entropy: whether entropies are wanted too.
+            select: bool [T]; only these tokens pass through the head. None selects all but each row's first.
+            temperature: of the distribution.
+            entropy: whether to compute entropies.
         """
-        hidden = self.hidden(inputs)
-        wanted = inputs.not_first() if select is None else inputs.not_first() & select
-        targets = wanted.nonzero()[:, 0]  # [P]
-        # A token is predicted from the slot of the token before it, which in row order is its neighbour.
+        hidden = self.hidden_states(inputs)
+        selected = inputs.has_context() if select is None else inputs.has_context() & select
+        targets = selected.nonzero()[:, 0]  # [P]
+        # A token is predicted from the slot of the previous token, which precedes it in row order.
         sources = inputs.slots[targets - 1]
         labels = inputs.input_ids.flatten()[inputs.slots[targets]]
         head = self.model.get_output_embeddings()
@@ -94,7 +94,7 @@ class Policy(PackedModel):
         return Policy.forward(self, inputs, entropy=False).logprobs
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return log-probabilities [L] of one row [L] by the wrapped model's own head: the truth to check against.
+        """Return log-probs [L] of one row [L] by the wrapped model's own head, as ground truth.
 
         Holds [L, V]; for short rows only.
         """

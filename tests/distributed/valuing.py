@@ -15,7 +15,7 @@ from rlpack.config.sections.role_batching import RoleBatching
 from rlpack.config.sections.value_models import Critic, RewardModel
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.models.heads import TokenHead
+from rlpack.models.heads import ScalarHeadModel
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.workers.actor import ActorWorker
@@ -40,7 +40,7 @@ def new_head(width: int) -> Tensor:
     return torch.randn(1, width, generator=torch.Generator().manual_seed(11)) / width**0.5
 
 
-def _set_head(critic: TokenHead) -> None:
+def _set_head(critic: ScalarHeadModel) -> None:
     weight = critic.head.weight
     whole = new_head(weight.shape[1])
     if isinstance(weight, DTensor):
@@ -135,7 +135,7 @@ def updates(
     return found
 
 
-def _descent(critic: TokenHead, rate: float, context: RankContext) -> OptimizerStepper:
+def _descent(critic: ScalarHeadModel, rate: float, context: RankContext) -> OptimizerStepper:
     stepper = OptimizerStepper("critic", critic, SETTINGS.optimizer.model_copy(update={"max_grad_norm": 1e9}), context)
     stepper._optimizer = torch.optim.SGD(critic.parameters(), lr=rate)
     return stepper

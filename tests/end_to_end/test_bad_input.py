@@ -105,7 +105,7 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
         (("reward.function=my_reward:score",), 2, "there is no module my_reward"),
         (("reward.function=math:sqrt",), 2, "math:sqrt doesn't name the texts that it takes"),
         (("reward.arguments.colour=red",), 2, "reward.arguments.colour is not an argument"),
-        (("model.config.num_attention_heads=0",), 2, "model.config makes no qwen"),
+        (("model.config.num_attention_heads=0",), 2, "model.config does not build a qwen"),
         (
             ("placement.pools.main.gpus_per_rank=1", "placement.pools.main.ranks=60"),
             2,

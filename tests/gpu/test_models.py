@@ -26,7 +26,7 @@ KERNELS = ["segments", "torch"] + (["flash"] if importlib.util.find_spec("flash_
 
 
 def run(leaves: list[Tensor], upstream: Tensor, **options: object) -> list[Tensor]:
-    packed = Segments.of(LENGTHS, leaves[0].device)
+    packed = Segments.from_lengths(LENGTHS, leaves[0].device)
     out, _ = attention(nn.Identity(), *leaves, None, packed=packed, scaling=0.1, **options)
     return [out, *torch.autograd.grad((out * upstream).sum(), leaves)]
 

@@ -113,7 +113,7 @@ def test_targets_choose_layers_of_the_decoder_and_never_the_head():
 
 @pytest.mark.parametrize(("target", "near"), [("lm_head", ""), ("q_porj", r"self_attn\.q_proj")])
 def test_a_target_of_no_layer_is_an_error_that_lists_near_ones(target: str, near: str):
-    with pytest.raises(ModelError, match=rf"actor\.lora\.targets holds '{target}', .*{near}"):
+    with pytest.raises(ModelError, match=rf"actor\.lora\.targets contains '{target}', .*{near}"):
         adapter_layers(tiny_model(), Lora(rank=1, targets=(target,)))
 
 

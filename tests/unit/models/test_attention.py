@@ -47,7 +47,13 @@ def slow_attention(query: Tensor, key: Tensor, value: Tensor, segments: list[int
 def test_each_token_sees_its_own_segment_back_to_the_window(segments, window, softcap, kv_heads):
     leaves = states(sum(segments), kv_heads=kv_heads)
     found, weights = attention(
-        LAYER, *leaves, None, packed=Segments.of(segments), scaling=0.3, sliding_window=window, softcap=softcap
+        LAYER,
+        *leaves,
+        None,
+        packed=Segments.from_lengths(segments),
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
     )
     expected = slow_attention(*leaves, segments, window, softcap)
     assert weights is None
@@ -73,7 +79,7 @@ def test_padded_rows_attend_each_by_itself(window: int | None, softcap: float | 
 
 def test_the_tail_of_padding_gets_finite_output_and_touches_no_gradient():
     leaves = states(9)
-    found, _ = attention(LAYER, *leaves, None, packed=Segments.of([4, 5]))
+    found, _ = attention(LAYER, *leaves, None, packed=Segments.from_lengths([4, 5]))
     assert found.isfinite().all()
     for gradient in torch.autograd.grad(found[:, :4].sum(), leaves):
         assert gradient[:, :, 4:].eq(0).all()
@@ -89,7 +95,7 @@ def test_soft_capped_dropout_scales_what_is_kept():
 
 
 def test_segments_of_lengths_leave_out_empty_ones():
-    segments = Segments.of([0, 3, 0, 2])
+    segments = Segments.from_lengths([0, 3, 0, 2])
     assert segments.lengths == (3, 2)
     assert segments.cu_seqlens.dtype == torch.int32
     assert (segments.cu_seqlens.tolist(), segments.max_seqlen) == ([0, 3, 5], 3)
@@ -107,8 +113,8 @@ def test_masks_caches_borders_elsewhere_and_layers_that_look_ahead_are_refused()
         attention(LAYER, query, key, value, torch.ones(1, 1, 4, 4))
     with pytest.raises(ModelError, match="1 queries and 4 keys"):
         attention(LAYER, query[:, :, :1], key, value, None)
-    with pytest.raises(ModelError, match=r"1 x 4 slots for segments that cover 1 x 5"):
-        attention(LAYER, query, key, value, None, packed=Segments.of([2, 3]))
+    with pytest.raises(ModelError, match=r"1 x 4 slots, but its segments cover 1 x 5"):
+        attention(LAYER, query, key, value, None, packed=Segments.from_lengths([2, 3]))
     layer = nn.Identity()
     layer.is_causal = False
     with pytest.raises(ModelError, match="not causal"):

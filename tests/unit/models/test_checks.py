@@ -32,7 +32,7 @@ def test_a_model_whose_attention_knows_no_borders_is_refused(initializer_range: 
 
 
 def test_a_leak_into_the_next_sequence_is_seen_at_any_size(monkeypatch):
-    whole = attention_module._causal
+    whole = attention_module._attend
 
     def leaking(query, key, value, rules):
         return whole(query, key, value, rules) + leak[0]
@@ -45,9 +45,9 @@ def test_a_leak_into_the_next_sequence_is_seen_at_any_size(monkeypatch):
             leak[0] = 1e-4 * self.mean()
         return original(self, sizes, dim)
 
-    monkeypatch.setattr(attention_module, "_causal", leaking)
+    monkeypatch.setattr(attention_module, "_attend", leaking)
     monkeypatch.setattr(torch.Tensor, "split", split)
-    with pytest.raises(IsolationError, match="packed sequence 0 moved by"):
+    with pytest.raises(IsolationError, match="packed sequence 0 changed by"):
         check_isolation(Policy(tiny_model(dtype=torch.float32)), "cpu", VOCABULARY)
 
 
@@ -62,7 +62,7 @@ def test_positions_that_do_not_restart_are_seen(monkeypatch):
         ),
         with_kwargs=True,
     )
-    with pytest.raises(IsolationError, match="apart packed and alone"):
+    with pytest.raises(IsolationError, match="between packed and alone"):
         check_isolation(policy, "cpu", VOCABULARY)
 
 

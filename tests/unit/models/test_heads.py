@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlpack.models.checks import check_isolation
 from rlpack.models.errors import IsolationError
-from rlpack.models.heads import TokenHead
+from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import pack_rows
 from tests.unit.models.tiny import KINDS, VOCABULARY, pad_rows, tiny_model, tiny_rows
 
@@ -32,18 +32,18 @@ def alone(model: torch.nn.Module, head: torch.nn.Linear, row: Tensor) -> Tensor:
 def test_numbers_are_those_of_each_row_alone_read_before_or_at_the_token(kind: str, layout: str):
     model = tiny_model(kind).base_model
     reference = tiny_model(kind, implementation="eager" if kind == "gemma2" else "sdpa").base_model
-    critic, head = TokenHead(model, head_of(model)), head_of(reference)
+    critic, head = ScalarHeadModel(model, head_of(model)), head_of(reference)
     inputs = pack_rows(ROWS) if layout == "packed" else pad_rows(ROWS, width=15)
     rows = [alone(reference, head, row) if len(row) else torch.zeros(0) for row in ROWS]
     tolerance = max(TOLERANCE.get(kind, 0.0), 1e-5)  # a column is fp32
-    assert torch.allclose(critic(inputs, before=False).double(), torch.cat(rows).double(), rtol=0, atol=tolerance)
+    assert torch.allclose(critic(inputs, before_token=False).double(), torch.cat(rows).double(), rtol=0, atol=tolerance)
     shifted = torch.cat([torch.cat([row.new_zeros(1), row])[:-1] for row in rows if len(row)])
-    assert torch.allclose(critic(inputs, before=True).double(), shifted.double(), rtol=0, atol=tolerance)
+    assert torch.allclose(critic(inputs, before_token=True).double(), shifted.double(), rtol=0, atol=tolerance)
 
 
 def test_a_new_critic_says_nothing_of_anything_and_learns():
-    critic = TokenHead(tiny_model("qwen2").base_model)
-    numbers = critic(pack_rows(ROWS), before=True)
+    critic = ScalarHeadModel(tiny_model("qwen2").base_model)
+    numbers = critic(pack_rows(ROWS), before_token=True)
     assert numbers.eq(0).all()
     (numbers - 1).square().sum().backward()
     assert critic.head.weight.grad is not None
@@ -51,9 +51,9 @@ def test_a_new_critic_says_nothing_of_anything_and_learns():
 
 
 def test_a_critic_is_checked_for_isolation_though_its_head_is_new(monkeypatch):
-    critic = TokenHead(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02).base_model)
+    critic = ScalarHeadModel(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02).base_model)
     check_isolation(critic, "cpu", VOCABULARY)
-    hidden = critic.hidden
-    monkeypatch.setattr(critic, "hidden", lambda inputs: hidden(inputs) + 1e-3 * hidden(inputs).mean())
+    hidden = critic.hidden_states
+    monkeypatch.setattr(critic, "hidden_states", lambda inputs: hidden(inputs) + 1e-3 * hidden(inputs).mean())
     with pytest.raises(IsolationError, match="sequences see each other"):
         check_isolation(critic, "cpu", VOCABULARY)

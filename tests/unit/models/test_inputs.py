@@ -29,7 +29,7 @@ def test_packed_rows_lie_side_by_side_with_alignment_and_tail():
     assert inputs.packed.cu_seqlens.tolist() == [0, 4, 6, 8]
     assert inputs.slots.tolist() == [0, 1, 2, 4]
     assert inputs.row_lengths.tolist() == [3, 1]
-    assert inputs.not_first().tolist() == [False, True, True, False]
+    assert inputs.has_context().tolist() == [False, True, True, False]
 
 
 def test_padded_rows_lie_below_each_other():

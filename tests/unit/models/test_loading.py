@@ -65,7 +65,7 @@ def test_a_saved_model_comes_back_in_fp32_with_the_same_weights(tmp_path: Path):
         ({}, "no model_type"),
         ({"model_type": "qwen22"}, "'qwen22'.*qwen2"),
         (TINY | {"hiden_size": 8}, r"model\.config\.hiden_size is not a setting of qwen2; did you mean hidden_size"),
-        (TINY | {"hidden_size": "wide"}, "does not make a qwen2"),
+        (TINY | {"hidden_size": "wide"}, "is not a valid qwen2 config"),
     ],
 )
 def test_a_config_that_makes_no_model_is_named(settings: dict, message: str):
@@ -92,7 +92,7 @@ def test_a_path_that_is_not_a_folder_is_an_error_without_asking_the_hub(path: st
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
-    with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded: there is no config\.json in it; give"):
+    with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded: there is no config\.json in it; set"):
         build_causal_lm(Model(path=str(tmp_path)))
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"model\.tokenizer is .*can't be loaded: there is no tokenizer\.json or"):
@@ -138,7 +138,7 @@ def test_a_name_that_the_hub_does_not_know_is_an_error(monkeypatch):
 
 def test_remote_code_needs_a_pinned_revision(monkeypatch):
     unreachable(monkeypatch, AssertionError("the hub was asked"))
-    with pytest.raises(ModelError, match=r"pin it by model\.revision"):
+    with pytest.raises(ModelError, match=r"pin it with model\.revision"):
         build_causal_lm(Model(path="nobody/nothing-here", trust_remote_code=True))
 
 

@@ -93,7 +93,9 @@ def test_to_freeze_everything_is_an_error(frozen: tuple[str, ...]):
 
 @pytest.mark.parametrize("key", ["freeze", "no_decay"])
 def test_a_pattern_of_no_weight_is_an_error_that_lists_near_ones(key: str):
-    with pytest.raises(ModelError, match=rf"actor\.optimizer\.{key} holds 'model\.layer\.0.*near it are model\.layers"):
+    with pytest.raises(
+        ModelError, match=rf"actor\.optimizer\.{key} contains 'model\.layer\.0.*nearest are model\.layers"
+    ):
         freeze(model(), SETTINGS.model_copy(update={key: ("model.layer.0.*",)}))
 
 

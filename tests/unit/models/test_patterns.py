@@ -1,7 +1,7 @@
 import pytest
 
 from rlpack.models.errors import ModelError
-from rlpack.models.patterns import chosen
+from rlpack.models.patterns import match_patterns
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -11,13 +11,13 @@ NAMES = [
 
 
 def test_a_pattern_is_a_whole_name_in_which_a_star_also_stands_for_dots():
-    assert chosen(["lm_head.weight", "model.layers.1.*"], NAMES, "k") == {
+    assert match_patterns(["lm_head.weight", "model.layers.1.*"], NAMES, "k") == {
         "lm_head.weight",
         *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"),
     }
-    assert len(chosen(["model.layers.[0-3].*"], NAMES, "k")) == 12
-    assert len(chosen(["*.q_proj.*", "*_proj.weight"], NAMES, "k")) == 36
-    assert chosen([], NAMES, "k") == set()
+    assert len(match_patterns(["model.layers.[0-3].*"], NAMES, "k")) == 12
+    assert len(match_patterns(["*.q_proj.*", "*_proj.weight"], NAMES, "k")) == 36
+    assert match_patterns([], NAMES, "k") == set()
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,6 @@ def test_a_pattern_is_a_whole_name_in_which_a_star_also_stands_for_dots():
     ],
 )
 def test_a_pattern_that_matches_nothing_is_named_with_what_is_near_it(pattern: str, near: str):
-    with pytest.raises(ModelError, match=rf"actor\.x holds '{pattern.replace('*', '.')}', .* none of 38 names.*{near}"):
-        chosen(["*", pattern], NAMES, "actor.x")
+    message = rf"actor\.x contains '{pattern.replace('*', '.')}', .* none of 38 names.*{near}"
+    with pytest.raises(ModelError, match=message):
+        match_patterns(["*", pattern], NAMES, "actor.x")

@@ -55,7 +55,9 @@ def test_the_comparison_sees_a_missing_border_a_missing_window_and_a_missing_sof
         return Policy(tiny_model(kind, **changes))(inputs).logprobs
 
     inputs = pack_rows(ROWS)
-    borderless = ModelInputs(inputs.input_ids, inputs.position_ids, Segments.of([29]), inputs.slots, inputs.row_lengths)
+    borderless = ModelInputs(
+        inputs.input_ids, inputs.position_ids, Segments.from_lengths([29]), inputs.slots, inputs.row_lengths
+    )
     assert (scores("qwen2", borderless) - scores("qwen2", inputs)).abs().max() > 0.1
     assert (scores("mistral", inputs, sliding_window=64) - scores("mistral", inputs)).abs().max() > 0.1
     assert (scores("gemma2", inputs, attn_logit_softcapping=None) - scores("gemma2", inputs)).abs().max() > 0.01
@@ -92,7 +94,7 @@ def test_a_filler_gives_every_weight_a_gradient_of_exactly_zero(packed: bool):
     filler = ModelInputs(
         input_ids=torch.zeros(1, 8, dtype=torch.int64),
         position_ids=torch.arange(8).unsqueeze(0),
-        packed=Segments.of([8]) if packed else None,
+        packed=Segments.from_lengths([8]) if packed else None,
         slots=torch.zeros(0, dtype=torch.int64),
         row_lengths=torch.zeros(0, dtype=torch.int64),
     )

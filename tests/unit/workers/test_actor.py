@@ -107,8 +107,8 @@ def test_advantages_are_normalized_by_the_moments_that_the_loss_gets():
 
 def leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have attention see all of a packed microbatch as one sequence."""
-    of = attention.Segments.of
-    monkeypatch.setattr(attention.Segments, "of", lambda lengths, *rest: of([sum(lengths)], *rest))
+    of = attention.Segments.from_lengths
+    monkeypatch.setattr(attention.Segments, "from_lengths", lambda lengths, *rest: of([sum(lengths)], *rest))
 
 
 def checked(mode: str) -> Config:

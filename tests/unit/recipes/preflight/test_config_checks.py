@@ -68,7 +68,7 @@ def test_a_whole_run_passes():
             MODEL | {"hidden_sizee": 3},
             r"model\.config\.hidden_sizee is not a setting of qwen2; did you mean hidden_size",
         ),
-        ({"model_type": "t5"}, "the model is a t5, which is no causal language model"),
+        ({"model_type": "t5"}, "the model is a t5, which is not a causal language model"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(config: dict[str, Any], message: str):
@@ -111,11 +111,14 @@ def test_a_tokenizer_without_a_padding_token_is_accepted():
     [
         (
             Actor(optimizer=Optimizer(freeze=("model.layer.0.*",))),
-            r"actor\.optimizer\.freeze holds 'model\.layer\.0.*near it are model\.layers\.0\.",
+            r"actor\.optimizer\.freeze contains 'model\.layer\.0.*the nearest are model\.layers\.0\.",
         ),
         (Actor(optimizer=Optimizer(freeze=("*",))), "freezes all 27 weights, so nothing would be trained"),
-        (Actor(optimizer=Optimizer(no_decay=("embed",))), r"no_decay holds 'embed', .*model\.embed_tokens\.weight"),
-        (Actor(lora=Lora(rank=2, targets=("lm_head",))), r"actor\.lora\.targets holds 'lm_head', which matches none"),
+        (Actor(optimizer=Optimizer(no_decay=("embed",))), r"no_decay contains 'embed', .*model\.embed_tokens\.weight"),
+        (
+            Actor(lora=Lora(rank=2, targets=("lm_head",))),
+            r"lora\.targets contains 'lm_head', which matches none",
+        ),
     ],
 )
 def test_patterns_of_no_weight_or_of_all_are_refused(actor: Actor, message: str):
@@ -127,7 +130,7 @@ def test_patterns_over_a_critic_are_those_of_its_own_model():
     ppo = {"recipe": "ppo", "algorithm": Algorithm(aggregation="token_mean")}
     check(**ppo, critic=Critic(optimizer=Optimizer(freeze=("model.*",))))
     check(critic=Critic(optimizer=Optimizer(freeze=("nothing",))))  # no critic is started
-    with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze holds 'lm_head\.weight', which matches none"):
+    with pytest.raises(ModelError, match=r"optimizer\.freeze contains 'lm_head\.weight', which matches none"):
         check(**ppo, critic=Critic(optimizer=Optimizer(freeze=("lm_head.weight",))))
 
 
@@ -139,14 +142,14 @@ def test_a_critic_of_other_tokens_than_the_policys_is_refused(tmp_path: Path):
         build_causal_lm(Model(config=MODEL), vocab_size=len(tokenizer)).save_pretrained(folder)
         saved.save_pretrained(folder)
     check(**ppo, critic=Critic(path=str(policy)))
-    with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and is not"):
+    with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and differs"):
         check(**ppo, critic=Critic(path=str(other)))
     check(critic=Critic(path=str(other)))  # no critic is started
 
 
 def test_patterns_over_adapters_are_those_of_the_adapted_model():
     check(actor=Actor(lora=Lora(rank=2), optimizer=Optimizer(no_decay=("*.lora_A.*",))))
-    with pytest.raises(ModelError, match="no_decay holds"):
+    with pytest.raises(ModelError, match="no_decay contains"):
         check(actor=Actor(optimizer=Optimizer(no_decay=("*.lora_A.*",))))
 
 
