@@ -44,7 +44,7 @@ _DEBRIS = re.compile(r"\.(tmp|replaced)-")
 
 @dataclass
 class Staging:
-    """A checkpoint that is being written: write files to `path`, then call `commit` once.
+    """A checkpoint in progress: write to `path`, then call `commit` once.
 
     Attributes:
         root: directory of all checkpoints of the run.
@@ -59,7 +59,7 @@ class Staging:
     committed: Path | None = field(default=None, init=False)
 
     def commit(self, state: Mapping[str, Any], *, keep: int = NEVER_PRUNED) -> dict[str, Any]:
-        """Publish the staged files as the newest checkpoint, prune older ones, and return the manifest.
+        """Publish the checkpoint, prune older ones, and return the manifest.
 
         Args:
             state: the driver's state (policy version, position in the prompts, seed, ...) as JSON values. `step` and
@@ -107,7 +107,7 @@ class Staging:
 
 @contextmanager
 def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
-    """Yield a staging directory for the checkpoint of `step`; delete it on exit unless committed.
+    """Yield a staging directory, deleted on exit unless committed.
 
     Requires as much free space as the newest committed checkpoint takes, since the next one will be about as large.
 
@@ -157,7 +157,10 @@ def newest(root: Path) -> Path | None:
 
 
 def newest_damage(root: Path) -> tuple[Path, str] | None:
-    """Return the newest committed checkpoint that is now damaged, and why; None if there is none."""
+    """Return the newest damaged checkpoint and what is wrong, or None.
+
+    Only committed checkpoints count.
+    """
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
         if (folder / MARKER).is_file() and (fault := _fault(folder)) is not None:
@@ -181,7 +184,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest committed checkpoints, and the leftovers of crashed saves.
+    """Delete all but the `keep` newest checkpoints, and leftovers of crashes.
 
     Checkpoints that `newest` found damaged don't count, and are deleted once a newer one is committed. The two newest
     others are kept even if `keep` is one: if the newest turns out to be damaged, the run can resume from the previous
@@ -201,7 +204,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def _record_damage(folder: Path, fault: str | None) -> None:
-    """Record in a checkpoint's directory what is wrong with it, or remove the record."""
+    """Record in a checkpoint what is wrong with it, or remove that."""
     try:
         if fault is None:
             (folder / DAMAGED).unlink(missing_ok=True)
@@ -212,7 +215,10 @@ def _record_damage(folder: Path, fault: str | None) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint, its marker first, so that a partial one never counts as committed."""
+    """Delete a checkpoint, its marker first.
+
+    So a partially deleted one never counts as committed.
+    """
     try:
         (folder / MARKER).unlink(missing_ok=True)
     except OSError as error:
@@ -248,7 +254,10 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _fault(folder: Path, only: str | None = None) -> str | None:
-    """Return why a checkpoint is invalid, or None; `only` limits the check to one file."""
+    """Return why a checkpoint is invalid, or None.
+
+    `only` limits the check to one file.
+    """
     if not (folder / MARKER).is_file():
         return f"it was never committed (no {MARKER})"
     if not _is_marked(folder):
@@ -294,5 +303,5 @@ def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    """Return strict JSON; raise for values that JSON can't represent, a bug of the caller."""
+    """Return strict JSON; other values are a bug of the caller."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"

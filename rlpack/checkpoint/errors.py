@@ -2,4 +2,4 @@
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which and why."""
+    """A checkpoint could not be written or read."""

@@ -39,7 +39,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def write_flushed(path: Path, text: str) -> None:
-    """Write a text file, and wait until it and its directory entry are on disk."""
+    """Write a text file, and wait until it is on disk."""
     with path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

@@ -15,7 +15,7 @@ from rlpack.checkpoint.errors import CheckpointError
 
 
 def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write the weights and optimizer state of all ranks into a new directory; a collective.
+    """Write weights and optimizer state into a new directory; a collective.
 
     The optimizer comes from `rlpack.models.optimizers.build_optimizer`, which initializes its state at once. For any
     other, torch would take a step to create the state, and saving must not change training.

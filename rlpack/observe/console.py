@@ -80,7 +80,7 @@ class ProgressBar(Protocol):
 
 
 class Console:
-    """Prints to the terminal in colour, or to a file or pipe as plain text."""
+    """Prints in colour to a terminal, else as plain text."""
 
     def __init__(self, output: RichConsole | None = None) -> None:
         """Print to `output`; the default is standard output."""
@@ -106,7 +106,7 @@ class Console:
         self._print(Text(visible(message)))
 
     def table(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Print a summary; each row is a label, the value before (may be empty) and the value after."""
+        """Print a summary of (label, value before or empty, value after)."""
         labels, before, after = (max(map(len, column), default=0) for column in zip(*rows, strict=True))
         for label, first, last in rows:
             text = Text(f"  {label.ljust(labels)}  ", style="dim")
@@ -130,7 +130,9 @@ class Console:
 
     @contextmanager
     def progress(self, total: float, description: str) -> Iterator[ProgressBar]:
-        """Show progress as a bar on a terminal, else as a line after 10 s without output.
+        """Show progress as a bar.
+
+        Outside a terminal, a line is printed after 10 s without output.
 
         Args:
             total: units of work.

@@ -2,7 +2,7 @@
 
 
 class RunDirectoryError(ValueError):
-    """The run directory can't be used; the message says why and which key to change."""
+    """The run directory can't be used; the message names the key."""
 
 
 class SinkError(ValueError):

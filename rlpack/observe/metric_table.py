@@ -167,7 +167,10 @@ def unknown_names(names: Iterable[str]) -> list[str]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Warn about names that are not in the table; rlpack's tests turn that into an error."""
+    """Warn about names that are not in the table.
+
+    rlpack's tests turn the warning into an error.
+    """
     for name in unknown_names(names):
         text = f"metric {name!r} is not in rlpack.observe.metric_table.METRICS; add it there, with unit and description"
         warnings.warn(text, UnknownMetricWarning, stacklevel=3)

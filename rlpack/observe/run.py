@@ -121,7 +121,10 @@ class Run:
         return cls(run_dir, sinks, Console() if console is None else console, totals)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: LogPhase = "train") -> None:
-        """Write a step's metrics, and the times measured since the last call, to every sink and the console."""
+        """Write a step's metrics to every sink and the console.
+
+        The times measured since the last call are added to them.
+        """
         record = {**metrics, **self._times}
         self._times = {}
         for sink in self._sinks:
@@ -134,7 +137,10 @@ class Run:
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Add the time inside to `time/<name>_s` of the next `log`; timers can repeat and nest."""
+        """Add the time inside to `time/<name>_s` of the next `log`.
+
+        Timers can repeat and nest.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -152,7 +158,10 @@ class Run:
         self._pending_samples += samples
 
     def record_plan(self, plan: MicrobatchPlan) -> None:
-        """Store a plan's inputs with the next `log`; the packing picture shows the last one stored."""
+        """Store a plan's inputs with the next `log`.
+
+        The packing picture shows the last one stored.
+        """
         self._pending_plan = plan
 
     def note(self, message: str) -> None:
@@ -191,7 +200,9 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the signal handlers and finish; a failing report doesn't hide the error that ended the run.
+        """Restore the signal handlers and finish.
+
+        A failing report doesn't hide the error that ended the run.
 
         A run that failed before its first record leaves no directory and no report.
         """

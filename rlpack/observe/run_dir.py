@@ -31,15 +31,16 @@ def holds_checkpoint(run_dir: Path) -> bool:
 
 
 def has_started(run_dir: Path) -> bool:
-    """Return whether the run in the directory has written a record or a checkpoint."""
+    """Return whether the run has written a record or a checkpoint."""
     metrics = run_dir / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / CHECKPOINTS).glob("*/step-*"))
 
 
 def remove_unstarted_run(run_dir: Path) -> None:
-    """Delete the files of a run that failed at startup, and the directory if it is then empty.
+    """Delete the files of a run that failed at startup.
 
-    The same command then works again once its mistake is fixed. A run that has started is left alone.
+    The directory is deleted if it is then empty, so the same command works again once its mistake is fixed. A run that
+    has started is left alone.
     """
     if has_started(run_dir):
         return
@@ -86,7 +87,9 @@ def _unrelated_files(run_dir: Path) -> list[str]:
 
 
 def open_run_dir(run_dir: Path, config: Mapping[str, Any], *, resume: bool) -> None:
-    """Create the directory and write `config.yaml`; warn about keys that changed since the last start.
+    """Create the directory and write `config.yaml`.
+
+    Warns about keys that changed since the last start.
 
     Args:
         run_dir: the directory.
@@ -121,7 +124,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the stored rollouts; lines that can't be read are skipped with a warning."""
+    """Return the stored rollouts.
+
+    Lines that can't be read are skipped with a warning.
+    """
     if not path.exists():
         return []
     samples: list[dict[str, Any]] = []

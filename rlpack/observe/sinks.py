@@ -49,7 +49,7 @@ class ResumePoint:
     phase: LogPhase = "train"
 
     def first_dropped(self, phase: str) -> int | None:
-        """Return the first step of `phase` that comes after the checkpoint; None if there is none.
+        """Return the first step of `phase` after the checkpoint, or None.
 
         >>> ResumePoint(20).first_dropped("train"), ResumePoint(20, "sft_warmup").first_dropped("train")
         (21, 0)
@@ -69,7 +69,9 @@ class ResumePoint:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics file in order; NaN and infinities become floats again.
+    """Yield the records of a metrics file in order.
+
+    NaN and infinities become floats again.
 
     Lines that can't be read, such as one cut by a crash, are skipped; one warning counts them.
     """
@@ -94,7 +96,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class JsonlSink:
-    """Appends each record to a file as one flushed line: `step`, `phase`, `time_s`, then the metrics."""
+    """Appends each record to a file as one flushed line.
+
+    A line has `step`, `phase`, `time_s`, and the metrics.
+    """
 
     def __init__(self, path: Path, *, resume: ResumePoint | None = None) -> None:
         """Open the file.
@@ -124,7 +129,10 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard event files; each phase is a separate TensorBoard run, and tags are metric names."""
+    """Writes TensorBoard event files.
+
+    Each phase is a separate TensorBoard run, and tags are metric names.
+    """
 
     def __init__(self, folder: Path, *, resume: ResumePoint | None = None) -> None:
         """Write event files into `folder`; with `resume`, TensorBoard hides records after that point."""
@@ -153,12 +161,15 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes a Weights & Biases run; each phase has its own step axis, `<phase>/step`."""
+    """Writes a Weights & Biases run.
+
+    Each phase has its own step axis, `<phase>/step`.
+    """
 
     def __init__(
         self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, config: Mapping[str, Any]
     ) -> None:
-        """Start a W&B run (needs the package wandb), or continue the one of the run directory.
+        """Start a W&B run, or continue the one of the run directory.
 
         Raises:
             SinkError: the API key is missing, or the service refuses the run or can't be reached.
@@ -232,7 +243,7 @@ def check_packages(settings: Logger) -> None:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of strict JSON; NaN and infinities become strings."""
+    """Return a record as strict JSON; NaN and infinities become strings."""
     return json.dumps({name: _to_json(value) for name, value in record.items()}, allow_nan=False) + "\n"
 
 

@@ -8,7 +8,7 @@ _SYMBOLS = {"\n": "⏎", "\t": "⇥"}
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with every character escaped that could control a terminal or mislead a reader.
+    r"""Escape characters that could control a terminal or mislead a reader.
 
     Control characters (C0, C1, so every escape sequence), format characters (bidirectional overrides, zero-width
     joiners), surrogates, private-use characters and line separators become `\x1b`-like escapes; newlines and tabs
@@ -21,7 +21,9 @@ def visible(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return at most `limit` characters of `text`; a cut in the middle says how many are missing.
+    """Shorten `text` to at most `limit` characters.
+
+    The cut is in the middle, and says how many characters are missing.
 
     >>> shortened("0123456789" * 10, 40)
     '01234567 … 84 characters … 23456789'
@@ -33,7 +35,9 @@ def shortened(text: str, limit: int) -> str:
 
 
 def reward_format(rewards: Iterable[float]) -> str:
-    """Return the format of mean rewards: percent if all are between 0 and 1, else decimal.
+    """Return the format of mean rewards.
+
+    Percent if all are between 0 and 1, else decimal.
 
     >>> reward_format([0.5, 1.0]).format(0.5), reward_format([0.5, 7.25]).format(0.5)
     ('50.0%', '0.500')

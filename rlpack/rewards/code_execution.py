@@ -52,7 +52,9 @@ class _ProgramOutput:
 def unit_tests(
     completion: str, tests: object, *, timeout_s: float = 5.0, memory_gb: float = 1.0, partial: bool = False
 ) -> float | None:
-    """Return 1 if the program passes all of its tests, else 0; None without tests.
+    """Return 1 if the program passes all tests, else 0.
+
+    None without tests.
 
     The program is the completion's last block between ```` ``` ````, or the whole completion if it has none.
 
@@ -109,7 +111,7 @@ def _parse_tests(tests: object) -> Sequence[str] | Sequence[tuple[str, str]]:
 
 
 def _count_passed_statements(program: str, tests: list[str], timeout_s: float, memory_gb: float) -> int:
-    """Run the statements after the program, in one process, and count those that pass."""
+    """Count the statements that pass after the program, in one process."""
     token = secrets.token_hex(16)
     stdin = f"{json.dumps(program)}\n{json.dumps([tests, token])}\n"
     lines = set(_run(_HARNESS, stdin, timeout_s, memory_gb).output.splitlines())

@@ -2,12 +2,18 @@
 
 
 class RewardError(ValueError):
-    """A reward function can't be found, called or used; the message names it, the cause and the fix."""
+    """A reward function can't be found, called or used.
+
+    The message names the function, the cause and the fix.
+    """
 
 
 class TooManyFailuresError(RuntimeError):
-    """Reward functions failed on more rows than `reward.max_failures` allows; the message has counts and an example."""
+    """Reward functions failed on more rows than `reward.max_failures` allows.
+
+    The message has counts and an example.
+    """
 
 
 class PoolError(RuntimeError):
-    """The processes that run reward functions can't start, or can't be confined as configured."""
+    """Reward processes can't start, or can't be confined as configured."""

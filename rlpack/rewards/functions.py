@@ -11,7 +11,7 @@ from collections.abc import Sequence
 def final_answer(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[object], *, marker: str = "#"
 ) -> list[float | None]:
-    """Return 1 for each completion whose text after its last `marker` is the answer.
+    """Return 1 where the text after the last `marker` is the answer.
 
     All others get 0, completions without the marker included; rows without an answer get None. Surrounding whitespace
     is ignored.
@@ -62,7 +62,7 @@ def matches(completion: str, *, pattern: str, whole: bool = False) -> float:
 
 
 def extracted_answer(completion: str, answer: object, *, pattern: str) -> float | None:
-    """Return 1 if the last match of the regular expression holds the answer, else 0.
+    """Return 1 if the last match of `pattern` holds the answer, else 0.
 
     Rows without an answer get None. Surrounding whitespace is ignored.
 
@@ -84,7 +84,7 @@ def extracted_answer(completion: str, answer: object, *, pattern: str) -> float 
 
 
 def has_format(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """Return 1 if the completion is exactly these sections, in this order, else 0.
+    """Return 1 if the completion consists of these sections, else 0.
 
     Each section has to occur once, with only whitespace around and between sections.
 
@@ -111,7 +111,7 @@ def has_format(completion: str, *, tags: Sequence[str] = ("think", "answer")) ->
 
 
 def _score_after(completion: str, marker: str, target: object) -> float | None:
-    """Return the score of the text after the last marker; 0 if the marker is missing."""
+    """Score the text after the last marker; 0 without a marker."""
     if target is not None and marker not in completion:
         return 0.0
     return _score(completion.rpartition(marker)[2], target)

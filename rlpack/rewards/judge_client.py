@@ -71,7 +71,10 @@ class JudgeClient:
     """
 
     def __init__(self, settings: JudgeSettings, max_failed_rows: float = float("inf")) -> None:
-        """Allow `max_failed_rows` failed rows; after one more, the remaining rows are skipped and count as failed."""
+        """Allow `max_failed_rows` failed rows.
+
+        After one more, the remaining rows are skipped and count as failed.
+        """
         self.num_retries = 0
         self._settings = settings
         self._failures_left = max_failed_rows
@@ -104,7 +107,10 @@ class JudgeClient:
             return result
 
     async def _score_with_retries(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> RewardResult:
-        """Send up to 1 + `retries` requests; an answer without a score is final."""
+        """Send up to 1 + `retries` requests.
+
+        An answer without a score is final.
+        """
         failure = _AttemptFailed("error", "")
         for attempt in range(1 + self._settings.retries):
             if attempt:
@@ -189,7 +195,7 @@ def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:
 
 
 def parse_score(answer: str, max_score: float) -> float | None:
-    """Return the last score in an answer, None if it has none from 0 to `max_score`.
+    """Return the last score in an answer, None if out of range.
 
     >>> parse_score("It could be a Score: 3. No: **Score: 7.5**", 10.0), parse_score("Score: 11", 10.0)
     (7.5, None)

@@ -19,7 +19,7 @@ _LATEX_MARKS = ("$", r"\boxed", r"\(", r"\[")
 
 
 def equivalent(completion: str, answer: object) -> float | None:
-    r"""Return 1 for a completion whose final answer is equivalent to the dataset's, else 0.
+    r"""Return 1 if the final answer is equivalent to the dataset's, else 0.
 
     Rows without an answer, or whose answer can't be parsed as mathematics, get None.
 

@@ -41,7 +41,9 @@ class RewardResult:
 
 
 def parse_reward(reward: object) -> RewardResult:
-    """Return the result for what a function returned for one row; True and False are 1 and 0.
+    """Convert what a function returned for one row.
+
+    True and False are 1 and 0.
 
     >>> parse_reward(True), parse_reward(float("nan")).problem, parse_reward("1").detail
     (RewardResult(value=1.0, problem=None, detail=''), 'nan', 'gave a str; a reward is a number or None')
@@ -60,7 +62,7 @@ def parse_reward(reward: object) -> RewardResult:
 
 
 def parse_rewards(rewards: object, num_rows: int) -> list[RewardResult]:
-    """Return the results for what a batched function returned for `num_rows` rows.
+    """Convert what a batched function returned for `num_rows` rows.
 
     >>> parse_rewards([1.0], 2)[0].detail
     'returned 1 rewards for 2 rows; return one per row'

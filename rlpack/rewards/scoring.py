@@ -126,7 +126,10 @@ class RewardScorer:
         logger.warning("reward function %s: %s rows are quarantined (%s); %s%s", names, share, reasons, effect, first)
 
     def _count_output(self) -> int:
-        """Return the bytes that functions wrote since the last batch; the first time, log the end of the output."""
+        """Return the bytes that functions wrote since the last batch.
+
+        The first time, the end of the output is logged.
+        """
         total, before = self._pool.output_bytes, self._output_bytes
         self._output_bytes = total
         if total and not before:
@@ -234,5 +237,5 @@ def _weighted_sum(results: Sequence[RewardResult], weights: Sequence[float]) -> 
 
 
 def _to_tensor(results: Sequence[RewardResult]) -> Tensor:
-    """Return the values of one function, f32 [B], NaN where it gave no number."""
+    """Return a function's rewards, f32 [B]; NaN where it gave no number."""
     return torch.tensor([r.value if r.problem is None else math.nan for r in results], dtype=torch.float32)

@@ -124,7 +124,7 @@ def check_signature(
     arguments: Mapping[str, Any],
     key: str = "reward.arguments",
 ) -> Signature:
-    """Check that a function can be called with these columns and arguments, and return its signature.
+    """Return a function's signature after checking its columns and arguments.
 
     Raises:
         RewardError: it follows no calling convention, needs a column that doesn't exist, or doesn't take an argument.
@@ -192,7 +192,7 @@ def _check_arguments(
     arguments: Mapping[str, Any],
     key: str,
 ) -> None:
-    """Check that the function takes the arguments, and that none replaces a response's text."""
+    """Check that the function takes the arguments, and none replaces a text."""
     unknown = sorted(set(arguments) - set(parameters))
     if unknown and not signature.takes_all:
         hint = _suggest(unknown[0], parameters) or "remove it"
@@ -220,7 +220,7 @@ def _missing_parameters(
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:
-    """Return a "did you mean" question for a misspelt name, empty if none is similar."""
+    """Return a "did you mean" question, empty if no name is similar."""
     similar = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {similar[0]!r}?" if similar else ""
 

@@ -60,7 +60,9 @@ class Boxes:
 
 
 def packing_picture(plans: Mapping[str, MicrobatchPlan], path: Path, step: int = 0) -> Path:
-    """Draw one optimizer step of several plans of the same lengths, and return the picture's path.
+    """Draw one optimizer step of several plans; return the picture's path.
+
+    The plans are of the same lengths.
 
     The path's suffix selects the file format, any that matplotlib writes.
 
@@ -102,7 +104,10 @@ def draw(plans: Mapping[str, MicrobatchPlan], step: int = 0) -> Figure:
 
 
 def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
-    """Return the rectangles of one optimizer step; ranks after the eighth are counted but not drawn."""
+    """Return the rectangles of one optimizer step.
+
+    Ranks after the eighth are counted but not drawn.
+    """
     boxes = Boxes()
     if step >= plan.num_steps:
         return boxes
@@ -124,7 +129,7 @@ def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
 
 
 def _legible_end(boxes: Boxes) -> float:
-    """Return the slot before which no rank has more than `MOST_SEQUENCES` sequences, or infinity."""
+    """Return the slot at which a rank exceeds `MOST_SEQUENCES`, or infinity."""
     starts: dict[int, list[float]] = {}
     for _, x, y, *_ in boxes.sequences:
         # Count one line of each padded microbatch, whose lines are stacked vertically.

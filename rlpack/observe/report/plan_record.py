@@ -107,7 +107,10 @@ class PlanRecord:
         )
 
     def comparison(self) -> dict[str, MicrobatchPlan]:
-        """Return plans of the same lengths by title: padded in arrival order, as in the run, and packed."""
+        """Return plans of the same lengths by title.
+
+        They are padded in arrival order, batched as in the run, and packed.
+        """
         modes: list[Mode] = ["fixed", "dynamic", "packed"] if self.batching.mode == "dynamic" else ["fixed", "packed"]
         if self.batching.mode == "fixed" and self.batching.max_tokens is None:
             modes = ["fixed"]
@@ -115,7 +118,10 @@ class PlanRecord:
 
 
 def read_plan(path: Path) -> PlanRecord | None:
-    """Return the record in a file; None without one, and with a warning if it can't be read."""
+    """Return the record in a file, or None.
+
+    A file that can't be read is a warning.
+    """
     if not path.exists():
         return None
     try:

@@ -32,7 +32,9 @@ SETTINGS: Any = {
 
 
 def sequence_colour(row: int) -> tuple[float, float, float]:
-    """Return the colour of a row, the same in every picture: golden-angle hues in three lightnesses.
+    """Return the colour of a row, the same in every picture.
+
+    Hues advance by the golden angle, in three lightnesses.
 
     >>> sequence_colour(3) == sequence_colour(3), sequence_colour(3) == sequence_colour(4)
     (True, False)

@@ -56,7 +56,7 @@ class Series:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the mean of each value and up to `window - 1` values before it.
+    """Return the mean of the last `window` values at each position.
 
     >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
     [1.0, 2.0, 4.0]
@@ -68,7 +68,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def reward_and_accuracy(records: Records) -> Figure | None:
-    """Plot the reward of every step and the held-out accuracies; None if neither was logged."""
+    """Plot training reward and held-out accuracies; None if not logged."""
     figure = Figure(figsize=SIZE)
     axes = figure.add_subplot()
     reward = Series.of(records, "reward/mean", "train")
@@ -119,7 +119,7 @@ def seconds_by_part(records: Records) -> dict[str, float]:
 
 
 def time_by_part(records: Records) -> Figure | None:
-    """Plot the time of each part of a step; None if nothing was timed."""
+    """Plot the time of each part of a step; None without timers."""
     totals = seconds_by_part(records)
     total = sum(totals.values())
     if not total:
@@ -138,7 +138,7 @@ def time_by_part(records: Records) -> Figure | None:
 
 
 def policy_health(records: Records) -> Figure | None:
-    """Plot small curves of the metrics that show whether a run is healthy; None if none was logged."""
+    """Plot the metrics that show a run's health; None if not logged."""
     curves = {name: series for name in HEALTH if len(series := Series.of(records, name, "train"))}
     if not curves:
         return None

@@ -59,7 +59,7 @@ pre { white-space: pre-wrap; margin: 2px 0 8px; } details summary { cursor: poin
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` (and `packing.png`) from the files of a run directory, and return the report's path.
+    """Write `report.html` and `packing.png`, and return the report's path.
 
     Raises:
         ReportError: the directory contains no run.
@@ -102,7 +102,7 @@ def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str
 
 
 def _facts(config: dict[str, Any]) -> dict[str, Any]:
-    """Return recipe and seed for the page's heading, as far as the configuration has them."""
+    """Return recipe and seed, as far as the configuration has them."""
     recipe = config.get("recipe")
     facts = {"seed": config["seed"]} if "seed" in config else {}
     return {"recipe": str(recipe.get("target")).rpartition(".")[2], **facts} if isinstance(recipe, dict) else facts
@@ -118,7 +118,7 @@ def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
 
 
 def _reward_section(records: plots.Records) -> str:
-    """Return the curves of reward and accuracy, or a note if there are none."""
+    """Return the curves of reward and accuracy, or a note."""
     title = "Reward and held-out accuracy"
     figure = plots.reward_and_accuracy(records)
     if figure is None:
@@ -169,7 +169,7 @@ def _samples_section(path: Path) -> str:
 
 
 def _metrics_section(records: plots.Records) -> str:
-    """Return the table of all metrics with their first, last, lowest and highest values."""
+    """Return a table of each metric's first, last, lowest and highest value."""
     rows = []
     for phase in ("train", "evaluation", "sft_warmup"):
         names = dict.fromkeys(name for record in records if record["phase"] == phase for name in record)

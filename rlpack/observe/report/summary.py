@@ -30,7 +30,10 @@ class SummaryRow:
 
 
 def summarise(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
-    """Return first and last reward and accuracies, wasted slots (padded and as batched), steps and time."""
+    """Return rewards, accuracies, wasted slots, steps and time.
+
+    Rewards and accuracies are the first and last ones, slots those of padding and of the run's batching.
+    """
     rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
     value_format = reward_format(record[name] for record in records for name, *_ in ACCURACIES if name in record)
     for name, label, *_ in ACCURACIES:
@@ -61,7 +64,10 @@ def duration(seconds: float) -> str:
 
 
 def _curve(records: Records, name: str, phase: str, label: str, both: str, value_format: str) -> Sequence[SummaryRow]:
-    """Return the first and last value of a metric, or the only one; `both` describes the two."""
+    """Return the first and last value of a metric, or the only one.
+
+    `both` describes the two values.
+    """
     values = [value_format.format(value) for value in Series.of(records, name, phase).values]
     if len(values) < 2:
         return [SummaryRow(label, None, value) for value in values]

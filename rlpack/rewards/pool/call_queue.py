@@ -51,7 +51,7 @@ class PoolSettings:
 
 
 @dataclass
-class Call:
+class PoolCall:
     """Rows of one function that a worker is scoring.
 
     Attributes:
@@ -78,7 +78,7 @@ class CallQueue:
         num_rows: int,
         max_failed_rows: float = float("inf"),
     ) -> None:
-        self.waiting: deque[Call] = deque()
+        self.waiting: deque[PoolCall] = deque()
         self._functions = functions
         self._signatures = signatures
         self._columns = columns
@@ -98,15 +98,15 @@ class CallQueue:
         rows = list(range(self._num_rows))
         for name in self._functions:
             self._results[name] = {}
-            self.waiting += [Call(name, rows[start : start + size]) for start in range(0, len(rows), size)]
+            self.waiting += [PoolCall(name, rows[start : start + size]) for start in range(0, len(rows), size)]
 
-    def pop(self) -> Call:
+    def pop(self) -> PoolCall:
         """Remove and return the first waiting call."""
         call = self.waiting.popleft()
         call.pending = list(range(len(call.rows)))
         return call
 
-    def encode(self, call_id: int, call: Call) -> bytes:
+    def encode(self, call_id: int, call: PoolCall) -> bytes:
         """Return a call as it is sent to a worker.
 
         Raises:
@@ -125,28 +125,34 @@ class CallQueue:
                 "objects of them in the dataset, or leave the column out"
             ) from error
 
-    def record_result(self, call: Call, index: int, result: RewardResult) -> None:
-        """Store the result of one row; rows of a batched call that raised are queued again, one by one."""
+    def record_result(self, call: PoolCall, index: int, result: RewardResult) -> None:
+        """Store the result of one row.
+
+        Rows of a batched call that raised are queued again, one by one.
+        """
         call.pending.remove(index)
         is_batched = self._signatures[call.function].kind == "batched"
         if result.problem == "error" and is_batched and len(call.rows) > 1:
-            self.waiting.append(Call(call.function, [call.rows[index]]))
+            self.waiting.append(PoolCall(call.function, [call.rows[index]]))
             return
         self._store(call, index, result)
 
-    def record_failure(self, call: Call, problem: Problem, detail: str) -> None:
-        """Handle a call that did not finish: its current row, or its only row, failed; the others are queued again."""
+    def record_failure(self, call: PoolCall, problem: Problem, detail: str) -> None:
+        """Handle a call that did not finish.
+
+        Its current row, or its only row, failed; the others are queued again.
+        """
         signature = self._signatures[call.function]
         if len(call.rows) > 1 and (signature.kind == "batched" or signature.is_async):
-            self.waiting += [Call(call.function, [call.rows[index]]) for index in call.pending]
+            self.waiting += [PoolCall(call.function, [call.rows[index]]) for index in call.pending]
             return
         rest = call.pending[1:]
         call.pending = call.pending[:1]
         self.fail_pending(call, problem, detail)
         if rest:
-            self.waiting.appendleft(Call(call.function, [call.rows[index] for index in rest]))
+            self.waiting.appendleft(PoolCall(call.function, [call.rows[index] for index in rest]))
 
-    def fail_pending(self, call: Call, problem: Problem, detail: str) -> None:
+    def fail_pending(self, call: PoolCall, problem: Problem, detail: str) -> None:
         """Count all rows of a call without a result as failed."""
         for index in call.pending:
             self._store(call, index, RewardResult(problem=problem, detail=detail))
@@ -156,7 +162,7 @@ class CallQueue:
         """Return the results of every function, in row order."""
         return {name: [by_row[row] for row in range(self._num_rows)] for name, by_row in self._results.items()}
 
-    def _store(self, call: Call, index: int, result: RewardResult) -> None:
+    def _store(self, call: PoolCall, index: int, result: RewardResult) -> None:
         row = call.rows[index]
         self._results[call.function][row] = result
         if result.failed:

@@ -46,7 +46,10 @@ class Limits:
 
 
 def limit_cpu_time(seconds: float) -> None:
-    """Have the kernel end this process after this much more CPU time, rounded up to whole seconds."""
+    """Limit the CPU time that this process may use from now on.
+
+    The kernel rounds up to whole seconds, and ends the process with SIGXCPU.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 1
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]

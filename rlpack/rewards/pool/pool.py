@@ -17,7 +17,7 @@ from typing import Any
 
 from rlpack.rewards.errors import PoolError, RewardError
 from rlpack.rewards.pool import protocol as wire
-from rlpack.rewards.pool.call_queue import Call, CallQueue, FunctionSpec, PoolSettings
+from rlpack.rewards.pool.call_queue import CallQueue, FunctionSpec, PoolCall, PoolSettings
 from rlpack.rewards.pool.processes import Event, Processes, WorkerHandle, printable
 from rlpack.rewards.reward_result import MAX_REWARD, PROBLEMS, SKIPPED, Problem, RewardResult
 from rlpack.rewards.signatures import Signature, signature_from_json
@@ -36,7 +36,7 @@ class RewardPool:
         self._functions = functions
         self._settings = settings = settings or PoolSettings()
         self._signatures: dict[str, Signature] = {}
-        self._running: dict[int, Call] = {}  # by worker number
+        self._running: dict[int, PoolCall] = {}  # by worker number
         self._num_calls = 0
         self._queue = CallQueue(functions, self._signatures, {}, 0)
         loadable = {name: asdict(function) for name, function in functions.items()}
@@ -46,7 +46,7 @@ class RewardPool:
 
     @property
     def output_bytes(self) -> int:
-        """Return the bytes that the functions have written to standard output and error so far."""
+        """Return the bytes written to standard output and error so far."""
         return self._processes.output_bytes
 
     @property
@@ -131,7 +131,7 @@ class RewardPool:
             self._running[worker.number] = call
             self._restart_clock(call)
 
-    def _restart_clock(self, call: Call) -> None:
+    def _restart_clock(self, call: PoolCall) -> None:
         grace_s = _ASYNC_GRACE_S if self._signatures[call.function].is_async else 0.0
         call.deadline = time.monotonic() + self._functions[call.function].timeout_s + grace_s
 
@@ -144,13 +144,13 @@ class RewardPool:
                 self._processes.kill(self._processes.workers[number])
 
     def _abandon_batch(self, problem: Problem, detail: str) -> None:
-        """Give every row without a result this problem, and kill the workers that are running calls."""
+        """Fail every row without a result, and kill busy workers."""
         for call in self._kill_running():
             self._queue.fail_pending(call, problem, detail)
         while self._queue.waiting:
             self._queue.fail_pending(self._queue.pop(), problem, detail)
 
-    def _kill_running(self) -> list[Call]:
+    def _kill_running(self) -> list[PoolCall]:
         """Kill the workers that are running calls, and return these calls."""
         calls = list(self._running.values())
         for number in self._running:
@@ -165,7 +165,10 @@ class RewardPool:
             self._handle_events(deadline)
 
     def _handle_events(self, until: float) -> None:
-        """Handle what the workers do, once; wait at most until then for something to happen."""
+        """Wait for events of the workers, and handle them.
+
+        Returns at `until` at the latest, a `time.monotonic()` time.
+        """
         for event in self._processes.poll(until - time.monotonic()):
             self._handle_event(event)
 
@@ -218,13 +221,13 @@ class RewardPool:
         return False
 
     def _mark_ready(self, worker: WorkerHandle, entries: Mapping[str, Any]) -> bool:
-        """Store the signatures that a worker sent; return False if one of them is invalid."""
+        """Store the signatures that a worker sent; False if invalid."""
         signatures = {name: signature_from_json(entry) for name, entry in entries.items()}
         self._signatures = {name: signature for name, signature in signatures.items() if signature is not None}
         worker.is_ready = len(self._signatures) == len(signatures)
         return worker.is_ready
 
-    def _restart_clock_of_row(self, call: Call) -> None:
+    def _restart_clock_of_row(self, call: PoolCall) -> None:
         signature = self._signatures[call.function]
         if signature.kind != "batched" and not signature.is_async:
             self._restart_clock(call)

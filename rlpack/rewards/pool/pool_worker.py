@@ -61,7 +61,10 @@ class LoadedFunction:
 
 
 def _verl_keywords(values: Mapping[str, Any], signature: Signature) -> dict[str, Any]:
-    """Return the arguments of verl's compute_score; the answer may be stored as in verl's datasets."""
+    """Return the arguments of verl's compute_score.
+
+    The answer may be stored as in verl's datasets.
+    """
     model = values.get("reward_model")
     nested = model.get("ground_truth") if isinstance(model, dict) else None
     keywords = {name: value for name, value in values.items() if name in signature.columns}
@@ -76,7 +79,7 @@ def _verl_keywords(values: Mapping[str, Any], signature: Signature) -> dict[str,
 
 
 def serve(channel: socket.socket, functions: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the functions, send their signatures, and answer calls until the pool closes the channel."""
+    """Load the functions, then answer calls until the channel closes."""
     sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     try:
@@ -95,7 +98,7 @@ def serve(channel: socket.socket, functions: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _answer(channel: socket.socket, loaded: LoadedFunction, call: Mapping[str, Any]) -> None:
-    """Call the function, and send each row's result as soon as it is available."""
+    """Call the function, sending each row's result once available."""
     columns, num_rows = call["columns"], call["rows"]
     is_batched, is_async = loaded.signature.kind == "batched", loaded.signature.is_async
     limit_cpu_time(2 * loaded.timeout_s * (1 if is_batched or is_async else num_rows))
@@ -151,7 +154,10 @@ def _score_concurrently(
 
 
 def _parse(loaded: LoadedFunction, reward: object) -> RewardResult:
-    """Return the result of a function of one row; verl's may return a dict with the score and more."""
+    """Convert the return value of a function of one row.
+
+    verl's functions may return a dict that contains `score`.
+    """
     if loaded.signature.kind == "verl" and isinstance(reward, dict) and "score" in reward:
         reward = reward["score"]
     return parse_reward(reward)
@@ -179,7 +185,7 @@ def _has_children() -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an exception's type, message and the last line in the user's own code."""
+    """Describe an exception, with the last line in the user's code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in_rlpack(frame.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_in_stdlib(frame.filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

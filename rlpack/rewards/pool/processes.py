@@ -62,7 +62,7 @@ class WorkerHandle:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a worker: it sent a `message`, it sent something `invalid`, or it `exited`."""
+    """An event of a worker: a `message`, `invalid` bytes, or `exited`."""
 
     kind: Literal["message", "invalid", "exited"]
     worker: WorkerHandle
@@ -71,7 +71,7 @@ class Event:
 
 
 class Processes:
-    """The worker processes; `start` returns at once, and the worker becomes ready a little later."""
+    """The supervisor and the worker processes of one pool."""
 
     def __init__(
         self,
@@ -223,7 +223,10 @@ class Processes:
         return events
 
     def _read_output(self, worker: WorkerHandle) -> None:
-        """Count a worker's output and keep its end; a few chunks at a time, for fairness to the other workers."""
+        """Count a worker's output, and store the end of it.
+
+        Reads only a few chunks at a time, for fairness to the other workers.
+        """
         for _ in range(8):
             try:
                 data = os.read(worker.output, _CHUNK_BYTES)
@@ -258,7 +261,7 @@ def printable(text: str) -> str:
 
 
 def _describe_exit(status: int) -> str:
-    """Describe how a process ended, from its exit status or the negated signal number."""
+    """Describe how a process ended, from its status or negated signal."""
     if status >= 0:
         return f"its process exited with status {status}"
     names = {number.value: number.name for number in signal.Signals}  # only the first and last real-time signals

@@ -69,7 +69,10 @@ class FrameReader:
 
 
 def receive(sock: socket.socket) -> WireMessage | None:
-    """Receive one message from a blocking socket; None once the other side has closed it."""
+    """Receive one message from a blocking socket.
+
+    None once the other side has closed it.
+    """
     header = _receive_exactly(sock, _HEADER.size)
     if header is None:
         return None

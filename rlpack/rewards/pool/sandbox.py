@@ -116,7 +116,10 @@ def confine(scratch: Path, *, strict: bool, processes: bool) -> None:
 
 
 def why_not_strict() -> str | None:
-    """Test `strict` in a separate process; return why this machine doesn't support it, None if it does."""
+    """Return why this machine can't confine strictly, None if it can.
+
+    Runs a test in a separate process.
+    """
     command = [sys.executable, "-m", "rlpack.rewards.pool.sandbox"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
@@ -128,7 +131,7 @@ def why_not_strict() -> str | None:
 
 
 def broken_promises(scratch: Path, outside: Path) -> list[str]:
-    """Return what this confined process can still do: open a socket, or write into `outside`."""
+    """Return which promises of `strict` this confined process can still break."""
     broken = []
     try:
         socket.socket(socket.AF_INET).close()
@@ -154,7 +157,7 @@ def _prctl(option: int, value: int, *, needed: bool = True) -> None:
 
 
 def _drop_capabilities(*, strict: bool) -> None:
-    """Drop root's capabilities to raise limits and to read other processes; Landlock restricts files.
+    """Drop root's capabilities to raise limits and to read other processes.
 
     Dropping them from the bounding set keeps programs that root starts from regaining them.
     """
@@ -175,7 +178,9 @@ def _drop_capabilities(*, strict: bool) -> None:
 
 
 def _restrict_files(scratch: Path | None, version: int) -> None:
-    """Enter a Landlock domain that refuses writes outside `scratch`; with None, only the making of device nodes.
+    """Enter a Landlock domain that refuses writes outside `scratch`.
+
+    With None, it refuses only the creation of device nodes.
 
     A process in a domain can't read the memory or environment of processes outside it and, from version 6 on, can't
     signal them.
@@ -209,7 +214,10 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
 
 
 def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> None:
-    """Install a seccomp filter: the `denied` calls fail with EPERM; so do new processes unless allowed."""
+    """Install a seccomp filter that makes the `denied` calls fail.
+
+    They fail with EPERM. So do new processes, unless allowed.
+    """
     architecture, numbers = _CALLS[machine]
     code = [
         (_LOAD, 0, 0, 4),
@@ -241,7 +249,7 @@ def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> No
 
 
 def _self_test() -> None:
-    """Confine a process and check that it holds; the last line of the output says what doesn't."""
+    """Confine a process, and print which promises don't hold."""
     with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as scratch:
         child = os.fork()
         if child == 0:

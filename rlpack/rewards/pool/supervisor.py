@@ -172,7 +172,7 @@ class Supervisor:
                 self._remove_in_background(self.scratch / str(number))
 
     def _remove_in_background(self, folder: Path) -> None:
-        """Delete a worker's directory in another process, since it may hold a million files."""
+        """Delete a directory in another process; it may hold many files."""
         pid = os.fork()
         if pid == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -180,7 +180,7 @@ class Supervisor:
         self.cleaners.add(pid)
 
     def _kill_children(self, should_kill: Callable[[int], bool]) -> None:
-        """Kill matching direct children, and the orphans that this leaves, until there are none."""
+        """Kill matching children, and the orphans this leaves, until none remain."""
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while time.monotonic() < deadline:
             pids = [pid for pid in _child_pids(os.getpid()) if should_kill(pid)]
@@ -195,7 +195,7 @@ class Supervisor:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a worker and its process group; the worker alone if it doesn't lead one yet."""
+    """Kill a worker and its process group, if it leads one yet."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
