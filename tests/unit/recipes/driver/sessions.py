@@ -48,6 +48,8 @@ class RecordingRun:
 
     def record_plan(self, plan: Any) -> None: ...
 
+    def log_samples(self, samples: Any) -> None: ...
+
     def note(self, message: str) -> None:
         self.notes.append(message)
 
