@@ -266,7 +266,7 @@ def test_a_delete_that_fails_only_warns(
     assert "can be deleted by hand" in caplog.text
 
 
-def test_too_little_space_for_another_like_the_newest_is_said_before_anything_is_written(
+def test_too_little_free_space_is_an_error_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 9, content=b"x" * 5)

@@ -1,4 +1,4 @@
-"""The image recipes, read as a linter would; there is no Docker here to build them."""
+"""Static checks of the Dockerfiles; the tests can't build images."""
 
 import fnmatch
 import re
@@ -60,7 +60,7 @@ def test_versions_are_those_of_the_makefile_and_of_the_constraints(path):
 
 
 @both
-def test_what_is_copied_exists_is_not_ignored_and_holds_all_that_the_wheel_is_made_of(path):
+def test_copied_paths_exist_and_include_everything_that_the_wheel_needs(path):
     copied = sources(path)
     assert all((ROOT / source).exists() and kept_by_dockerignore(source) for source in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -79,7 +79,7 @@ def test_a_user_without_privileges_runs_it_and_no_secret_is_in_it(path):
     assert instructions(path)[-1] == ("CMD", '["rlpack", "--help"]')
 
 
-def test_what_is_copied_is_enough_for_the_default_run(tmp_path):
+def test_the_copied_files_suffice_for_the_default_run(tmp_path):
     for source in sources(IMAGES[0]):
         subprocess.run(["cp", "-r", source, str(tmp_path)], cwd=ROOT, check=True)
     code = "import rlpack.cli.main as m, sys; print(m.__file__); sys.exit(m.main(['train', '--cfg', 'job']))"

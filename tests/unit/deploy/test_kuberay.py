@@ -1,4 +1,4 @@
-"""The RayJob manifest against a schema of what KubeRay takes, and against what it has to agree with."""
+"""The RayJob manifest against KubeRay's schema, the constraints and the run's config."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def written(kuberay, capsys, *words):
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def test_the_schema_is_one_and_sees_what_it_forbids():
+def test_the_schema_is_valid_and_rejects_unknown_fields():
     Draft202012Validator.check_schema(SCHEMA)
     for path, value in {"backoffLimit": "2", "entryPoint": "x", "submissionMode": "Http"}.items():
         manifest = yaml.safe_load(MANIFEST.read_text())
@@ -63,7 +63,7 @@ def test_the_schema_is_one_and_sees_what_it_forbids():
     ]
 
 
-def test_the_manifest_is_what_kuberay_takes_as_it_is():
+def test_the_manifest_follows_kuberays_schema():
     manifest = yaml.safe_load(MANIFEST.read_text())
     assert faults(manifest) == []
     config = config_of(manifest)
@@ -71,12 +71,12 @@ def test_the_manifest_is_what_kuberay_takes_as_it_is():
     assert yaml.safe_load(manifest["spec"]["runtimeEnvYAML"])["env_vars"] == {STOP_WAIT: str(config.job.stop_timeout_s)}
 
 
-def test_its_ray_is_the_one_of_the_constraints():
+def test_the_manifests_ray_version_is_that_of_the_constraints():
     (version,) = re.findall(r"^ray==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert yaml.safe_load(MANIFEST.read_text())["spec"]["rayClusterSpec"]["rayVersion"] == version
 
 
-def test_a_token_is_asked_for_nobody_is_root_and_every_mount_has_its_volume():
+def test_a_token_is_required_no_pod_runs_as_root_and_every_mount_has_a_volume():
     manifest = yaml.safe_load(MANIFEST.read_text())
     assert manifest["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     for pod in pods(manifest):
@@ -85,7 +85,7 @@ def test_a_token_is_asked_for_nobody_is_root_and_every_mount_has_its_volume():
         assert mounts == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_a_run_of_ones_own_is_written_with_its_image_size_secrets_and_environment(kuberay, capsys):
+def test_a_custom_run_is_written_with_its_image_size_secrets_and_environment(kuberay, capsys):
     manifest = written(
         *(kuberay, capsys, "--name", "mine", "--workers", "2", "--cpus", "16", "--gpus", "4", "--claim", "data"),
         *("--secret", "keys", "--", "run_dir=/shared/mine", "placement=eight_gpus", "job.secret_names=[HF_TOKEN]"),

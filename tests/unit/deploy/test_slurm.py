@@ -1,4 +1,4 @@
-"""The Slurm script: its form, its options against sbatch's, and what it starts, with stand-ins for Slurm's commands."""
+"""The Slurm script: its syntax, its sbatch options, and what it starts, with stand-ins for Slurm's commands."""
 
 import os
 import re

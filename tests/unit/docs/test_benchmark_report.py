@@ -1,4 +1,4 @@
-"""What `make bench` writes into its results."""
+"""The results that `make bench` writes."""
 
 from pathlib import Path
 

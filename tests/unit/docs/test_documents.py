@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type works: commands compose, code runs, links lead somewhere."""
+"""The documents are correct: commands compose, code runs, links resolve."""
 
 import ast
 import importlib
@@ -28,7 +28,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands() -> list[list[str]]:
-    """Return every command of the documents as words, comments and continuations resolved."""
+    """Return every command of the documents as words, without comments and line continuations."""
     lines = [line for _, text in blocks("sh") for line in text.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 

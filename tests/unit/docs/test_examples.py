@@ -1,4 +1,4 @@
-"""The examples in one process: their sizes, what they compute, and their own tests. tests/end_to_end runs them."""
+"""The examples in one process: their sizes, their results, and their own tests. tests/end_to_end runs them."""
 
 import importlib
 import sys
@@ -37,7 +37,7 @@ def test_the_judges_package_has_at_most_40_lines_and_imports_nothing_private():
     assert not any("import _" in line or "._" in line.partition("import")[0] for line in lines if "import" in line)
 
 
-def test_the_judges_package_says_what_it_needs():
+def test_the_judges_package_declares_its_dependencies():
     project = tomllib.loads((EXAMPLES / "judge_role" / "pyproject.toml").read_text())
     assert project["project"]["dependencies"] == ["rlpack", "torch"]
     assert project["tool"]["setuptools"]["packages"] == ["judge_role"]
@@ -71,7 +71,7 @@ def test_the_tapered_loss_is_the_papers_token_by_token(load: Callable[[str, str]
     assert loss.clipped_high.tolist() == [False, False, True, False]
 
 
-def test_the_original_advantage_takes_off_what_repetition_won(load: Callable[[str, str], Any]):
+def test_the_original_advantage_shrinks_for_repetition(load: Callable[[str, str], Any]):
     original = load("custom_advantage", "original_advantage").original
     rewards, groups = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1])
     repeated = torch.tensor([0.5, 0.5, 0.0, 0.9])

@@ -21,7 +21,7 @@ def screen(*, terminal: bool = False) -> tuple[Console, io.StringIO]:
     return Console(RichConsole(file=written, force_terminal=terminal, width=60, highlight=False)), written
 
 
-def test_a_step_is_one_line_with_its_figures() -> None:
+def test_a_step_is_one_line_with_its_metrics() -> None:
     console, written = screen()
     metrics = {"reward/mean": 0.4567, "packing/waste_ratio": 0.0123, "time/step_s": 1.5, "epoch": 0.0}
     console.line(3, "train", metrics, total=70)

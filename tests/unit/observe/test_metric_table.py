@@ -28,12 +28,12 @@ def test_known_names_do_not_warn() -> None:
         check_names(METRICS)
 
 
-def test_the_table_holds_exactly_the_figures_of_a_plan() -> None:
+def test_the_table_has_exactly_the_metrics_of_a_plan() -> None:
     named = {name.removeprefix("packing/") for name in METRICS if name.startswith("packing/")}
     assert named == {field.name for field in fields(PackingMetrics)}
 
 
-def test_every_metric_says_its_unit_and_ends_as_its_unit_says() -> None:
+def test_every_metric_has_a_unit_that_matches_its_name() -> None:
     for name, metric in METRICS.items():
         assert metric.unit
         assert metric.description.endswith(".")

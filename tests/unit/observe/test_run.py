@@ -125,7 +125,7 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path, inside:
         start(tmp_path / "file" / "run" if inside else tmp_path / "file")
 
 
-def test_a_missing_package_does_not_take_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_leaves_the_directory_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SinkError):
         start(tmp_path / "run", Config(logger=Logger(tensorboard=True)))
@@ -230,7 +230,7 @@ def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
     assert "the report could not be written" in caplog.text
 
 
-def test_what_starts_a_run_does_not_import_torch_or_matplotlib() -> None:
+def test_starting_a_run_does_not_import_torch_or_matplotlib() -> None:
     code = (
         "import sys; import rlpack.observe.run_dir, rlpack.checkpoint.commit, rlpack.observe.sinks; "
         "print(sorted({'torch', 'matplotlib', 'ray', 'transformers'} & set(sys.modules)))"

@@ -36,7 +36,7 @@ def test_a_record_is_one_line_on_the_disk_at_once(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_figures_that_are_not_finite_are_strict_json_and_read_back(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_strict_json_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     sink = JsonlSink(path)
     sink.log(1, "train", {"actor/loss": float("nan"), "actor/kl": float("inf"), "actor/grad_norm": float("-inf")})
@@ -48,14 +48,14 @@ def test_figures_that_are_not_finite_are_strict_json_and_read_back(tmp_path: Pat
     assert (read["actor/kl"], read["actor/grad_norm"]) == (float("inf"), float("-inf"))
 
 
-def test_an_unknown_name_is_not_taken_silently(tmp_path: Path) -> None:
+def test_an_unknown_name_warns(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
     with pytest.warns(UnknownMetricWarning):
         sink.log(1, "train", {"my/metric": 1.0})
     sink.close()
 
 
-def test_resuming_cuts_what_lies_behind_the_checkpoint_and_keeps_the_warm_up(tmp_path: Path) -> None:
+def test_resuming_deletes_records_after_the_checkpoint_and_keeps_the_warm_up(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     filled(path)
     sink = JsonlSink(path, resume=ResumePoint(2))
@@ -113,7 +113,7 @@ def test_a_missing_package_is_one_clear_error_that_names_the_extra(
         open_sinks(Logger(**values), tmp_path, {})
 
 
-def test_a_service_that_refuses_is_one_clear_error_with_the_ways_out(
+def test_a_service_that_refuses_is_one_clear_error_with_the_fixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wandb = pytest.importorskip("wandb")

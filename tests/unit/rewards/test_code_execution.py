@@ -70,7 +70,7 @@ def test_tests_of_another_form_are_refused(tests):
         "import os\nassert len(os.listdir('/proc/self/fd')) > 4\ndef double(x): return 4",
     ],
 )
-def test_what_a_program_tries_beyond_its_task_fails_and_passes_nothing(program):
+def test_a_program_that_tries_to_cheat_or_escape_passes_no_test(program):
     assert unit_tests(program, HOLDS) == 0.0
     assert not Path("/tmp/rlpack-program").exists()
 

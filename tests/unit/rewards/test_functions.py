@@ -25,7 +25,7 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="#"), max_size=8
         ("a11#9", None, None),
     ],
 )
-def test_the_text_after_the_last_marker_has_to_be_the_answer(completion, answer, reward):
+def test_the_text_after_the_last_marker_is_compared_with_the_answer(completion, answer, reward):
     assert final_answer(["p"], [completion], [answer]) == [reward]
 
 
@@ -63,7 +63,7 @@ def test_a_regular_expression_is_found_or_matches_the_whole(completion, whole, r
         ("<a>4</a>", None, None),
     ],
 )
-def test_the_group_of_the_last_match_has_to_be_the_answer(completion, answer, reward):
+def test_the_group_of_the_last_match_is_compared_with_the_answer(completion, answer, reward):
     assert extracted_answer(completion, answer, pattern="<a>(.*?)</a>") == reward
 
 

@@ -147,7 +147,7 @@ def test_a_wrong_key_is_one_error_and_not_asked_again(server):
     assert len(server.requests) == 1
 
 
-def test_nobody_listening_is_a_counted_failure(server):
+def test_a_refused_connection_is_a_counted_failure(server):
     nowhere = settings(server, url="http://127.0.0.1:9/v1")
     with at_most(2.0):
         (result,), retries = ask(nowhere, "7")
@@ -155,7 +155,7 @@ def test_nobody_listening_is_a_counted_failure(server):
     assert "ConnectError" in result.detail
 
 
-def test_a_hopeless_batch_is_not_asked_to_its_end(server):
+def test_a_batch_with_too_many_failures_is_abandoned(server):
     with at_most(3 * TIMEOUT_S + 1.0):
         results, _ = ask(settings(server, retries=0, concurrency=2), *["never"] * 40, allowed=2)
     assert len(server.requests) <= 4

@@ -21,5 +21,5 @@ from rlpack.rewards.math import equivalent
         ("7", "", None),
     ],
 )
-def test_answers_are_compared_by_what_they_mean(completion, answer, reward):
+def test_answers_are_compared_by_value(completion, answer, reward):
     assert equivalent(completion, answer) == reward

@@ -29,12 +29,12 @@ def test_a_comparison_is_a_reward_of_one_or_zero(reward):
         (10**400, "infinite"),
     ],
 )
-def test_what_is_no_finite_number_is_named(reward, problem):
+def test_values_that_are_not_finite_have_their_own_problems(reward, problem):
     assert (parse_reward(reward).problem, parse_reward(reward).failed) == (problem, False)
 
 
 @pytest.mark.parametrize("reward", ["1", [1.0], {"score": 1.0}, 1j, torch.tensor(1.0), np.ones(1), object()])
-def test_what_is_no_number_is_a_failure(reward):
+def test_a_value_that_is_not_a_number_is_a_failure(reward):
     assert (parse_reward(reward).problem, parse_reward(reward).failed) == ("invalid", True)
     assert type(reward).__name__ in parse_reward(reward).detail
 
@@ -51,7 +51,7 @@ def test_what_is_no_number_is_a_failure(reward):
         ([1.0] * 3, "returned 3 rewards for 2 rows"),
     ],
 )
-def test_what_is_no_list_of_one_reward_a_row_fails_on_every_row(rewards, text):
+def test_a_result_without_one_reward_per_row_fails_on_every_row(rewards, text):
     found = parse_rewards(rewards, 2)
     assert [result.problem for result in found] == ["invalid"] * 2
     assert text in found[0].detail

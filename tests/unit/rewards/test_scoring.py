@@ -89,7 +89,7 @@ def test_rewards_are_summed_with_weights_and_each_function_has_its_own_column(sc
     assert found.by_function["half"].tolist() == [0.5, 0.5]
 
 
-def test_what_a_function_has_nothing_to_say_of_adds_nothing_and_what_it_broke_is_quarantined(scorers, caplog):
+def test_none_adds_nothing_and_failures_are_quarantined(scorers, caplog):
     found = score(scorers("seldom", "half"), "none", "nan", "text", "good")
     assert found.values.tolist() == [0.5, 0, 0, 1]
     assert found.quarantined.tolist() == [False, True, True, False]
@@ -99,7 +99,7 @@ def test_what_a_function_has_nothing_to_say_of_adds_nothing_and_what_it_broke_is
     assert found.by_function["seldom"].isnan().tolist() == [True, True, True, False]
 
 
-def test_rows_that_nobody_judges_are_quarantined_and_named_every_time(scorers, caplog):
+def test_rows_without_any_reward_are_quarantined_with_a_warning_every_time(scorers, caplog):
     scorer = scorers("seldom")
     for _ in range(2):
         caplog.clear()
@@ -124,7 +124,7 @@ def test_a_function_that_always_fails_ends_the_run_with_its_own_file_and_line(sc
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 
-def test_what_is_left_of_a_batch_that_is_given_up_is_not_waited_for(scorers):
+def test_the_rest_of_an_abandoned_batch_is_skipped(scorers):
     began = time.monotonic()
     with pytest.raises(TooManyFailuresError, match="failed on 64 of 64 rows"):
         score(scorers("broken", max_failures=0.1, processes=1, batch_timeout_s=30.0), *["no JSON"] * 64)

@@ -58,7 +58,7 @@ def test_a_signature_that_follows_no_convention_or_two_is_refused(function, text
         (samples.single, {"prompt": "x"}, r"reward\.arguments\.prompt is filled from the response"),
     ],
 )
-def test_what_a_function_can_not_take_is_known_before_it_is_called(function, arguments, text):
+def test_missing_columns_and_unknown_arguments_are_refused_before_a_call(function, arguments, text):
     with pytest.raises(RewardError, match=text):
         check_signature(function, ["answer", "data_source"], arguments)
 

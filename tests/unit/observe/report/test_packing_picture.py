@@ -90,7 +90,7 @@ def test_degenerate_steps_are_drawn(tmp_path: Path, lengths: list[int]) -> None:
     assert packing_picture(plans, tmp_path / "p.png").stat().st_size > 1000
 
 
-def test_what_would_be_too_narrow_to_see_is_cut_off_and_said() -> None:
+def test_a_picture_with_too_many_sequences_is_cut_and_says_so() -> None:
     made = {"fixed": plan([8] * 600, "fixed", ranks=2), "packed": plan([8] * 600, ranks=2)}
     figure = draw(made)
     packed = layout_boxes(made["packed"], 0)
@@ -123,7 +123,7 @@ def test_a_plan_record_survives_the_file_and_makes_the_same_plan(tmp_path: Path,
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"lengths": ["x"]}', '{"step": 1, "lengths": [1], "batching": {"mode": 3}}']
 )
-def test_a_broken_plan_record_is_left_out_loudly(
+def test_a_broken_plan_record_is_skipped_with_a_warning(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "packing.json").write_text(content)

@@ -67,7 +67,7 @@ def test_the_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"https?://", page)
 
 
-def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
+def test_model_output_is_escaped(tmp_path: Path) -> None:
     a_run(tmp_path)
     run = Run(tmp_path, [], Console(RichConsole(file=io.StringIO())), {})
     run.log_samples([Sample(HOSTILE, HOSTILE, HOSTILE, None)])
@@ -81,7 +81,7 @@ def test_what_a_model_wrote_is_escaped(tmp_path: Path) -> None:
     assert "quarantined" in page
 
 
-def test_figures_on_top_are_first_and_last_of_the_run(tmp_path: Path) -> None:
+def test_the_cards_show_first_and_last_values(tmp_path: Path) -> None:
     a_run(tmp_path)
     page = write_report(tmp_path).read_text(encoding="utf-8")
     cards = re.findall(r'<div class="card"><b>(.*?)</b>', page)
@@ -115,7 +115,7 @@ def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent
     assert summarise([record, later], None)[0].text == "0.500 → 7.250"
 
 
-def test_a_single_figure_is_not_shown_as_a_change() -> None:
+def test_a_single_value_is_not_shown_as_a_change() -> None:
     record = {"step": 1, "phase": "train", "time_s": 1.0, "reward/mean": 0.25}
     (one, *_), (two, *_) = (
         summarise([record], None),
@@ -125,18 +125,18 @@ def test_a_single_figure_is_not_shown_as_a_change() -> None:
     assert (two.label, two.before, two.after) == ("mean reward, first and last step", "0.250", "0.500")
 
 
-def test_a_directory_without_a_run_is_said(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="contains no run"):
         write_report(tmp_path)
 
 
-def test_the_picture_in_the_page_is_the_file_beside_it(tmp_path: Path) -> None:
+def test_the_picture_in_the_page_equals_the_file(tmp_path: Path) -> None:
     a_run(tmp_path)
     page = write_report(tmp_path).read_text()
     assert base64.b64encode((tmp_path / "packing.png").read_bytes()).decode() in page
 
 
-def test_curves_leave_out_what_is_not_finite() -> None:
+def test_curves_leave_out_values_that_are_not_finite() -> None:
     records = [
         {"step": step, "phase": "train", "reward/mean": value}
         for step, value in ((1, 0.5), (2, float("nan")), (3, float("inf")), (4, 1.0))
@@ -145,7 +145,7 @@ def test_curves_leave_out_what_is_not_finite() -> None:
     assert Series.of(records, "reward/mean", "sft_warmup").values.tolist() == []
 
 
-def test_time_of_the_warm_up_is_told_apart_and_the_steps_total_is_left_out() -> None:
+def test_time_of_the_warm_up_is_separate_and_the_steps_total_is_left_out() -> None:
     records = [
         {"phase": "sft_warmup", "time/update_s": 5.0},
         {"phase": "train", "time/update_s": 1.0, "time/step_s": 9.0, "time/generate_s": 2.0},

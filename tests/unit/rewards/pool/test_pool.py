@@ -133,7 +133,7 @@ def test_a_gigabyte_of_output_is_cut_and_counted():
         assert len(pool.output) <= 4000
 
 
-def test_what_a_function_does_to_its_inputs_stays_with_it():
+def test_a_function_that_modifies_its_inputs_affects_no_other():
     given = columns(["a", "bb"], answer=["1", "2"])
     kept = {name: list(column) for name, column in given.items()}
     with opened("changes_its_inputs", "fine") as pool:
@@ -188,7 +188,7 @@ def test_processes_are_bounded_and_go_with_their_row_where_they_are_allowed(name
     assert descendants() == []
 
 
-def test_one_bad_row_takes_no_other_with_it():
+def test_one_bad_row_fails_alone():
     texts = ["fine"] * 20
     texts[7] = "hang"
     with opened("never_comes_back", rows_per_call=5) as pool:
@@ -196,7 +196,7 @@ def test_one_bad_row_takes_no_other_with_it():
     assert [result.problem for result in found] == [None] * 7 + ["timeout"] + [None] * 12
 
 
-def test_a_batch_that_fails_too_often_is_given_up_and_every_row_has_its_verdict():
+def test_a_batch_that_fails_too_often_is_abandoned_and_every_row_has_a_result():
     with opened("sleeps", timeout_s=0.2, rows_per_call=4) as pool:
         began = time.monotonic()
         found = pool.run(columns(["x"] * 100), 100, max_failed_rows=3)["sleeps"]
@@ -206,7 +206,7 @@ def test_a_batch_that_fails_too_often_is_given_up_and_every_row_has_its_verdict(
     assert 4 <= problems(found)["timeout"] <= 6
 
 
-def test_a_batch_has_a_deadline_of_its_own():
+def test_a_batch_has_a_deadline():
     with opened("sleeps", timeout_s=60.0, batch_timeout_s=0.5) as pool:
         began = time.monotonic()
         found = pool.run(columns(["x"] * 9), 9)["sleeps"]

@@ -28,7 +28,7 @@ def test_messages_arrive_whole_however_they_are_cut(size):
         (struct.pack("!I", 900) + b"[" * 900, "not JSON"),
     ],
 )
-def test_what_is_no_message_is_an_error(sent, text):
+def test_an_invalid_message_is_an_error(sent, text):
     reader = FrameReader(limit=1000)
     reader.feed(sent)
     with pytest.raises(WireError, match=text):
@@ -44,7 +44,7 @@ def test_a_blocking_reader_gets_one_message_and_sees_the_end():
         assert receive(ours) is None
 
 
-def test_what_json_has_no_form_for_is_not_sent():
+def test_values_that_json_can_not_represent_are_refused():
     with pytest.raises(TypeError):
         pack({"a": b"1"})
     assert json.loads(pack({"a": (1, 2)})[4:]) == {"a": [1, 2]}
