@@ -93,20 +93,28 @@ def _bin_in_order(request: PlanRequest, items: RowSets) -> tuple[np.ndarray, int
 
 def _bin_by_cost(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
     """Form bins that make the step short, and line up those of similar cost."""
-    packed, hit_limit = pack_items(request.batching, items.select(~oversized), request.seed)
+    sharing = items.select(~oversized) if oversized.any() else items
+    packed, hit_limit = pack_items(request.batching, sharing, request.seed)
     num_bins = _num_bins(packed) + int(oversized.sum())
     num_indices = _num_indices(request.batching, -(-num_bins // request.dp_size))
-    labels = _best_bins(request, items, oversized, packed, num_indices)
-    costs = items.merge(labels).costs_in(request.batching.mode)
+    labels = _best_bins(request, items, sharing, oversized, packed, num_indices)
+    costs = items.merged_costs(labels, request.batching.mode)
     return _cells_by_cost(costs, request.dp_size, num_indices)[labels], num_indices, hit_limit
 
 
 def _best_bins(
-    request: PlanRequest, items: RowSets, oversized: np.ndarray, packed: np.ndarray, num_indices: int
+    request: PlanRequest,
+    items: RowSets,
+    sharing: RowSets,
+    oversized: np.ndarray,
+    packed: np.ndarray,
+    num_indices: int,
 ) -> np.ndarray:
-    """Return the labels of the candidate with the lowest lock-step cost, once one is good enough."""
-    batching, ranks = request.batching, request.dp_size
-    sharing, num_bins = items.select(~oversized), num_indices * ranks
+    """Return the labels of the candidate with the lowest lock-step cost; stop at one that is good enough.
+
+    `sharing` are the items that are not oversized, and `packed` their labels in as few bins as the packer finds.
+    """
+    batching, ranks, num_bins = request.batching, request.dp_size, num_indices * request.dp_size
     num_shared = num_bins - int(oversized.sum())
     enough, work = _good_enough(request, items, num_indices), _work(request)
     best, lowest = None, 0
@@ -124,7 +132,7 @@ def _best_bins(
                 work=work // 2,
             )
             work -= work // 2 - unused
-        cost = lockstep_cost(items.merge(labels).costs_in(batching.mode), ranks)
+        cost = lockstep_cost(items.merged_costs(labels, batching.mode), ranks)
         if best is None or cost < lowest:
             best, lowest = labels, cost
         if lowest <= enough:

@@ -43,7 +43,7 @@ def candidates(
         if levelled is not None:
             yield levelled
         others = list(_not_levelled(batching, items, packed, num_bins, ranks))
-        yield from sorted(others, key=lambda labels: lockstep_cost(items.merge(labels).costs, ranks))
+        yield from sorted(others, key=lambda labels: lockstep_cost(items.merged_costs(labels, "packed"), ranks))
 
 
 def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
@@ -78,7 +78,7 @@ def _not_levelled(
         yield tail
     if items.size * num_bins <= _DIFFERENCING_LIMIT:
         differenced = balance(items.costs, num_bins)
-        if items.merge(differenced).slots.max() <= batching.budget:
+        if items.merged_slots(differenced, "packed").max() <= batching.budget:
             yield differenced
 
 
@@ -99,7 +99,7 @@ def _level_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins
 
     None if there is nothing to keep, or if levelling breaks the budget.
     """
-    costs = items.merge(packed).costs
+    costs = items.merged_costs(packed, "packed")
     num_unchanged = (num_bins - 1) // ranks * ranks
     if not 0 < num_unchanged < costs.size:
         return None
@@ -124,13 +124,13 @@ def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[n
     labels = np.empty(items.size, dtype=np.int64)
     labels[order] = partition_sorted(counts, widths, num_bins, batching.budget)
     yield labels
-    fewest = int(items.merge(labels).slots_in("dynamic").sum())
+    fewest = int(items.merged_slots(labels, "dynamic").sum())
     tightest = _tightest_budget(batching, counts, widths, num_bins)
     for share in (0, 1, 3):
         evened = np.empty_like(labels)
         budget = tightest + (batching.budget - tightest) * share // 8
         evened[order] = partition_sorted(counts, widths, num_bins, budget)
-        if int(items.merge(evened).slots_in("dynamic").sum()) <= fewest + fewest // _SLOTS_FOR_EVENNESS:
+        if int(items.merged_slots(evened, "dynamic").sum()) <= fewest + fewest // _SLOTS_FOR_EVENNESS:
             yield evened
 
 

@@ -98,7 +98,7 @@ def _deal_to_ranks(rows: Rows, cells: np.ndarray) -> np.ndarray:
         return np.stack((np.where(cells < 0, -1, column), index))
     planned = np.flatnonzero(cells >= 0)
     slots = np.zeros((int(index.max(initial=-1)) + 1, ranks), dtype=np.int64)
-    in_use = rows.items.select(planned).merge(cells[planned]).slots_in(mode)
+    in_use = rows.items.select(planned).merged_slots(cells[planned], mode)
     slots.ravel()[: in_use.size] = in_use
     rank = np.full_like(index, -1)
     rank[planned] = kernels.deal(slots)[index[planned], column[planned]]

@@ -49,13 +49,25 @@ class RowSets:
 
     def merge(self, labels: np.ndarray) -> "RowSets":
         """Return the union of the sets of each label, int64 [I]; labels count from 0."""
-        counts, widths, slots, costs, unit_costs = np.zeros((5, int(labels.max(initial=-1)) + 1), dtype=np.int64)
-        np.add.at(counts, labels, self.counts)
-        np.maximum.at(widths, labels, self.widths)
-        np.add.at(slots, labels, self.slots)
-        np.add.at(costs, labels, self.costs)
-        np.maximum.at(unit_costs, labels, self.unit_costs)
-        return RowSets(counts, widths, slots, costs, unit_costs)
+        return RowSets(
+            counts=_sums(labels, self.counts),
+            widths=_maxima(labels, self.widths),
+            slots=_sums(labels, self.slots),
+            costs=_sums(labels, self.costs),
+            unit_costs=_maxima(labels, self.unit_costs),
+        )
+
+    def merged_slots(self, labels: np.ndarray, mode: Mode) -> np.ndarray:
+        """Return `merge(labels).slots_in(mode)`, without the other columns."""
+        if mode == "packed":
+            return _sums(labels, self.slots)
+        return _sums(labels, self.counts) * _maxima(labels, self.widths)
+
+    def merged_costs(self, labels: np.ndarray, mode: Mode) -> np.ndarray:
+        """Return `merge(labels).costs_in(mode)`, without the other columns."""
+        if mode == "packed":
+            return _sums(labels, self.costs)
+        return _sums(labels, self.counts) * _maxima(labels, self.unit_costs)
 
     def slots_in(self, mode: Mode) -> np.ndarray:
         """Return the slots of each set as one microbatch, padding included, int64 [I]."""
@@ -64,3 +76,17 @@ class RowSets:
     def costs_in(self, mode: Mode) -> np.ndarray:
         """Return the integer cost of each set as one microbatch, padding included, int64 [I]."""
         return self.costs if mode == "packed" else self.counts * self.unit_costs
+
+
+def _sums(labels: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the sum of the values of each label, int64."""
+    sums = np.zeros(int(labels.max(initial=-1)) + 1, dtype=np.int64)
+    np.add.at(sums, labels, values)
+    return sums
+
+
+def _maxima(labels: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the largest of the values of each label, int64."""
+    maxima = np.zeros(int(labels.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(maxima, labels, values)
+    return maxima

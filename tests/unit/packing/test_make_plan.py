@@ -297,7 +297,7 @@ def test_only_groups_that_no_microbatch_can_hold_are_split(request: dict[str, An
     size = request["mini_batch_size"] or max(1, len(request["lengths"]))
     steps = np.arange(len(request["lengths"])) // size
     groups = 10_000 * steps + np.arange(len(request["lengths"])) % size // most
-    plan = make_plan(**request | {"groups": groups}, split_groups=True)
+    plan = make_plan(**{**request, "groups": groups}, split_groups=True)
     assert_invariants(plan)
     cell_of_row = np.full(groups.size, -1)
     cell_of_row[plan.order] = np.repeat(np.arange(plan.counts.size), plan.counts.ravel())

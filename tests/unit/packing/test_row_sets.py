@@ -1,6 +1,8 @@
+from typing import get_args
+
 import numpy as np
 
-from rlpack.packing import Cost
+from rlpack.packing import Cost, Mode
 from rlpack.packing.row_sets import RowSets
 
 
@@ -19,6 +21,10 @@ def test_merging_adds_rows_slots_and_costs_and_keeps_the_longest_row() -> None:
         "unit_costs": [5, 3],
     }
     assert columns(groups.merge(np.array([0, 0]))) == columns(rows.merge(np.zeros(4, dtype=np.int64)))
+    labels = np.array([1, 0, 1, 0])
+    for mode in get_args(Mode):
+        assert rows.merged_slots(labels, mode).tolist() == groups.slots_in(mode).tolist()
+        assert rows.merged_costs(labels, mode).tolist() == groups.costs_in(mode).tolist()
 
 
 def test_padding_counts_in_all_modes_but_packed() -> None:
