@@ -20,7 +20,7 @@ from rlpack.models.policy import TokenScores
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
-from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, columns_of, trained_tokens
+from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, columns_of, needs_whole_groups, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
 
 
@@ -81,7 +81,7 @@ class ActorWorker(Worker, Trainable):
         kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
         return shard.keep([]).union({"kl_sum": row_sums(kl, mask)})
 
-    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps)
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, whole_groups=needs_whole_groups)
     def train_step(
         self, shard: BatchedDataDict, loss: LogprobLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:

@@ -22,7 +22,7 @@ from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_w
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_critic, to_tensors
 from rlpack.workers.inference import compute_per_token
-from rlpack.workers.loss import MicrobatchLoss, ValueLoss, columns_of
+from rlpack.workers.loss import MicrobatchLoss, ValueLoss, columns_of, needs_whole_groups
 from rlpack.workers.optimizer_step import OptimizerStepper
 
 
@@ -106,7 +106,7 @@ class CriticWorker(Worker, Trainable):
             columns |= _row_moments(name, column, valid_mask)
         return shard.keep([]).union(columns)
 
-    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps)
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, whole_groups=needs_whole_groups)
     def train_step(
         self, shard: BatchedDataDict, loss: ValueLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:

@@ -36,6 +36,11 @@ def columns_of(loss: "LogprobLoss | ValueLoss", learning_rate: float | None = No
     return loss.reads
 
 
+def needs_whole_groups(loss: "LogprobLoss | ValueLoss", learning_rate: float | None = None) -> bool:
+    """Whether a `train_step` with these arguments needs all rows of a group in one microbatch."""
+    return loss.whole_groups
+
+
 class MicrobatchLoss(NamedTuple):
     """A microbatch's part of the loss, and of each metric, as 0-dimensional tensors."""
 
@@ -230,6 +235,11 @@ class ValueLoss:
     def reads(self) -> tuple[str, ...]:
         """Return the columns that the loss reads."""
         return ("input_ids", "response_mask", "loss_weight", "values", "returns")
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether all rows of a group have to be in the same microbatch."""
+        return False
 
     def __call__(self, values: Tensor, rows: BatchedDataDict) -> MicrobatchLoss:
         """Return Σ weight · squared error over the response tokens; `values` f32 [T] are the critic's."""

@@ -32,6 +32,7 @@ class Dispatch:
         merge: turns the results of all ranks, in rank order, into one; None restores rows.
         background: whether it runs in a thread, while its rank answers other calls.
         columns: what a sharded method reads and returns.
+        whole_groups: maps the other arguments of a sharded method to whether its microbatches must hold whole groups.
     """
 
     kind: Literal["sharded", "broadcast", "rank_zero"]
@@ -39,6 +40,7 @@ class Dispatch:
     merge: Callable[[list[Any]], Any] | None = None
     background: bool = False
     columns: ColumnContract = field(default_factory=ColumnContract)
+    whole_groups: Callable[..., bool] | None = None
 
 
 def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -57,6 +59,7 @@ def sharded(
     mini_batches: bool = False,
     merge: Callable[[list[Any]], Any] | None = None,
     background: bool = False,
+    whole_groups: Callable[..., bool] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method whose first argument is a batch, sharded over the data ranks by a plan.
 
@@ -70,6 +73,8 @@ def sharded(
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
             other processes or machines, take part in no collective, and return rows.
         merge: makes one result of the ranks' results; by default they are batches whose rows are restored.
+        whole_groups: maps the method's other arguments to whether all rows of a group (`group_ids`) must be in one
+            microbatch; by default they need not be.
     """
     if returns is not None and merge is not None:
         raise ValueError("a method with a merge returns no rows; leave out returns or merge")
@@ -80,7 +85,7 @@ def sharded(
         tuple(optional),
         None if returns is None else tuple(returns),
     )
-    return _mark(Dispatch("sharded", mini_batches, merge, background, columns))
+    return _mark(Dispatch("sharded", mini_batches, merge, background, columns, whole_groups))
 
 
 def broadcast(method: Callable[P, R]) -> Callable[P, R]:

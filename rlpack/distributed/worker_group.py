@@ -113,21 +113,23 @@ class WorkerGroup(Generic[W]):
         """Whether the role's class derives from `interface`, `Trainable` say."""
         return self._kind is not None and issubclass(self._kind, interface)
 
-    def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> MicrobatchPlan:
+    def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False, whole_groups: bool = False) -> MicrobatchPlan:
         """Plan a sharded call on `batch`; calls that have to share microbatches are given one plan (`with_plan`).
 
         Args:
             batch: `input_ids`, whose tokens are counted; rows without tokens all weigh the same.
             mini_batches: split it into optimizer steps of the role's mini-batch size.
+            whole_groups: keep all rows with the same `group_ids` in one microbatch.
 
         Raises:
-            PackingError: the batch cannot be planned.
+            PackingError: the batch cannot be planned; a group exceeds the budget or spans optimizer steps, for example.
         """
         return make_plan(
             _token_counts(batch),
             self.batching,
             dp_size=self.dp_size,
             mini_batch_size=self.mini_batch_size if mini_batches else None,
+            groups=batch["group_ids"].numpy() if whole_groups else None,
             cost=self._cost,
         )
 
@@ -176,7 +178,8 @@ class WorkerGroup(Generic[W]):
         names = columns.columns_to_send(
             batch, rest, kwargs, call=f"{self.role}.{method.__name__}", producers=self._producers
         )
-        plan = self._plan_of_call(batch, mini_batches=dispatch.mini_batches)
+        whole_groups = dispatch.whole_groups is not None and dispatch.whole_groups(*rest, **kwargs)
+        plan = self._plan_of_call(batch, mini_batches=dispatch.mini_batches, whole_groups=whole_groups)
         batch = batch.keep(dict.fromkeys([*names, "input_ids"]) if "input_ids" in batch else names)
         shards = [shard.keep(names) for shard in batch.shard(plan)]  # truncated rows are cut by input_ids
         call = Call(
@@ -216,12 +219,14 @@ class WorkerGroup(Generic[W]):
             text = f"the merge of its ranks' results raised {type(error).__name__}: {error}"
             raise RoleError(self.role, None, method, text) from error
 
-    def _plan_of_call(self, batch: BatchedDataDict, *, mini_batches: bool) -> MicrobatchPlan:
+    def _plan_of_call(self, batch: BatchedDataDict, *, mini_batches: bool, whole_groups: bool) -> MicrobatchPlan:
         """Return the plan that a call follows: its own, unless it was given one (`with_plan`)."""
         if self._plan is None:
-            return self.plan(batch, mini_batches=mini_batches)
+            return self.plan(batch, mini_batches=mini_batches, whole_groups=whole_groups)
         if not np.array_equal(self._plan.request.lengths, _token_counts(batch)):
             raise PackingError(f"a call of {self.role} was given the plan of a batch with other lengths")
+        if whole_groups and self._plan.request.groups is None:
+            raise PackingError(f"a call of {self.role} needs microbatches of whole groups; plan with whole_groups=True")
         return self._plan
 
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:

@@ -32,6 +32,10 @@ class Doubler(Worker):
     def steps(self, shard: BatchedDataDict) -> int:
         return shard.num_steps
 
+    @sharded(merge=list, whole_groups=lambda together: together)
+    def groups_of_microbatches(self, shard: BatchedDataDict, together: bool) -> list[set[int]]:
+        return [set(view.rows["group_ids"].tolist()) for view in shard.microbatches(0)]
+
     @broadcast
     def rank(self) -> int:
         return self.context.rank
@@ -120,6 +124,22 @@ def test_a_call_with_a_plan_takes_its_steps_and_leaves_later_calls_alone():
     assert doublers.run(Doubler.steps, batch) == [3, 3]
     with pytest.raises(PackingError, match="a call of doubler was given the plan of a batch with other lengths"):
         doublers.with_plan(doublers.plan(batch)).run(Doubler.steps, other)
+
+
+def test_a_call_that_needs_whole_groups_gets_each_of_them_in_one_microbatch():
+    batch, doublers = tiny_rollouts(SIZES), group(Batching(max_tokens=24))
+
+    def times_seen(together: bool) -> list[int]:
+        ranks = doublers.run(Doubler.groups_of_microbatches, batch, together)
+        labels = batch["group_ids"].unique().tolist()
+        return [sum(label in groups for microbatches in ranks for groups in microbatches) for label in labels]
+
+    assert times_seen(True) == [1, 1, 1, 1]
+    assert max(times_seen(False)) == 2
+    planned = doublers.with_plan(doublers.plan(batch, whole_groups=True))
+    assert len(planned.run(Doubler.groups_of_microbatches, batch, True)) == 2
+    with pytest.raises(PackingError, match="plan with whole_groups=True"):
+        doublers.with_plan(doublers.plan(batch)).run(Doubler.groups_of_microbatches, batch, True)
 
 
 def test_broadcast_calls_all_ranks_and_rank_zero_one():
