@@ -9,6 +9,7 @@ process has for itself alone while the step's batch is alive.
 
 import argparse
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching
 from rlpack.data.tokenization import character_tokenizer
-from rlpack.distributed.calls import Call, Pending
+from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.start_roles import start_roles
@@ -81,9 +82,9 @@ class MeteredRanks:
         pending = self.ranks.submit(call)
         return Pending(lambda: self._metered(call, pending.result()))
 
-    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
-        """Pass a transfer on; the driver holds nothing of it."""
-        self.ranks.transfer(source, target, load, extra)
+    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
+        """Pass values on; the driver holds nothing of them."""
+        return self.ranks.relay(relays, target)
 
     def _metered(self, call: Call, results: list[Any]) -> list[Any]:
         self.sent.append(len(pickle.dumps((list(call.args_of_rank), results))))

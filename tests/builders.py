@@ -11,8 +11,10 @@ from rlpack.batch.ragged import Ragged
 from rlpack.config.recipes import builtin_target, config_class
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
 from rlpack.data.tokenization import character_tokenizer
+from rlpack.distributed.weights import unpack_bucket
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.types import Generations, TrajectoryBatch
+from rlpack.workers.actor import ActorWorker
 
 ALPHABET = "0123456789+-=# "
 
@@ -60,6 +62,12 @@ def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int
     ids = torch.arange(len(sizes)) // group
     uids = [f"prompt-{n}" for n in ids.tolist()]
     return assemble(TrajectoryBatch.single_turn(prompts, made), group_ids=ids, uids=uids)
+
+
+def exported_weights(actor: ActorWorker) -> dict[str, torch.Tensor]:
+    """Return all weights of an actor on the rank that exports them, as engines receive them; a collective."""
+    buckets = (actor.export_bucket(index) for index in range(len(actor.open_weights(torch.float32))))
+    return {name: weight for bucket in buckets if bucket for name, weight in unpack_bucket(bucket).items()}
 
 
 def tiny_algorithm(**values: Any) -> Algorithm:

@@ -6,6 +6,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
@@ -13,10 +14,12 @@ from rlpack.algorithms.kl import KLEstimator, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.config.schema import Actor, Config
+from rlpack.distributed.weights import Bucket, pack_bucket
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
-from rlpack.models.parallel import full_state_dict, reshard
+from rlpack.models.parallel import reshard
 from rlpack.models.policy import TokenScores
+from rlpack.models.weight_stream import WeightLayout, WeightStream, full_state_dict
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
@@ -101,10 +104,22 @@ class ActorWorker(Worker, Trainable):
         self._stepper.reset_optimizer()
 
     @broadcast
-    def export_weights(self) -> dict[str, np.ndarray]:
-        """Return all weights by their Hugging Face names, f32, on rank 0 and nothing on others; a collective."""
-        state = full_state_dict(self._scorer.policy, keep=self.context.rank == 0)
-        return {name: tensor.float().numpy() for name, tensor in state.items()}
+    def open_weights(self, dtype: torch.dtype) -> WeightLayout:
+        """Plan the buckets of all weights, by their Hugging Face names, in `dtype`."""
+        self._stream = WeightStream(self._scorer.policy, dtype)
+        return self._stream.layout
+
+    @broadcast
+    def export_bucket(self, index: int) -> Bucket | None:
+        """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it."""
+        is_owner = index % self.context.num_ranks == self.context.rank
+        bucket = self._stream.gather(index, keep=is_owner)
+        return pack_bucket(bucket) if is_owner else None
+
+    @broadcast
+    def canary_logprobs(self, token_ids: Tensor) -> np.ndarray:
+        """Return log p(token | tokens before it) at temperature 1, f32 [R, L]; a collective."""
+        return self._scorer.score_rows(token_ids).numpy()
 
     @broadcast
     def save(self, folder: str) -> None:

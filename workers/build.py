@@ -6,8 +6,6 @@ Every function that shards or checks a model is a collective: all ranks of the p
 from pathlib import Path
 from typing import TypeVar, cast
 
-import numpy as np
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -107,11 +105,6 @@ def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> N
     if settings.lora.rank > 0:
         add_adapters(lm, settings.lora, seed=seed)
     freeze(lm, settings.optimizer)
-
-
-def to_tensors(weights: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return tensors that share the arrays' memory; read-only arrays, as Ray maps its objects, are copied."""
-    return {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in weights.items()}
 
 
 def read_weights(folder: str) -> dict[str, Tensor]:

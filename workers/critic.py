@@ -1,9 +1,10 @@
 """The critic role: the value of the context before each token, and advantages computed from it (PPO)."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
-import numpy as np
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,14 +17,24 @@ from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
+from rlpack.distributed.weights import Bucket, unpack_bucket
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
-from rlpack.models.parallel import full_state_dict, head_state_dict, load_base_weights
-from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
-from rlpack.workers.build import build_critic, to_tensors
+from rlpack.models.weight_stream import (
+    WeightLayout,
+    base_name,
+    check_weights,
+    copy_weights,
+    full_state_dict,
+    head_state_dict,
+)
+from rlpack.worker import RankContext, Trainable, Worker, broadcast, rank_zero, sharded
+from rlpack.workers.build import build_critic
 from rlpack.workers.inference import compute_per_token
 from rlpack.workers.loss import MicrobatchLoss, ValueLoss, columns_of, needs_whole_groups
 from rlpack.workers.optimizer_step import OptimizerStepper
+
+V = TypeVar("V")
 
 
 def _columns_of_advantages(kl_coef: float = 0.0) -> tuple[str, ...]:
@@ -125,10 +136,24 @@ class CriticWorker(Worker, Trainable):
         steps = range(shard.num_steps)
         return [self._stepper.step(list(shard.microbatches(step)), microbatch_loss, rate) for step in steps]
 
+    @rank_zero
+    def weights_dtype(self) -> torch.dtype:
+        """Return fp32, the type of the critic's own weights."""
+        return torch.float32
+
     @broadcast
-    def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
-        """Load a policy's weights without its head: a new critic starts from the policy of that version."""
-        load_base_weights(self._critic, to_tensors(weights))
+    def begin_load(self, layout: WeightLayout) -> None:
+        """Check that a policy's weights, without its head, are those of the critic's model.
+
+        Raises:
+            ModelError: a weight is missing or has another shape.
+        """
+        check_weights(self._critic, self._by_base_name(layout.shapes))
+
+    @broadcast
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Copy a bucket of a policy's weights, without its head."""
+        copy_weights(self._critic, self._by_base_name(unpack_bucket(bucket)))
 
     @broadcast
     def save(self, folder: str) -> None:
@@ -143,10 +168,15 @@ class CriticWorker(Worker, Trainable):
     @broadcast
     def export_model(self, folder: str) -> None:
         """Write a Hugging Face model folder without a head, and the head as `value_head.safetensors`; a collective."""
-        model, head = full_state_dict(self._critic), head_state_dict(self._critic)
+        model, head = full_state_dict(self._critic, keep=self.context.rank == 0), head_state_dict(self._critic)
         if self.context.rank == 0:
             self._critic.model.save_pretrained(folder, state_dict=model)
             save_file(head, Path(folder) / "value_head.safetensors")
+
+    def _by_base_name(self, weights: Mapping[str, V]) -> dict[str, V]:
+        """Return entries by the names of weights in the critic's model, without those of a policy's head."""
+        named = ((base_name(self._critic, name), value) for name, value in weights.items())
+        return {name: value for name, value in named if name is not None}
 
     def _values(self, view: MicrobatchView) -> Tensor:
         """Return the values of a microbatch's tokens, f32 [T], on the CPU."""

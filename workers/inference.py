@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.data.tokenization import pad_id
 from rlpack.distributed.context import RankContext
-from rlpack.models.inputs import to_model_inputs
+from rlpack.models.inputs import equal_rows, to_model_inputs
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import Policy
@@ -51,6 +51,19 @@ class Scorer:
         inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
         select = view.rows["response_mask"].values.to(self.device)
         return self.policy(inputs, select=select, temperature=temperature, entropy=False).logprobs.float().cpu()
+
+    @torch.no_grad()
+    def score_rows(self, token_ids: Tensor) -> Tensor:
+        """Return log p(token | tokens before it) at temperature 1, f32 [R, L] on the CPU; a collective.
+
+        Args:
+            token_ids: int64 [R, L], no padding: nothing is packed, so this holds for models that leak when packed.
+        """
+        self.policy.eval()
+        inputs = equal_rows(token_ids).to(self.device)
+        logprobs = self.policy(inputs, temperature=1.0, entropy=False).logprobs
+        reshard(self.policy)
+        return logprobs.float().cpu().view(token_ids.shape)
 
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
         """Return the column `name`: log p(token | tokens before it) of response tokens, f32 [T], 0 elsewhere.

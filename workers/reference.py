@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
-from rlpack.models.parallel import load_full_state_dict
+from rlpack.models.weight_stream import load_full_state_dict
 from rlpack.worker import RankContext, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy, read_weights
 from rlpack.workers.inference import Scorer

@@ -3,45 +3,47 @@
 from typing import Self
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
-from rlpack.data.tokenization import pad_id
+from rlpack.distributed.weights import Bucket, unpack_bucket
+from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.assemble import assemble
-from rlpack.rollout.engine import Engine
-from rlpack.rollout.hf import HFEngine
+from rlpack.rollout.canary import canary_tolerance, check_canary
+from rlpack.rollout.engine import Engine, engine_class
 from rlpack.rollout.types import SamplingParams, TrajectoryBatch
-from rlpack.worker import RankContext, Worker, broadcast, sharded
-from rlpack.workers.build import build_model, to_tensors
+from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
 
-# What `rollout.engine` names.
-ENGINES = {"hf": HFEngine}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RolloutWorker(Worker):
-    """One rank of generation engines."""
+    """One rank of a generation engine."""
 
     def __init__(
-        self, context: RankContext, engine: Engine, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+        self, context: RankContext, engine: Engine, tokenizer: PreTrainedTokenizerBase, *, canary_tolerance: float
     ) -> None:
+        """Wrap an engine; `canary_tolerance` is the largest difference, in nats, from the trainer's log-probs."""
         super().__init__(context)
-        self._vocab_size = vocab_size
         self._engine = engine
         self._tokenizer = tokenizer
+        self._canary_tolerance = canary_tolerance
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
-        """Build the engine; weights reach it from the actor before the first call."""
-        model = build_model(config.model, tokenizer, context, seed=config.seed, attention_name="sdpa")
-        build = ENGINES[config.rollout.engine]
-        engine = build(model, pad_token_id=pad_id(tokenizer), max_num_seqs=config.rollout.max_num_seqs)
-        return cls(context, engine, tokenizer, model.config.get_text_config().vocab_size)
+        """Build the engine that `rollout.engine` names; the actor's weights reach it before the first call."""
+        build = engine_class(config.rollout.engine).from_settings
+        engine = build(config.model, config.rollout, tokenizer, device=context.torch_device, seed=config.seed)
+        tolerance = canary_tolerance(engine.dtype, _DTYPES[config.actor.precision])
+        return cls(context, engine, tokenizer, canary_tolerance=tolerance)
 
     @sharded(
         reads=("input_ids", "seeds", "group_ids", "uid"),
         returns=(
-            *("input_ids", "response_mask", "rollout_logprobs", "response_lengths"),
+            *("input_ids", "response_mask", "rollout_logprobs", "policy_version", "response_lengths"),
             *("finish_reason", "completion", "group_ids", "uid"),
         ),
     )
@@ -50,7 +52,7 @@ class RolloutWorker(Worker):
 
         Args:
             shard: `input_ids`, the prompts; `seeds` int64 [B], the randomness of each row; `group_ids` and `uid`.
-            params: how tokens are drawn.
+            params: how tokens are sampled.
 
         Returns:
             The columns of `rlpack.rollout.assemble.assemble`, and `completion`, the response as text.
@@ -60,13 +62,48 @@ class RolloutWorker(Worker):
             TrajectoryBatch.single_turn(shard["input_ids"], generations),
             group_ids=shard["group_ids"],
             uids=shard["uid"],
-            vocab_size=self._vocab_size,
+            vocab_size=self._engine.vocab_size,
         )
-        # Row by row: batch_decode makes one empty text of no rows, and a rank may have none.
+        # Row by row: batch_decode returns one empty text for no rows, and a rank may have none.
         texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in generations.token_ids.rows()]
         return shard.keep([]).union(dict(columns) | {"completion": texts})
 
+    @rank_zero
+    def weights_dtype(self) -> torch.dtype:
+        """Return the dtype in which the engine receives weights."""
+        return self._engine.dtype
+
     @broadcast
-    def load_weights(self, weights: dict[str, np.ndarray], version: int) -> None:
-        """Take over the actor's weights; `version` is the count of its optimizer steps."""
-        self._engine.load_weights(to_tensors(weights), version)
+    def begin_load(self, layout: WeightLayout) -> None:
+        """Check that weights of this layout fit the engine, before any is copied."""
+        self._engine.begin_load(layout)
+
+    @broadcast
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Copy one bucket of the actor's weights into the engine."""
+        self._engine.load_bucket(unpack_bucket(bucket))
+
+    @broadcast
+    def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:
+        """Check the canary, then sample with the loaded weights as policy version `version`.
+
+        Args:
+            expected: the trainer's log-probs of the canary, f32 [R, L].
+            token_ids: the canary, int64 [R, L].
+            version: number of weight publications, this one included.
+
+        Returns:
+            The largest difference between the engine's and the trainer's log-probs, in nats.
+
+        Raises:
+            CanaryError: it exceeds the tolerance.
+        """
+        gap = check_canary(
+            self._engine.logprobs(token_ids),
+            torch.tensor(expected),
+            token_ids,
+            tolerance=self._canary_tolerance,
+            version=version,
+        )
+        self._engine.policy_version = version
+        return gap

@@ -5,13 +5,13 @@ import math
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.distributed.weights import transfer_weights
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
-from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
 from rlpack.workers.loss import Moments, ValueLoss
 
@@ -19,8 +19,7 @@ from rlpack.workers.loss import Moments, ValueLoss
 def initialize_critic(session: Session) -> None:
     """Copy the policy that the recipe begins with into a new critic, unless `critic.path` names its model."""
     if not session.progress.took_recipe_steps and session.config.critic.path is None:
-        version = session.progress.policy_version
-        session.actor.transfer(ActorWorker.export_weights, session.critic, CriticWorker.load_weights, version)
+        transfer_weights(session.actor, session.critic)
 
 
 def compute_values(

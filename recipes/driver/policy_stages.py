@@ -13,16 +13,17 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.remote import RemoteColumn
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
+from rlpack.distributed.weights import publish_weights
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
 from rlpack.recipes.driver.resume import reference_folder
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.canary import canary_tokens
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
-from rlpack.workers.rollout import RolloutWorker
 
 # Metrics that the update measures when no log-probs were computed before it.
 _MEASURED_IN_UPDATE = {"actor/logprob_gap": "rollout/logprob_gap", "actor/response_kl": "reference/kl"}
@@ -211,11 +212,12 @@ def freeze_reference(session: Session) -> None:
 
 def sync_weights(session: Session, step: StepContext | None = None) -> None:
     """Send the actor's weights to the rollout role: before the first step, or after a `step` that changed them."""
-    if step is None:
-        timer, version = session.run.timer, session.progress.policy_version
-    elif step.progress.policy_version > session.progress.policy_version:
-        timer, version = step.timer, step.progress.policy_version
-    else:
+    if step is not None and step.progress.policy_version == session.progress.policy_version:
         return
+    timer = session.run.timer if step is None else step.timer
     with timer("sync"):
-        session.actor.transfer(ActorWorker.export_weights, session.rollout, RolloutWorker.load_weights, version)
+        session.num_publications += 1
+        canary, version = canary_tokens(len(session.tokenizer)), session.num_publications
+        gap = publish_weights(session.actor, session.rollout, canary=canary, version=version)
+    if step is not None:
+        step.metrics["rollout/canary_gap"] = gap

@@ -69,6 +69,7 @@ class Session:
         store: holds the tokens and texts of batches.
         progress: completed steps; frozen, replaced when a step is committed.
         step: the step in progress, or the last one; None before the first.
+        num_publications: weights sent to the rollout role since the start of this process; engines stamp it on tokens.
     """
 
     config: Config
@@ -80,6 +81,7 @@ class Session:
     store: Store = field(default_factory=LocalStore)
     progress: Progress = field(default_factory=Progress)
     step: StepContext | None = None
+    num_publications: int = 0
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:

@@ -1,11 +1,11 @@
-"""A call of a role's method: what is sent to its ranks, and the handle of its result.
+"""A call of a role's method, the handle of its result, and a value that goes from one role to another.
 
 Every call goes one way, `submit`: it returns a `Pending` at once, and `Pending.result` waits.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 R = TypeVar("R")
 
@@ -42,6 +42,20 @@ class Call:
     def name(self) -> str:
         """Return `role.method`."""
         return f"{self.role}.{self.method}"
+
+
+class Relay(NamedTuple):
+    """A value on its way from one rank of a role to all ranks of another, past the driver.
+
+    Attributes:
+        owner: the source rank whose result is passed on; `export` is a collective, which all ranks run.
+        export: role, method and arguments.
+        load: role, method, and the arguments that follow the value.
+    """
+
+    owner: int
+    export: tuple[str, str, tuple[Any, ...]]
+    load: tuple[str, str, tuple[Any, ...]]
 
 
 class Pending(Generic[R]):

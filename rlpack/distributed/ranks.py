@@ -7,7 +7,7 @@ until its own timeout.
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
-from rlpack.distributed.calls import Call, Pending
+from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, describe_context, describe_error, first_cause, late
@@ -35,6 +35,8 @@ from rlpack.distributed.ray_store import RayStore
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
+# Weights on their way between pools: one bucket is loaded while the next is gathered.
+_RELAYS_IN_FLIGHT = 2
 # By these numbers ranks find the rows of a call again.
 _CALL_IDS = count()
 
@@ -172,18 +174,34 @@ class RayRanks:
                 for rank, offloaded in rows.items()
             ]
 
-    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
-        """Give rank 0's result of `source` (role, method), a collective, to `load` on every rank of `target`.
+    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
+        """Pass values on from ranks of this pool to all ranks of `target`; return the results of the last load.
 
-        The driver passes a reference on and never holds the value.
+        The driver passes references on and never holds a value. At most `_RELAYS_IN_FLIGHT` values exist at a time:
+        each is freed once all ranks of `target` have loaded it.
         """
-        assert isinstance(target, RayRanks), "weights travel between pools of one cluster"
-        exports = self._start(Call(*source, [()] * self.num_ranks, {}), next(_CALL_IDS))
-        value = exports[0].ref
-        loads = target._start(Call(*load, [(value, *extra)] * target.num_ranks, {}), next(_CALL_IDS))
-        # The rank that has the value says whether it was made; to ask for it here would bring it here.
-        exports[0] = replace(exports[0], ref=self._actors[0].has.remote(value))
-        self._wait([*exports, *loads], self._call_s, target)
+        assert isinstance(target, RayRanks), "values travel between pools of one cluster"
+        in_flight: deque[list[RankCall]] = deque()
+        results: list[Any] = []
+        for relay in relays:
+            if len(in_flight) == _RELAYS_IN_FLIGHT:
+                self._wait(in_flight.popleft(), self._call_s, target)
+            in_flight.append(self._start_relay(relay, target))
+        while in_flight:
+            results = self._wait(in_flight.popleft(), self._call_s, target)[self.num_ranks :]
+        return results
+
+    def _start_relay(self, relay: Relay, target: "RayRanks") -> list[RankCall]:
+        """Start the export on all ranks, and the load of its value on all ranks of `target`."""
+        role, method, args = relay.export
+        exports = self._start(Call(role, method, [args] * self.num_ranks, {}), next(_CALL_IDS))
+        value = exports[relay.owner].ref
+        role, method, args = relay.load
+        loads = target._start(Call(role, method, [(value, *args)] * target.num_ranks, {}), next(_CALL_IDS))
+        # Waiting for the value itself would fetch it to the driver.
+        exists = self._actors[relay.owner].has.remote(value)
+        exports[relay.owner] = replace(exports[relay.owner], ref=exists)
+        return [*exports, *loads]
 
     def close(self) -> None:
         """End the processes, gently where they answer, and free what they held."""

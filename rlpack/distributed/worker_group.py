@@ -10,7 +10,7 @@ Invariants (tests/distributed/test_worker_group.py):
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
-from rlpack.distributed.calls import Call, Pending
+from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.column_contract import ColumnContract, Producers
 from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of
 from rlpack.distributed.errors import PlacementError, RoleError
@@ -45,8 +45,8 @@ class Ranks(Protocol):
         """Start a call on as many ranks as it has argument tuples; its result is in rank order."""
         ...
 
-    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
-        """Hand rank 0's result of one method to a method of all ranks of `target`, past the driver's memory."""
+    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
+        """Pass values on to all ranks of `target`, past the driver; return the last load's results by rank."""
         ...
 
 
@@ -232,16 +232,6 @@ class WorkerGroup(Generic[W]):
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
         """Return how a method is called: as the role's own class says."""
         return dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
-
-    def transfer(
-        self,
-        export: Callable[[W], Any],
-        target: "WorkerGroup[Any]",
-        load: Callable[..., None],
-        *extra: Any,
-    ) -> None:
-        """Give rank 0's result of `export`, a collective, to `load` on every rank of `target`, past the driver."""
-        self.ranks.transfer((self.role, export.__name__), target.ranks, (target.role, load.__name__), extra)
 
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:

@@ -103,6 +103,22 @@ def pack_rows(rows: list[Tensor]) -> ModelInputs:
     )
 
 
+def equal_rows(token_ids: Tensor) -> ModelInputs:
+    """Lay out rows of equal length, int64 [R, L], side by side without packing.
+
+    >>> equal_rows(torch.tensor([[5, 6], [7, 8]])).slots.tolist()
+    [0, 1, 2, 3]
+    """
+    num_rows, width = token_ids.shape
+    return ModelInputs(
+        input_ids=token_ids,
+        position_ids=torch.arange(width).expand(num_rows, width),
+        packed=None,
+        slots=torch.arange(num_rows * width),
+        row_lengths=torch.full((num_rows,), width),
+    )
+
+
 def _one_empty_slot(row_lengths: Tensor, *, packed: bool, pad_token_id: int) -> ModelInputs:
     """Return inputs of one padding slot, for rows without tokens: layers can't reshape empty tensors."""
     return ModelInputs(

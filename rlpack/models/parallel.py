@@ -4,11 +4,10 @@ Losses are sums over tokens with denominators that are global to the optimizer s
 the world size appears nowhere.
 """
 
-from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -16,9 +15,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from rlpack.models.adapters import find_adapters, merged_name
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 
@@ -109,87 +107,6 @@ def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return the full weights on the CPU under the wrapped model's own names; a collective.
-
-    A tied weight appears once, under its first name, as in `named_parameters`. Adapters are merged into the returned
-    weights, W + scale·B·A; the model itself is unchanged.
-
-    Args:
-        policy: sharded or not.
-        keep: False on a rank that only takes part in the gathers and returns nothing.
-    """
-    state: dict[str, Tensor] = {}
-    weights, adapters = dict(_named_weights(policy)), find_adapters(policy.model)
-    for name, tensor in weights.items():
-        base_name = merged_name(name)
-        if base_name is None:
-            continue
-        full = _gather(tensor)
-        if (adapter := adapters.get(name)) is not None:
-            down, up = _gather(weights[adapter.down]), _gather(weights[adapter.up])
-            full = full + adapter.scale * (up @ down)
-        if keep:
-            state[base_name] = full.to("cpu", copy=True)
-    return state
-
-
-def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
-    """Return the full weights outside the wrapped model, a value head's, on the CPU; a collective."""
-    reshard(policy)
-    named = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
-    return {name: _gather(weight).to("cpu", copy=True) for name, weight in named}
-
-
-def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
-    """Copy full weights, the same on every rank, into the model; no communication.
-
-    Raises:
-        ModelError: a weight is missing or has another shape, or a name is unknown.
-    """
-    weights = dict(_named_weights(policy))
-    # A tied weight may appear under any of its names.
-    known = {name for name, _ in policy.model.named_parameters(remove_duplicate=False)} | set(weights)
-    if missing := sorted(set(weights) - set(state)):
-        raise ModelError(f"{len(missing)} weights are missing, the first is {missing[0]}; load this model's own state")
-    if unknown := sorted(set(state) - known):
-        raise ModelError(f"{len(unknown)} weights are not the model's, the first is {unknown[0]}; load its own state")
-    for name, weight in weights.items():
-        if weight.shape != state[name].shape:
-            shapes = f"{list(state[name].shape)}, the model's {list(weight.shape)}"
-            raise ModelError(f"weight {name} has shape {shapes}; load this model's own state")
-    with torch.no_grad():
-        for name, weight in weights.items():
-            full = state[name].to(device=weight.device, dtype=weight.dtype)
-            if isinstance(weight, DTensor):
-                full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
-            weight.copy_(full)
-
-
-def load_base_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
-    """Copy a language model's weights without its head into a model that wraps the same one without a head.
-
-    Raises:
-        ModelError: a weight is missing or has another shape.
-    """
-    prefix = f"{model.model.base_model_prefix}."
-    load_full_state_dict(model, {n.removeprefix(prefix): w for n, w in state.items() if n.startswith(prefix)})
-
-
-def _named_weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers, sharded if the model is."""
-    reshard(policy)
-    yield from policy.model.named_parameters()
-    saved = policy.model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
-
-
 def _sharded_modules(policy: PackedModel) -> list[FSDPModule]:
     """Return the FSDP modules, root first; none if the model is not sharded."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
-
-
-def _gather(tensor: Tensor) -> Tensor:
-    """Return one full weight on its device; a collective if it is sharded."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

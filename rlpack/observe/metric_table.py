@@ -51,6 +51,9 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),
     "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
     "rollout/truncated_fraction": Metric("fraction", "Responses cut off at rollout.max_new_tokens."),
+    "rollout/canary_gap": Metric(
+        "nats", "Largest difference between engine and trainer in a log-prob of the canary, after loading weights."
+    ),
     "rollout/logprob_gap": Metric(
         "nats", "Mean absolute difference between the trainer's and the sampler's log-probs."
     ),

@@ -1,21 +1,55 @@
-"""The protocol of generation engines: token ids in, token ids out, no text in between."""
+"""The protocol of generation engines, and the engines by name.
 
+Token ids go in and token ids come out, with no text in between. A new engine is one file with a class that follows
+`Engine`, and one line in `ENGINES`.
+"""
+
+import importlib
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
+import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
+from rlpack.config.schema import Model, Rollout
+from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.types import Generations, SamplingParams
+
+# `rollout.engine` to package.module:Class; only the selected engine is imported.
+ENGINES = {"hf": "rlpack.rollout.hf:HFEngine"}
 
 
 class Engine(Protocol):
-    """Generates with the newest weights it was given."""
+    """Generates with the weights it received last.
 
-    @property
-    def policy_version(self) -> int:
-        """The number of weight publications received."""
+    New weights arrive as `begin_load`, then one `load_bucket` per bucket of the layout, then `policy_version` is set.
+
+    Attributes:
+        policy_version: the number of weight publications received, 0 before the first; it is stamped on every token.
+        dtype: floating-point type of the weights that the engine receives.
+        vocab_size: token ids are below it.
+    """
+
+    policy_version: int
+    dtype: torch.dtype
+    vocab_size: int
+
+    @classmethod
+    def from_settings(
+        cls, model: Model, settings: Rollout, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, seed: int
+    ) -> Self:
+        """Build the engine on one rank.
+
+        Args:
+            model: the `model` section: architecture, and weights to start from.
+            settings: the `rollout` section.
+            tokenizer: the policy's.
+            device: the rank's.
+            seed: of a new model's weights.
+        """
         ...
 
     def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
@@ -23,11 +57,33 @@ class Engine(Protocol):
 
         Args:
             prompts: token ids, int64, B rows of at least one token.
-            params: how to sample.
-            seeds: uint64 or int64 [B]; a row's randomness depends on its seed alone, not on its neighbours.
+            params: how tokens are sampled.
+            seeds: uint64 or int64 [B]; the random numbers of a row depend on its seed alone, not on other rows.
         """
         ...
 
-    def load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take the weights of policy version `version`, under the names that transformers gives them."""
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """Return log p(token | tokens before it) at temperature 1, f32 [R, L]; 0 for the first token of each row.
+
+        Args:
+            token_ids: int64 [R, L], no padding.
+        """
         ...
+
+    def begin_load(self, layout: WeightLayout) -> None:
+        """Prepare to receive weights of this layout, under the names that transformers gives them.
+
+        Raises:
+            EngineError: a name or a shape does not fit the model; the old weights are still in place.
+        """
+        ...
+
+    def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy one bucket, tensors on the CPU by name; the caller frees it afterwards."""
+        ...
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the engine class of a value of `rollout.engine`."""
+    module, _, class_name = ENGINES[name].partition(":")
+    return vars(importlib.import_module(module))[class_name]

@@ -2,8 +2,12 @@
 
 
 class SamplingError(ValueError):
-    """A sampling parameter or a prompt that can't be used; the text names it, what was found and the way out."""
+    """An invalid sampling parameter or prompt; the message names it, its value and what is allowed."""
 
 
 class EngineError(RuntimeError):
-    """An engine gave what it must not give, or was handed weights that don't fit."""
+    """An engine returned invalid values, or received weights that do not fit."""
+
+
+class CanaryError(EngineError):
+    """An engine's log-probs of a fixed prompt differ from the trainer's after a load."""

@@ -8,7 +8,7 @@ from typing import Any
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.offload import offload
-from rlpack.distributed.calls import Call, Pending
+from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.layout import ParallelLayout
@@ -50,10 +50,15 @@ class LocalRanks:
             outcome.set_exception(error)
         return Pending(outcome.result)
 
-    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
-        """Hand rank 0's result of one method to a method of all ranks of `target`."""
-        value = self.submit(Call(*source, [()] * self.num_ranks, {})).result()[0]
-        target.submit(Call(*load, [(value, *extra)] * target.num_ranks, {})).result()
+    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
+        """Pass values on to all ranks of `target`, one after the other; return the results of the last load."""
+        results: list[Any] = []
+        for relay in relays:
+            role, method, args = relay.export
+            value = self.submit(Call(role, method, [args] * self.num_ranks, {})).result()[relay.owner]
+            role, method, args = relay.load
+            results = target.submit(Call(role, method, [(value, *args)] * target.num_ranks, {})).result()
+        return results
 
     def _on(self, rank: int, call: Call, args: tuple[Any, ...], check: Callable[[Any, str], Any]) -> Any:
         """Run a call on one rank, and see that its result passes `check`."""

@@ -15,7 +15,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import PolicyGradientLoss
-from tests.builders import tiny_tokenizer
+from tests.builders import exported_weights, tiny_tokenizer
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def load_and_go_on(
     return [loaded, outcome(actor, [actor.train_step(shards[rank], policy_loss(config))])]
 
 
-def export(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> dict[str, np.ndarray]:
+def export(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> dict[str, Tensor]:
     """Take a step, write the model's folder and export the weights, take another step and export again.
 
     The first export is returned by the weights' names, and the second with `after/` before them.
@@ -128,6 +128,6 @@ def export(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], 
     actor = new_actor(config, rank, mesh.size())
     actor.train_step(shards[rank], policy_loss(config))
     actor.export_model(str(folder))
-    before = actor.export_weights()
+    before = exported_weights(actor)
     actor.train_step(shards[rank], policy_loss(config))
-    return before | {f"after/{name}": weight for name, weight in actor.export_weights().items()}
+    return before | {f"after/{name}": weight for name, weight in exported_weights(actor).items()}

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
+from rlpack.distributed.weights import Bucket, pack_bucket, unpack_bucket
 from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
 
 
@@ -28,7 +30,6 @@ class Echo(Worker):
         self.noted = 0
         self.alone, self.second = threading.Lock(), threading.Event()
 
-    held: tuple[dict[str, Tensor], int] | None = None
     kept: BatchedDataDict
 
     @sharded()
@@ -138,21 +139,44 @@ class Echo(Worker):
         return self.context.pool, self.context.rank, self.context.num_ranks
 
     @broadcast
-    def export(self) -> dict[str, Tensor]:
+    def open_weights(self, dtype: torch.dtype) -> list[int]:
+        self.buckets = [torch.full((count,), float(count), dtype=dtype) for count in range(1, 6)]
+        return list(range(len(self.buckets)))
+
+    @broadcast
+    def export_bucket(self, index: int) -> Bucket | None:
         dist.barrier()
-        return {"weight": torch.arange(5.0)} if self.context.rank == 0 else {}
+        is_owner = index % self.context.num_ranks == self.context.rank
+        if is_owner:
+            self._note(f"export {index}")
+        return pack_bucket({f"weight {index}": self.buckets[index]}) if is_owner else None
+
+    @rank_zero
+    def weights_dtype(self) -> torch.dtype:
+        return torch.bfloat16
 
     @broadcast
-    def load(self, weights: dict[str, Tensor], version: int) -> None:
-        self.held = weights, version
+    def begin_load(self, layout: list[int]) -> None:
+        self.loaded: dict[str, Tensor] = {}
 
     @broadcast
-    def fingerprint(self) -> list[float]:
-        assert self.held is not None
-        weights, version = self.held
-        totals = torch.tensor([weights["weight"].sum().item(), version])
-        dist.all_reduce(totals)
-        return totals.tolist()
+    def load_bucket(self, bucket: Bucket) -> None:
+        time.sleep(0.1)
+        self.loaded |= {name: weight.clone() for name, weight in unpack_bucket(bucket).items()}
+        self._note(f"load {len(self.loaded) - 1}")
+
+    @broadcast
+    def note_into(self, path: str) -> None:
+        """Write down, in a file of all ranks, when buckets are exported and loaded."""
+        self.notes = Path(path)
+
+    def _note(self, line: str) -> None:
+        with self.notes.open("a") as file:
+            file.write(f"{line}\n")
+
+    @sharded(merge=list)
+    def loaded_weights(self, shard: BatchedDataDict) -> dict[str, Tensor]:
+        return self.loaded
 
     def undecorated(self) -> None: ...
 
@@ -218,13 +242,26 @@ class Faulty(Worker):
             time.sleep(600)
 
     @broadcast
-    def export(self, rank: int = 1) -> dict[str, Tensor]:
-        if self.context.rank == rank:
-            raise ExportError("weights", "nothing to export")
-        return {}
+    def open_weights(self, dtype: torch.dtype) -> list[int]:
+        return [0, 1]
 
     @broadcast
-    def load(self, weights: dict[str, Tensor], version: int) -> None: ...
+    def export_bucket(self, index: int) -> Bucket | None:
+        if index == 1 and self.context.rank == 1:
+            raise ExportError("weights", "nothing to export")
+        if index == 1:
+            dist.barrier()
+        return {} if self.context.rank == index else None
+
+    @rank_zero
+    def weights_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @broadcast
+    def begin_load(self, layout: list[int]) -> None: ...
+
+    @broadcast
+    def load_bucket(self, bucket: Bucket) -> None: ...
 
 
 # That a part is being scored; roles of one pool share a process.

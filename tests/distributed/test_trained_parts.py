@@ -14,7 +14,7 @@ from rlpack.config.schema import Config, Rollout
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.models.adapters import add_adapters
 from rlpack.packing import Batching, make_plan
-from tests.builders import tiny_algorithm, tiny_config
+from tests.builders import exported_weights, tiny_algorithm, tiny_config
 from tests.distributed import actors
 from tests.distributed.definition import difference, plain_model, scored, step_by_definition
 from tests.distributed.processes import on_ranks
@@ -91,23 +91,23 @@ def test_others_get_merged_weights_and_a_plain_folder_without_disturbing_trainin
     weights = on_ranks(tmp_path, size, actors.export, config_of(LORA, learning_rate=0.01), shards, folder)[0]
     base = {name: weight.detach().float() for name, weight in plain_model().named_parameters()}
     assert [name for name in weights if "/" not in name] == list(base)
-    changed = {name for name in base if not torch.equal(torch.from_numpy(weights[name]), base[name])}
+    changed = {name for name in base if not torch.equal(weights[name], base[name])}
     assert changed == {name for name in base if ".mlp." in name or "q_proj.weight" in name or "v_proj.weight" in name}
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert not [name for name in model.state_dict() if "lora" in name or "base_layer" in name]
     assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors"}
     assert "adapter_config.json" not in {path.name for path in folder.iterdir()}
-    assert all(torch.equal(weight, torch.from_numpy(weights[name])) for name, weight in model.named_parameters())
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
     undisturbed = on_ranks(tmp_path, size, two_updates, config_of(LORA, learning_rate=0.01), shards)[0]
-    assert all(torch.equal(torch.from_numpy(weights[f"after/{name}"]), undisturbed[name]) for name in base)
+    assert all(torch.equal(weights[f"after/{name}"], undisturbed[name]) for name in base)
 
 
 def two_updates(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict]) -> dict[str, Tensor]:
     actor = actors.new_actor(config, rank, mesh.size())
     for _ in range(2):
         actor.train_step(shards[rank], actors.policy_loss(config))
-    return {name: torch.from_numpy(weight) for name, weight in actor.export_weights().items()}
+    return exported_weights(actor)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -15,9 +15,11 @@ from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import eos_id
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.weights import publish_weights
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.reward_stages import PendingRewards
 from rlpack.recipes.driver.rollout_stages import Draw, sample_responses
+from rlpack.rollout.canary import canary_tokens
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import SFTLoss
@@ -100,11 +102,6 @@ def test_a_users_own_role_scores_beside_the_built_in_reward(groups: Groups):
     assert groups["reward"].run(RewardWorker.score, texts)["rewards"].tolist() == [1.0, 0.0, 0.0]
 
 
-def test_weights_travel_from_one_role_to_every_rank_of_another(groups: Groups):
-    groups["packed"].transfer(Echo.export, groups["fixed"], Echo.load, 7)
-    assert groups["fixed"].run(Echo.fingerprint) == [2 * 10.0, 2 * 7.0]
-
-
 def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Groups, store: RayStore):
     tokenizer = tiny_tokenizer()
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0)]).keep(["input_ids", "group_ids", "uid"])
@@ -124,7 +121,8 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
         return gap.max().item()
 
     assert gap() > 0.1
-    groups["actor"].transfer(ActorWorker.export_weights, groups["rollout"], RolloutWorker.load_weights, 1)
+    canary_gap = publish_weights(groups["actor"], groups["rollout"], canary=canary_tokens(len(tokenizer)), version=1)
+    assert canary_gap < 1e-4
     assert gap() < 1e-4
 
 
@@ -166,15 +164,6 @@ def test_a_failure_names_the_earlier_call_in_which_another_rank_still_is(groups:
     assert str(failure.value).endswith(
         "; rank 1 had not answered loses_touch.hang_over_rows_of before, which may be why"
     )
-
-
-def test_a_transfer_that_fails_names_who_failed(groups: Groups):
-    with failure_within(4) as failure:
-        groups["exports"].transfer(Faulty.export, groups["imports"], Faulty.load, 1)
-    told = "role exports, rank 1, in export: ExportError: no weights: nothing to export"
-    assert str(failure.value).startswith(told)
-    assert not is_alive(groups["exports"], 0)
-    assert not is_alive(groups["imports"], 0)
 
 
 def test_a_call_may_run_beside_others_of_its_processes(groups: Groups, store: RayStore):

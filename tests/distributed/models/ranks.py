@@ -9,14 +9,9 @@ from torch import Tensor
 from rlpack.models.checks import check_isolation
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs, pack_rows
-from rlpack.models.parallel import (
-    clip_grad_norm,
-    full_state_dict,
-    load_full_state_dict,
-    set_gradient_sync,
-    shard_model,
-)
+from rlpack.models.parallel import clip_grad_norm, set_gradient_sync, shard_model
 from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import full_state_dict, load_full_state_dict
 from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
 
 ROWS = tiny_rows([9, 3, 13, 6, 1, 4])

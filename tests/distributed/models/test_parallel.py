@@ -5,7 +5,8 @@ import torch
 
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
-from rlpack.models.parallel import clip_grad_norm, full_state_dict, load_full_state_dict, shard_model
+from rlpack.models.parallel import clip_grad_norm, shard_model
+from rlpack.models.weight_stream import full_state_dict, load_full_state_dict
 from tests.distributed.models import ranks
 from tests.distributed.models.ranks import MICROBATCHES, ROWS, Step, canary, load_and_save, new_policy
 from tests.distributed.processes import on_ranks

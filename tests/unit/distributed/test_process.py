@@ -82,8 +82,10 @@ def test_a_host_runs_roles_in_one_process_group(process: RankProcess):
     found = batch.restore([process.call("actor", "logprobs", {}, shard)])
     assert found["logprobs"].lengths.tolist() == [5, 5]
     assert (found["logprobs"].values[batch["response_mask"].values] < 0).all()
-    weights = process.call("actor", "export_weights", {})
-    assert weights["lm_head.weight"].shape == (len(tiny_tokenizer()), 32)
+    layout = process.call("actor", "open_weights", {}, torch.float32)
+    assert len(layout) == 1
+    assert layout.shapes["lm_head.weight"] == (len(tiny_tokenizer()), 32)
+    assert process.call("actor", "export_bucket", {}, 0).keys() == layout.shapes.keys()
 
 
 def test_closing_leaves_the_process_group_and_can_be_repeated(process: RankProcess):

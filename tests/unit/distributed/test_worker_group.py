@@ -2,13 +2,14 @@
 
 import copy
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.distributed.calls import Call, Pending
+from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
 from rlpack.distributed.layout import ParallelLayout
@@ -64,7 +65,7 @@ class LocalRanks:
         ]
         return Pending(lambda: [pickle.loads(pickled[rank]) for rank in call.outputs])
 
-    def transfer(self, source: tuple[str, str], target: Any, load: tuple[str, str], extra: tuple[Any, ...]) -> None:
+    def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
         raise NotImplementedError
 
 

@@ -10,8 +10,8 @@ from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import adapter_layers, add_adapters, dropout_seed
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
-from rlpack.models.parallel import full_state_dict
 from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import full_state_dict
 from tests.unit.models.tiny import KINDS, pad_rows, reference_scores, tiny_model, tiny_rows
 
 ROWS = tiny_rows([9, 1, 13, 6])

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rlpack.batch.ragged import Ragged
+from rlpack.models.weight_stream import TensorSpec, WeightLayout
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
@@ -28,6 +29,26 @@ def generate(prompts, params, seeds=None, kind="qwen2", **options):
     return engine.generate(
         Ragged.from_rows(prompts, torch.int64), params, seeds_of(len(prompts)) if seeds is None else seeds
     )
+
+
+def load(engine, state):
+    """Send a state to an engine in buckets of two tensors."""
+    specs = [TensorSpec(name, tuple(weight.shape), weight.dtype) for name, weight in state.items()]
+    layout = WeightLayout(tuple(tuple(specs[at : at + 2]) for at in range(0, len(specs), 2)))
+    engine.begin_load(layout)
+    for bucket in layout.buckets:
+        engine.load_bucket({spec.name: state[spec.name] for spec in bucket})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_given_prompt_is_scored_as_by_a_plain_forward(kind):
+    tokens = torch.randint(VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(1))
+    scores = HFEngine(decoder(kind)).logprobs(tokens)
+    assert (scores.shape, scores.dtype) == ((3, 11), torch.float32)
+    assert scores[:, 0].tolist() == [0, 0, 0]
+    for row, own in zip(tokens, scores, strict=True):
+        expected = plain_logprobs(decoder(kind), row[:1].tolist(), row[1:].tolist()).gather(1, row[1:, None])[:, 0]
+        torch.testing.assert_close(own[1:].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +157,8 @@ def test_loaded_weights_generate_what_their_model_would(kind):
     state = {
         name: weight for name, weight in source.state_dict().items() if kind == "qwen2" or name != "lm_head.weight"
     }
-    engine.load_weights(state, version=5)
+    load(engine, state)
+    engine.policy_version = 5
     column = Ragged.from_rows(prompts, torch.int64)
     found = engine.generate(column, params, seeds_of(4))
     expected = HFEngine(source).generate(column, params, seeds_of(4))
@@ -163,7 +185,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_copied(fault):
     else:
         state[name] = torch.zeros(1)
     with pytest.raises(EngineError, match=name):
-        HFEngine(model).load_weights(state, version=1)
+        load(HFEngine(model), state)
     assert all(weight.equal(before[key]) for key, weight in model.state_dict().items())
 
 

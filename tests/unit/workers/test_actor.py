@@ -17,7 +17,7 @@ from rlpack.packing import Batching, make_plan
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss, SFTLoss
 from rlpack.workers.reference import ReferenceWorker
-from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.builders import MODEL, exported_weights, tiny_config, tiny_rollouts, tiny_tokenizer
 
 SIZES = [(3, 9), (5, 1), (2, 6)]
 
@@ -51,8 +51,7 @@ def policy_update(actor: ActorWorker) -> tuple[dict[str, float], dict[str, torch
     advantages = torch.ones(batch.num_rows)
     batch = batch.union(dict(old) | {"advantages": advantages})
     (metrics,) = actor.train_step(shard_of(batch), PolicyGradientLoss(Algorithm(), temperature=1.0))
-    weights = actor.export_weights()
-    return metrics, {name: torch.from_numpy(weight) for name, weight in weights.items()}
+    return metrics, exported_weights(actor)
 
 
 ON_POLICY = Algorithm(kl_coef=0.2, entropy_coef=0.1)
@@ -88,7 +87,7 @@ def test_a_single_update_without_old_log_probs_is_the_one_with_them_bit_for_bit(
     assert metrics.pop("actor/response_kl") == pytest.approx(sums[trains].mean().item(), rel=1e-6)
     assert metrics == expected
     assert metrics["actor/grad_norm"] > 0
-    one, other = (actor.export_weights() for actor in actors)
+    one, other = (exported_weights(actor) for actor in actors)
     assert all((one[name] == other[name]).all() for name in one)
 
 

@@ -1,14 +1,47 @@
+import numpy as np
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Actor, Model
 from rlpack.distributed.context import RankContext
+from rlpack.distributed.weights import pack_bucket
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import WeightStream
+from rlpack.rollout.canary import TOLERANCES, canary_tokens
+from rlpack.rollout.errors import CanaryError, EngineError
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.build import build_model
 from rlpack.workers.rollout import RolloutWorker
-from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
 
 PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=(1,))
+
+
+CANARY = canary_tokens(len(tiny_tokenizer()))
+
+
+def policy_of(seed: int = 3) -> Policy:
+    return Policy(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=seed))
+
+
+def send(policy: Policy, worker: RolloutWorker, corrupt: str = "", change: float = 0.0) -> None:
+    """Send a policy's weights in buckets that nothing may write to, as Ray maps them; change one weight on the way."""
+    stream = WeightStream(policy, worker.weights_dtype(), bucket_bytes=8000)
+    worker.begin_load(stream.layout)
+    for weights in stream:
+        if corrupt in weights:
+            weights[corrupt] += change
+        bucket = pack_bucket(weights)
+        for array, _ in bucket.values():
+            array.flags.writeable = False
+        worker.load_bucket(bucket)
+
+
+def own_logprobs(policy: Policy) -> np.ndarray:
+    """Return the policy's log-probs of the canary, each row by the wrapped model alone."""
+    with torch.no_grad():
+        return torch.stack([policy.own_probe(row) for row in CANARY]).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +85,64 @@ def test_new_weights_are_used_and_their_version_is_on_every_row():
     before = worker.generate(prompts(), greedy)
     other = RolloutWorker.from_settings(RankContext(), tiny_config(seed=4), tiny_tokenizer())
     expected = other.generate(prompts(), greedy)
-    model = build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=4)
-    weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    for array in weights.values():
-        array.flags.writeable = False
-    worker.load_weights(weights, 9)
+    policy = policy_of(seed=4)
+    send(policy, worker)
+    worker.publish(own_logprobs(policy), CANARY, 9)
     after = worker.generate(prompts(), greedy)
     assert not torch.equal(before["input_ids"].values, after["input_ids"].values)
     assert torch.equal(after["input_ids"].values, expected["input_ids"].values)
     mask = after["response_mask"].values
     assert after["policy_version"].values[mask].unique().tolist() == [9]
     assert after["policy_version"].values[~mask].unique().tolist() == [-1]
+
+
+def test_an_engine_with_the_trainers_weights_passes_the_canary_by_a_wide_margin(worker: RolloutWorker):
+    policy = policy_of()
+    send(policy, worker)
+    assert worker.publish(own_logprobs(policy), CANARY, 1) < TOLERANCES[torch.float32] / 20
+
+
+KINDS_OF_WEIGHTS = [
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.1.self_attn.k_proj.bias",
+    "model.layers.0.self_attn.v_proj.bias",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize("name", KINDS_OF_WEIGHTS)
+def test_a_weight_of_any_kind_that_is_changed_on_its_way_is_refused(worker: RolloutWorker, name: str):
+    policy = policy_of()
+    # The head's rows need different changes: a constant would move all logits alike.
+    change = torch.linspace(-0.05, 0.05, policy.model.get_parameter(name).shape[0])
+    send(policy, worker, name, change[:, None] if policy.model.get_parameter(name).ndim == 2 else change)
+    before = worker._engine.policy_version
+    with pytest.raises(
+        CanaryError, match=r"policy version 7 differ from the trainer's by up to .* \(tolerance 0\.001\), most"
+    ):
+        worker.publish(own_logprobs(policy), CANARY, 7)
+    assert worker._engine.policy_version == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_fails_the_canary(worker: RolloutWorker, value: float):
+    policy = policy_of()
+    send(policy, worker, "model.norm.weight", value)
+    with pytest.raises(CanaryError, match="by up to inf nats"):
+        worker.publish(own_logprobs(policy), CANARY, 7)
+
+
+def test_the_tolerance_follows_the_less_precise_of_the_two():
+    config = tiny_config(actor=Actor(precision="bf16"))
+    assert RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())._canary_tolerance == 1.0
+
+
+def test_weights_of_another_model_are_refused_before_any_is_copied(worker: RolloutWorker):
+    other = tiny_config(model=Model(config=MODEL | {"hidden_size": 16})).model
+    stream = WeightStream(Policy(build_model(other, tiny_tokenizer(), RankContext(), seed=1)), torch.float32)
+    with pytest.raises(EngineError, match=r"wrong shape .*model\.norm\.weight"):
+        worker.begin_load(stream.layout)

@@ -1,0 +1,146 @@
+"""Weights from one role to another: bucket by bucket through the object store, past the driver.
+
+    source ranks   open_weights     export_bucket(0)   export_bucket(1)   ...   canary_logprobs
+                        │                 │                  │                       │
+    target ranks   begin_load         load_bucket        load_bucket      ...     publish
+
+`open_weights` returns a small layout, which the driver passes on; every arrow after it is an object that one source
+rank stores and all target ranks read in place. Invariants (tests/distributed/test_weights.py):
+
+1. the driver holds references, never values; bucket k is stored by source rank k modulo their number, so that no rank
+   stores the whole model;
+2. at most two buckets are in flight: bucket k is freed once all target ranks have loaded it, and only then the export
+   of bucket k + 2 starts;
+3. every bucket has the deadline `placement.call_timeout_s`; a failure kills both pools and names the exporting rank if
+   its export failed, since the loads fail as a consequence.
+"""
+
+from collections.abc import Mapping, Sized
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlpack.batch.serialization import from_array, to_array
+from rlpack.distributed.calls import Relay
+from rlpack.distributed.dispatch import broadcast, rank_zero
+from rlpack.distributed.worker_group import WorkerGroup
+
+# Weights on their way by name: bits and name of the dtype. NumPy arrays are read in place from the object store.
+Bucket = dict[str, tuple[np.ndarray, str]]
+
+
+class WeightSource(Protocol):
+    """A role whose weights other roles get. Its methods carry these decorators."""
+
+    @broadcast
+    def open_weights(self, dtype: torch.dtype) -> Sized:
+        """Plan buckets of weights in `dtype`; return the layout, whose length is their number."""
+        ...
+
+    @broadcast
+    def export_bucket(self, index: int) -> Bucket | None:
+        """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it."""
+        ...
+
+
+class ScoredSource(WeightSource, Protocol):
+    """A source that can score the canary."""
+
+    @broadcast
+    def canary_logprobs(self, token_ids: Tensor) -> np.ndarray:
+        """Return log p(token | tokens before it) at temperature 1, f32 [R, L]; a collective."""
+        ...
+
+
+class WeightTarget(Protocol):
+    """A role that loads weights. Its methods carry these decorators."""
+
+    @rank_zero
+    def weights_dtype(self) -> torch.dtype:
+        """Return the dtype that floating-point weights are to arrive in."""
+        ...
+
+    @broadcast
+    def begin_load(self, layout: Any) -> None:
+        """Check that weights of this layout fit; raise before anything has changed."""
+        ...
+
+    @broadcast
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Copy one bucket; nothing may refer to its memory afterwards."""
+        ...
+
+
+class PublishTarget(WeightTarget, Protocol):
+    """A target that checks the canary before it uses new weights."""
+
+    @broadcast
+    def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:
+        """Score the canary, compare, and use the weights as policy version `version`; return the largest gap."""
+        ...
+
+
+S = TypeVar("S", bound=WeightSource)
+T = TypeVar("T", bound=WeightTarget)
+ScoredS = TypeVar("ScoredS", bound=ScoredSource)
+PublishT = TypeVar("PublishT", bound=PublishTarget)
+
+
+def transfer_weights(source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
+    """Load the weights of one role into another, on all ranks of both.
+
+    Raises:
+        RoleError: a rank raised, died or missed the deadline.
+    """
+    source.ranks.relay(_open(source, target), target.ranks)
+
+
+def publish_weights(
+    source: WorkerGroup[ScoredS], target: WorkerGroup[PublishT], *, canary: Tensor, version: int
+) -> float:
+    """Load the weights of one role into engines, and check the engines' log-probs of the canary.
+
+    Args:
+        source: the trained policy.
+        target: the engines.
+        canary: the fixed prompt, token ids, int64 [R, L].
+        version: policy version of the weights, the number of publications.
+
+    Returns:
+        The largest difference of a log-prob between an engine and the trainer, in nats.
+
+    Raises:
+        RoleError: a rank raised, died or missed the deadline, or an engine failed the canary.
+    """
+    check = Relay(
+        owner=0,
+        export=(source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
+        load=(target.role, PublishTarget.publish.__name__, (canary, version)),
+    )
+    return max(source.ranks.relay([*_open(source, target), check], target.ranks))
+
+
+def _open(source: WorkerGroup[Any], target: WorkerGroup[Any]) -> list[Relay]:
+    """Prepare both roles; return the relays of all buckets."""
+    layout = source.run(WeightSource.open_weights, target.run(WeightTarget.weights_dtype))
+    target.run(WeightTarget.begin_load, layout)
+    return [
+        Relay(
+            owner=index % source.num_ranks,
+            export=(source.role, WeightSource.export_bucket.__name__, (index,)),
+            load=(target.role, WeightTarget.load_bucket.__name__, ()),
+        )
+        for index in range(len(layout))
+    ]
+
+
+def pack_bucket(weights: Mapping[str, Tensor]) -> Bucket:
+    """Return weights as they are sent; they share memory."""
+    return {name: to_array(weight) for name, weight in weights.items()}
+
+
+def unpack_bucket(bucket: Bucket) -> dict[str, Tensor]:
+    """Return the tensors of a bucket, on the memory of its arrays: only read from them."""
+    return {name: from_array(array, dtype) for name, (array, dtype) in bucket.items()}

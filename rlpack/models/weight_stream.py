@@ -1,0 +1,207 @@
+"""Weights out of and into a model, one bucket at a time.
+
+Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/test_weight_stream.py):
+
+1. every parameter and every buffer of the checkpoint is in exactly one bucket, in the order of `named_parameters`; a
+   tied weight comes once, under its first name;
+2. a bucket holds at most `bucket_bytes`, or a single tensor that is larger;
+3. a rank holds one bucket and one whole tensor at a time, never the whole model;
+4. names and values are those of the model without adapters: W + scale·B·A in place of W.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlpack.models.adapters import find_adapters, merged_name
+from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import reshard
+
+BUCKET_BYTES = 256 * 2**20
+
+
+class TensorSpec(NamedTuple):
+    """Name, shape and dtype of one weight on its way."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensor in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The weights of a stream by bucket, in the order in which they are sent."""
+
+    buckets: tuple[tuple[TensorSpec, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight by its name."""
+        return {spec.name: spec.shape for bucket in self.buckets for spec in bucket}
+
+
+class WeightStream:
+    """The weights of a model, gathered bucket by bucket; all ranks make one and gather the same buckets.
+
+    >>> for bucket in WeightStream(policy):  # doctest: +SKIP
+    ...     engine.load_bucket(bucket)
+
+    Attributes:
+        layout: names, shapes and dtypes of all buckets.
+    """
+
+    def __init__(
+        self, policy: PackedModel, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Plan the buckets; nothing is gathered yet.
+
+        Args:
+            policy: sharded or not; its weights at the time of `gather` are sent.
+            dtype: floating-point weights are cast to it, the receiver's; None keeps each weight's own.
+            bucket_bytes: largest bucket, in `dtype`.
+        """
+        self._policy = policy
+        self._sources: dict[str, str] = {}  # names in the stream to names in the policy
+        specs = []
+        for source, tensor in _weights(policy):
+            if (name := merged_name(source)) is not None:
+                cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                specs.append(TensorSpec(name, tuple(tensor.shape), cast))
+                self._sources[name] = source
+        self.layout = WeightLayout(tuple(_buckets(specs, bucket_bytes)))
+
+    def gather(self, index: int, *, keep: bool = True) -> dict[str, Tensor]:
+        """Return one bucket, whole tensors on the CPU by their names; a collective.
+
+        Args:
+            index: of the bucket.
+            keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
+        """
+        weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
+        bucket: dict[str, Tensor] = {}
+        for spec in self.layout.buckets[index]:
+            source = self._sources[spec.name]
+            whole = _gathered(weights[source])
+            if (adapter := adapters.get(source)) is not None:
+                down, up = _gathered(weights[adapter.down]), _gathered(weights[adapter.up])
+                whole = whole + adapter.scale * (up @ down)
+            if keep:
+                bucket[spec.name] = whole.to("cpu", spec.dtype, copy=True)
+        return bucket
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield every bucket in order; a collective."""
+        return (self.gather(index) for index in range(len(self.layout)))
+
+
+def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tensor]:
+    """Return all weights on the CPU under the wrapped model's own names; a collective.
+
+    Args:
+        policy: sharded or not.
+        keep: False on a rank that only takes part in the gathers; it returns nothing.
+    """
+    stream = WeightStream(policy)
+    state: dict[str, Tensor] = {}
+    for index in range(len(stream.layout)):
+        state |= stream.gather(index, keep=keep)
+    return state
+
+
+def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
+    """Return the whole weights outside the wrapped model, such as a value head's, on the CPU; a collective."""
+    reshard(policy)
+    own = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
+    return {name: _gathered(weight).to("cpu", copy=True) for name, weight in own}
+
+
+def check_weights(model: PackedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that weights of these names and shapes are all that the model needs.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or a name belongs to no weight.
+    """
+    weights = dict(_weights(model))
+    # A tied weight may come under each of its names.
+    known = {name for name, _ in model.model.named_parameters(remove_duplicate=False)} | set(weights)
+    if missing := sorted(set(weights) - set(shapes)):
+        raise ModelError(f"{len(missing)} weights are missing, the first is {missing[0]}; load this model's own state")
+    if unknown := sorted(set(shapes) - known):
+        raise ModelError(f"{len(unknown)} weights are not the model's, the first is {unknown[0]}; load its own state")
+    for name, weight in weights.items():
+        if tuple(weight.shape) != tuple(shapes[name]):
+            given = f"{list(shapes[name])}, the model's {list(weight.shape)}"
+            raise ModelError(f"weight {name} has shape {given}; load this model's own state")
+
+
+@torch.no_grad()
+def copy_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
+    """Copy some whole weights, the same on every rank, into the model; no rank communicates with another.
+
+    A tied weight is copied under its first name; its other names are skipped.
+    """
+    for name, weight in _weights(model):
+        if name not in state:
+            continue
+        full = state[name].to(device=weight.device, dtype=weight.dtype)
+        if isinstance(weight, DTensor):
+            full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.copy_(full)
+
+
+def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
+    """Check and copy all weights of a model, the same on every rank; no rank communicates with another.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or a name belongs to no weight.
+    """
+    check_weights(policy, {name: tuple(weight.shape) for name, weight in state.items()})
+    copy_weights(policy, state)
+
+
+def base_name(model: PackedModel, name: str) -> str | None:
+    """Return the name that a language model's weight has in its base model, None for a weight of its head."""
+    prefix = f"{model.model.base_model_prefix}."
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
+def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
+    reshard(policy)
+    yield from policy.model.named_parameters()
+    saved = policy.model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
+
+
+def _buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+    """Yield runs of tensors of at most `bucket_bytes`; a larger tensor is a run by itself."""
+    bucket: list[TensorSpec] = []
+    num_bytes = 0
+    for spec in specs:
+        if bucket and num_bytes + spec.num_bytes > bucket_bytes:
+            yield tuple(bucket)
+            bucket, num_bytes = [], 0
+        bucket.append(spec)
+        num_bytes += spec.num_bytes
+    if bucket:
+        yield tuple(bucket)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return one weight whole, on its device; a collective if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
