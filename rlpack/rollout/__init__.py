@@ -1,5 +1,8 @@
-"""Generation: engines behind one protocol, token ids in, token ids and log-probs out.
+"""Generation: token ids in, token ids and their log-probs out.
 
-`engine` is the protocol, `hf` an engine on transformers, `sampling` how a token is drawn from logits by a stream of
-the row's own, and `assemble` makes a rollout batch of prompts and responses.
+- `engine`: the protocol of generation engines, and the engines by name; `hf` is the one on transformers.
+- `types`: sampling parameters, generations, and trajectories of given and sampled segments.
+- `sampling`: temperature, top-k and top-p, with one stream of random numbers per row.
+- `assemble`: makes rows of the rollout batch from trajectories; no other code does.
+- `canary`: compares an engine's log-probs of a fixed prompt with the trainer's after every load.
 """

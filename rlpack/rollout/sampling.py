@@ -1,8 +1,11 @@
-"""Draw tokens from logits, each row by its own stream of random numbers.
+"""Sample tokens from logits, each row with its own stream of random numbers.
 
-A row's stream is a pure function of (seed, position): no generator state is kept, so a row gets the same numbers
-whatever batch it runs in, and after a restart. Tokens are found by inverting the cumulative distribution, one
-uniform number a token.
+Invariants (tests/unit/rollout/test_sampling.py):
+
+1. a row's stream is a pure function of (seed, position): there is no generator state, so a row gets the same numbers in
+   any batch and after a restart;
+2. a token is the inverse of the cumulative distribution at one uniform number; a token of probability 0 is never
+   sampled.
 """
 
 import numpy as np
@@ -12,15 +15,15 @@ from torch import Tensor
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import SamplingParams
 
-# Float64 entries of the cumulative distribution that exist at one time: 128 MiB.
+# Largest number of float64 entries of the cumulative distribution in memory: 128 MiB.
 _MAX_ENTRIES = 1 << 24
 
 
 def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
-    """Return one number in [0, 1) for each seed, float64 [B]: entry `position` of each seed's stream.
+    """Return one number in [0, 1) per seed, float64 [B]: entry `position` of its stream.
 
     SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195): the mixed counter seed + position · γ. Seeds
-    have to be hashes themselves: streams of neighbouring multiples of γ overlap.
+    have to be hashes themselves, because streams whose seeds differ by a small multiple of γ overlap.
 
     >>> float(uniforms(np.array([7], dtype=np.uint64), 0)[0]) == float(uniforms(np.array([9, 7]), 0)[1])
     True
@@ -34,7 +37,7 @@ def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
 
 
 def sample(logits: Tensor, params: SamplingParams, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return one token a row, int64 [B], and its log-probability under the distribution drawn from, f32 [B].
+    """Return one token per row, int64 [B], and its log-prob, f32 [B], after the filters.
 
     >>> logits = torch.tensor([[0.0, 0.0]]).log_softmax(-1)
     >>> sample(logits, SamplingParams(), np.array([0.6]))
@@ -42,24 +45,25 @@ def sample(logits: Tensor, params: SamplingParams, numbers: np.ndarray) -> tuple
 
     Args:
         logits: [B, V] of any floating type.
-        params: temperature, top-k, top-p; greedy when the temperature is 0.
+        params: temperature, top-k, top-p; greedy if the temperature is 0.
         numbers: uniform in [0, 1), float64 [B]; unused when greedy.
 
     Raises:
-        EngineError: a row's logits are not finite.
+        EngineError: logits of a row are not finite.
     """
     if params.is_greedy:
-        best, tokens = logits.float().max(-1)
-        _check_finite(best, logits)
-        return tokens, torch.zeros_like(best)
+        highest, tokens = logits.float().max(-1)
+        _check_finite(highest, logits)
+        return tokens, torch.zeros_like(highest)
     targets = torch.from_numpy(numbers).to(logits.device)
     rows = max(1, _MAX_ENTRIES // logits.shape[-1])
-    drawn = [_draw(part, params, u) for part, u in zip(logits.split(rows), targets.split(rows), strict=True)]
-    return torch.cat([tokens for tokens, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+    chunks = zip(logits.split(rows), targets.split(rows), strict=True)
+    sampled = [_sample_chunk(chunk, params, numbers) for chunk, numbers in chunks]
+    return torch.cat([tokens for tokens, _ in sampled]), torch.cat([logprobs for _, logprobs in sampled])
 
 
 def filtered_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the log-probabilities that `sample` draws from, f32 [B, V]; tokens that are left out have -inf.
+    """Return the log-probs that `sample` samples from, f32 [B, V]; filtered tokens have -inf.
 
     >>> filtered_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), SamplingParams(top_k=2)).exp()
     tensor([[0.7311, 0.2689, 0.0000]])
@@ -70,26 +74,26 @@ def filtered_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
         scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
     if params.top_p < 1:
         ordered, tokens = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        # What comes before a token decides, so the first is always kept.
-        beyond = ordered.cumsum(-1) - ordered >= params.top_p
-        scaled = scaled.masked_fill(beyond.scatter(-1, tokens, beyond), -torch.inf)
+        # The mass before a token decides, so the most likely one is always kept.
+        is_beyond = ordered.cumsum(-1) - ordered >= params.top_p
+        scaled = scaled.masked_fill(is_beyond.scatter(-1, tokens, is_beyond), -torch.inf)
     return scaled.log_softmax(-1)
 
 
-def _draw(logits: Tensor, params: SamplingParams, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_chunk(logits: Tensor, params: SamplingParams, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the cumulative distribution at `targets` [B]."""
     logprobs = filtered_logprobs(logits, params)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     _check_finite(total, logits)
-    # No target reaches the total: the largest is 1 - 2^-53, and for a total near 1 rounding keeps it below. So with
-    # `right` the token found always has some probability.
+    # No target reaches the total: the largest number is 1 - 2^-53, and for a total near 1 the product rounds to less.
+    # So with `right` the token always has a positive probability.
     tokens = torch.searchsorted(cumulative, (targets * total)[:, None], right=True)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
 def _check_finite(summary: Tensor, logits: Tensor) -> None:
-    """Refuse logits from which nothing can be drawn; `summary` [B] is not finite for such rows."""
+    """Raise on logits that cannot be sampled from; `summary` [B] is not finite for such rows."""
     if not summary.isfinite().all():
         row = int((~summary.isfinite()).nonzero()[0])
         broken = int((~logits[row].isfinite()).sum())

@@ -1,0 +1,62 @@
+"""A sharded policy streams its weights, and no rank ever holds much more than a bucket."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlpack.models.parallel import shard_model
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import WeightStream
+from tests.distributed.processes import on_ranks
+from tests.unit.models.tiny import tiny_model
+
+MIB = 2**20
+BUCKET_BYTES = 16 * MIB
+
+
+def large_policy() -> Policy:
+    """Return a policy of 320 MiB, whose largest weight has 4 MiB."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 20, "tie_word_embeddings": True}
+    return Policy(tiny_model("qwen2", dtype=torch.float32, **shape))
+
+
+def peak_bytes() -> int:
+    return (
+        int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line).split()[1])
+        * 1024
+    )
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def stream(mesh: Any, rank: int) -> tuple[bool, int, int]:
+    """Return whether all weights arrived, the size of the model, and how far memory rose while it was streamed."""
+    policy = large_policy()
+    expected = {
+        name: weight.detach().sum(dtype=torch.float64).item() for name, weight in policy.model.named_parameters()
+    }
+    shard_model(policy, mesh)
+    weights = WeightStream(policy, torch.float32, bucket_bytes=BUCKET_BYTES)
+    sums: dict[str, float] = {}
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    for index in range(len(weights.layout)):
+        bucket = weights.gather(index, keep=index % mesh.size() == rank)
+        sums |= {name: weight.sum(dtype=torch.float64).item() for name, weight in bucket.items()}
+        del bucket
+    total = sum(spec.num_bytes for specs in weights.layout.buckets for spec in specs)
+    every: list[Any] = [None] * mesh.size()
+    torch.distributed.all_gather_object(every, sums)
+    arrived = {name: value for part in every for name, value in part.items()}
+    return arrived == expected, total, peak_bytes() - before
+
+
+def test_memory_of_an_exporting_rank_is_bounded_by_the_bucket_and_not_by_the_model(tmp_path: Path):
+    for arrived, total, rise in on_ranks(tmp_path, 2, stream):
+        assert arrived
+        assert total > 300 * MIB
+        assert rise < 4 * BUCKET_BYTES
