@@ -1,8 +1,8 @@
 """The canary: after every load an engine scores a fixed prompt, and so does the trainer.
 
 If a weight was lost, mixed up or rounded on its way, the log-probs differ, and the run stops before a token is sampled
-with them. The prompt is random tokens, so that every layer contributes; the costs are one forward pass of 64 tokens on
-each side.
+with it. The prompt is random tokens, so that every layer contributes. The cost is one forward pass of 64 tokens on each
+side.
 """
 
 import torch
@@ -12,9 +12,10 @@ from rlpack.rollout.errors import CanaryError
 
 _NUM_ROWS, _NUM_TOKENS, _SEED = 4, 16, 20
 
-# Largest difference in nats by the less precise type of the two forward passes. Two correct fp32 passes differ by
-# rounding alone, up to 2e-5 nats for the models of our tests.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1.0}
+# Largest difference in nats, by the less precise type of the two forward passes. Two correct passes of random Qwen2
+# models of 2 to 24 layers differ by at most 2e-6 nats in fp32 and by 0.002 to 1.3 nats in bf16, which therefore only
+# shows weights that were lost or mixed up.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2.0}
 
 
 def canary_tokens(vocab_size: int) -> Tensor:

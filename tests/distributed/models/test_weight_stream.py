@@ -17,16 +17,14 @@ BUCKET_BYTES = 16 * MIB
 
 
 def large_policy() -> Policy:
-    """Return a policy of 320 MiB, whose largest weight has 4 MiB."""
-    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 20, "tie_word_embeddings": True}
+    """Return a policy of 210 MiB, whose largest weight has 4 MiB."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 14, "tie_word_embeddings": True}
     return Policy(tiny_model("qwen2", dtype=torch.float32, **shape))
 
 
 def peak_bytes() -> int:
-    return (
-        int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line).split()[1])
-        * 1024
-    )
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 def resident_bytes() -> int:
@@ -36,9 +34,8 @@ def resident_bytes() -> int:
 def stream(mesh: Any, rank: int) -> tuple[bool, int, int]:
     """Return whether all weights arrived, the size of the model, and how far memory rose while it was streamed."""
     policy = large_policy()
-    expected = {
-        name: weight.detach().sum(dtype=torch.float64).item() for name, weight in policy.model.named_parameters()
-    }
+    named = policy.model.named_parameters()
+    expected = {name: weight.detach().sum(dtype=torch.float64).item() for name, weight in named}
     shard_model(policy, mesh)
     weights = WeightStream(policy, torch.float32, bucket_bytes=BUCKET_BYTES)
     sums: dict[str, float] = {}
@@ -58,5 +55,5 @@ def stream(mesh: Any, rank: int) -> tuple[bool, int, int]:
 def test_memory_of_an_exporting_rank_is_bounded_by_the_bucket_and_not_by_the_model(tmp_path: Path):
     for arrived, total, rise in on_ranks(tmp_path, 2, stream):
         assert arrived
-        assert total > 300 * MIB
+        assert total > 200 * MIB
         assert rise < 4 * BUCKET_BYTES

@@ -11,11 +11,8 @@ def test_every_engine_of_the_schema_is_registered_and_builds_itself_from_its_sec
     assert set(get_args(Rollout.model_fields["engine"].annotation)) == set(ENGINES)
     tokenizer = tiny_tokenizer()
     for name in ENGINES:
-        build = engine_class(name).from_settings
-        engines = [
-            build(Model(config=MODEL), Rollout(), tokenizer, device=torch.device("cpu"), seed=seed)
-            for seed in (1, 1, 2)
-        ]
+        sections, device = (Model(config=MODEL), Rollout(), tokenizer), torch.device("cpu")
+        engines = [engine_class(name).from_settings(*sections, device=device, seed=seed) for seed in (1, 1, 2)]
         assert [(engine.vocab_size, engine.policy_version) for engine in engines] == [(len(tokenizer), 0)] * 3
         tokens = torch.arange(8).view(2, 4)
         first, same, other = (engine.logprobs(tokens) for engine in engines)

@@ -138,7 +138,7 @@ def test_a_weight_that_is_not_finite_fails_the_canary(worker: RolloutWorker, val
 
 def test_the_tolerance_follows_the_less_precise_of_the_two():
     config = tiny_config(actor=Actor(precision="bf16"))
-    assert RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())._canary_tolerance == 1.0
+    assert RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())._canary_tolerance == 2.0
 
 
 def test_weights_of_another_model_are_refused_before_any_is_copied(worker: RolloutWorker):
