@@ -21,7 +21,9 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, eq=False)
 class PolicyTokens:
-    """The tokens of a microbatch that a policy loss reads; columns may be anything outside the mask, even NaN.
+    """The columns of a microbatch that a policy loss reads.
+
+    Outside the mask they may be anything, even NaN.
 
     Attributes:
         logprobs: log-probs of the trained policy, with gradient, [T].
@@ -69,9 +71,9 @@ class PolicyTokens:
 
     @cached_property
     def sequence_ratio(self) -> Tensor:
-        """Return the geometric mean of the ratios of a token's row, [T]: (Π r)^(1/n) over its n masked tokens.
+        """Return the geometric mean ratio of each token's row, [T].
 
-        Its gradient is that of the token's own ratio.
+        (Π r)^(1/n) over the row's n masked tokens. Its gradient is that of the token's own ratio.
         """
         own = self.logprobs.detach()
         sums = own.new_zeros(self.lengths.shape[0])
@@ -82,7 +84,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The result of a policy loss, one entry per token; all are 0 or False outside the mask.
+    """The result of a policy loss per token; 0 or False outside the mask.
 
     Attributes:
         token_losses: losses with gradient, to be summed with the weights of `aggregation.row_weights`, [T].
@@ -135,11 +137,12 @@ def ppo_clip(
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
-    """Return `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)` per token, with s = (Π r)^(1/n) of the row.
+    """Return the loss of GSPO per token, with the ratio of the sequence.
 
-    GSPO (Zheng et al. 2025, arXiv:2507.18071). All tokens of a row have the row's loss, so with `seq_mean_token_mean`
-    value and gradient are those of the paper. This is the paper's GSPO-token form, in which s has the gradient of the
-    token's own ratio, so advantages may differ within a row.
+    `-min(s·A, clip(s, 1 - clip_low, 1 + clip_high)·A)` with s = (Π r)^(1/n) of the row (Zheng et al. 2025,
+    arXiv:2507.18071). All tokens of a row have the row's loss, so with `seq_mean_token_mean` value and gradient are
+    those of the paper. This is the paper's GSPO-token form, in which s has the gradient of the token's own ratio, so
+    advantages may differ within a row.
 
     >>> both = torch.tensor([True, True])
     >>> tokens = PolicyTokens(torch.tensor([2.0, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))

@@ -1,4 +1,4 @@
-"""Look up policy losses and advantage functions by the name in the configuration, and check their signatures.
+"""Look up policy losses and advantage functions by name, and check their signatures.
 
 A user's own function is `package.module:function`. Beyond the fixed arguments, its parameters are matched by name:
 fields of `algorithm` (clip_low, …), `algorithm.loss_arguments` and `algorithm.advantage_arguments`, and for an
@@ -68,7 +68,7 @@ def advantage_parameters(target: str) -> set[str]:
 def row_advantages(
     target: str, arguments: Mapping[str, Any], settings: Mapping[str, Any], columns: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the advantage of each row by `algorithm.advantage`, f32 [B]; rows that are not `valid` get 0.
+    """Return the advantage of each row, f32 [B]; 0 where not `valid`.
 
     Args:
         target: name of the function.

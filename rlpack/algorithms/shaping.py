@@ -1,4 +1,4 @@
-"""Reward shaping by length, and the groups that give a gradient (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+"""Overlong penalty and informative groups (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""Losses that depend on statistics of the whole optimizer step, which a pass before the update computes.
+"""Losses that depend on statistics of the whole optimizer step.
 
 Statistics of a microbatch would depend on batching. A loss marked with `needs_statistics` is instead called with
-`statistics`, computed once from all tokens of the optimizer step, over all microbatches and ranks, with the weights at
-the beginning of the step.
+`statistics`, which a pass before the update computes once from all tokens of the optimizer step, over all microbatches
+and ranks, with the weights at the beginning of the step.
 """
 
 from collections.abc import Callable
@@ -48,9 +48,10 @@ def concat_tokens(parts: list[PolicyTokens]) -> PolicyTokens:
 
 
 def _covariances(tokens: PolicyTokens, *, share: float = 2e-4, **_: Any) -> dict[str, float]:
-    """Return the means of log-probs and advantages, and the covariance threshold that a `share` of tokens exceeds.
+    """Return the means of log-probs and advantages, and the covariance threshold.
 
-    The threshold is halfway between two tokens' covariances, so that rounding in the update's pass changes nothing.
+    A `share` of the tokens exceeds the threshold, which is halfway between two tokens' covariances, so that rounding in
+    the update's pass changes nothing.
     """
     logprobs, advantages = tokens.logprobs[tokens.mask].double(), tokens.advantages[tokens.mask].double()
     if not logprobs.numel():

@@ -1,4 +1,4 @@
-"""`BatchedDataDict`: a batch as named columns, which any role can shard by its own plan and restore to the first order.
+"""`BatchedDataDict`: named columns that roles shard by a plan and restore in order.
 
 Invariants (tests/unit/batch):
 
@@ -28,7 +28,7 @@ from rlpack.packing.analysis.layouts import Layout
 
 
 class BatchedDataDict(MutableMapping[str, Any]):
-    """A mapping from name to column, all of the same number of rows; one row is one sequence.
+    """A mapping from names to columns; one row is one sequence.
 
     A column is a tensor [B, ...], a `Ragged` with a run of tokens per row, or a list of Python objects; all but tensors
     [B] may be stored remotely (`RemoteColumn`). Columns of `rlpack.batch.fields` must have their declared kind
@@ -246,7 +246,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         dynamic_batching: sharding.Spec | None = None,
         lengths_from: str = "input_ids",
     ) -> list["BatchedDataDict"]:
-        """Return one container per data-parallel rank, in which every `batch_size` rows are one optimizer step.
+        """Return one batch per rank; every `batch_size` rows are one optimizer step.
 
         Without packing and dynamic batching, a rank's rows of a step are one microbatch. A batch without the column
         `lengths_from` can be sharded that way too; its rows then count as empty.
@@ -267,7 +267,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return self.shard(plan, lengths_from=lengths_from)
 
     def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
-        """Return one container per rank of the plan: its rows in dispatch order, with the rank's plan attached.
+        """Return one batch per rank: its rows in dispatch order, its plan attached.
 
         Rows that the plan drops are in no shard. In truncated rows, all columns of the same lengths are cut.
 
@@ -343,7 +343,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return self.plan
 
     def _like(self, columns: Mapping[str, Column], row_ids: np.ndarray | None = None) -> "BatchedDataDict":
-        """Return a batch of `columns` with the plan and reader of this one, and its row ids unless given."""
+        """Return a batch of `columns` with the plan, reader and (by default) ids of this one."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
         batch.plan, batch._planned_ids, batch.reader = self.plan, self._planned_ids, self.reader
         return batch
@@ -355,7 +355,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return batch
 
     def _map_tensors(self, change: Callable[[Tensor | Ragged], Tensor | Ragged]) -> "BatchedDataDict":
-        """Return the batch with `change` applied to its tensors; without a reader, remote columns are an error."""
+        """Return the batch with `change` applied to its tensors, fetching remote columns."""
         lists = {name: column for name, column in self.items() if isinstance(column, list)}
         return self._like({name: lists[name] if name in lists else change(self._local(name)) for name in self})
 

@@ -17,7 +17,7 @@ from rlpack.batch.serialization import from_array, to_array
 
 
 def positions_of(ids: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Return the position of each of `queries` in the distinct `ids`, int64; -1 if it is missing.
+    """Return the position of each query in the distinct `ids`, int64; -1 if missing.
 
     >>> positions_of(np.array([7, 3, 5]), np.array([5, 4, 7]))
     array([ 2, -1,  0])
@@ -44,7 +44,7 @@ def distinct_ids(row_ids: Rows) -> np.ndarray:
 
 
 def lengths_of(column: Column) -> Tensor | None:
-    """Return the tokens of each row, int64 [B], of a ragged column, remote or not; None for other columns."""
+    """Return the tokens per row of a (remote) ragged column, int64 [B]; else None."""
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
@@ -155,9 +155,9 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
 def place_rows(
     parts: Sequence[Mapping[str, Column]], positions: Sequence[np.ndarray], num_rows: int
 ) -> dict[str, Column]:
-    """Return columns of `num_rows` rows, in which row i of part p is row `positions[p][i]`; others are zeros or None.
+    """Return columns whose row `positions[p][i]` is row i of part p.
 
-    Tokens on the CPU are copied once, from the parts to their final position.
+    Other rows are zeros, or None in lists. Tokens on the CPU are copied once, from the parts to their final position.
 
     Raises:
         DataError: a column is not in all parts, or differs in kind.
@@ -196,7 +196,7 @@ def _place_ragged(parts: Sequence[Ragged], positions: Sequence[np.ndarray], num_
 
 
 def _scatter(columns: Mapping[str, Column], positions: np.ndarray, num_rows: int) -> dict[str, Column]:
-    """Return columns of `num_rows` rows whose row `positions[i]` is row i; others are zeros, empty or None."""
+    """Return columns whose row `positions[i]` is row i; others are zeros, empty or None."""
     ordered = select(columns, np.argsort(positions, kind="stable"))
     if positions.size == num_rows:
         return ordered

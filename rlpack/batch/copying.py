@@ -83,7 +83,7 @@ def _check_inside(runs: np.ndarray, sources: Sequence[int], target: int) -> None
 
 
 def _bytes(values: Tensor) -> np.ndarray:
-    """Return the memory of a tensor as uint8; a tensor that is not contiguous is copied first."""
+    """Return the memory of a tensor as uint8, copied if it is not contiguous."""
     dense = values.resolve_conj().resolve_neg().contiguous()
     # A tensor of one entry counts as contiguous whatever its stride, which contiguous() leaves as it is.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
@@ -105,9 +105,10 @@ def _copy_by_numpy(
 
 @cache
 def _copier() -> Callable[..., None]:
-    """Return the function that copies runs of bytes: a compiled loop over memcpy, or NumPy's without Numba.
+    """Return the function that copies runs of bytes, compiled if Numba is installed.
 
-    The loop releases the GIL. It calls memcpy because slices in Numba copy entry by entry, ten times as slow for bytes.
+    The compiled loop releases the GIL. It calls memcpy because slices in Numba copy entry by
+    entry, ten times as slow for bytes.
     """
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in {"", "0"}:
         return _copy_by_numpy

@@ -1,4 +1,4 @@
-"""Cache dataset rows in the object store, so that each prompt is uploaded once, not once per step."""
+"""Cache dataset rows in the object store: upload each prompt once, not per step."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -16,7 +16,9 @@ _MAX_BLOCK_FACTOR = 4
 
 
 class ByteBudget:
-    """Bytes of a store that several dataset caches share; using more would crowd out the batches of a step.
+    """The bytes of a store that several dataset caches may use together.
+
+    The rest is for the batches of a step.
 
     Attributes:
         remaining: bytes that are not used yet.

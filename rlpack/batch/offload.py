@@ -1,4 +1,4 @@
-"""Split a batch into token-sized payloads, which stay in the object store, and a small stub for the driver.
+"""Split batches into payloads for the object store and a small stub for the driver.
 
 Offloaded are the columns whose rows have no bounded size: ragged columns, tensors [B, k, ...] and lists. Tensors [B]
 and the lists of short names in `rlpack.batch.fields` stay in the stub.
@@ -91,7 +91,7 @@ def _payloads(batch: BatchedDataDict) -> list[Payload]:
 
 
 def _as_ragged(column: Any) -> Ragged | None:
-    """Return a ragged column, or a tensor [B, k, ...] as one entry per row; None for other columns."""
+    """Return a ragged column, or a tensor [B, k, ...] as one; else None."""
     if isinstance(column, Tensor) and column.ndim > 1:
         return Ragged(column, torch.ones(len(column), dtype=torch.int64, device=column.device))
     return column if isinstance(column, Ragged) else None

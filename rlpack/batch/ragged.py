@@ -92,7 +92,7 @@ def spans(starts: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """The tokens of all rows end to end, and the number of tokens of each row, which may be 0.
+    """A column with a variable number of tokens per row, stored end to end.
 
     A `Ragged` is immutable: methods return new ones, which share memory where possible.
 
@@ -232,7 +232,10 @@ class Ragged:
         return self.gather(positions, self.lengths[positions])
 
     def gather(self, rows: Tensor, lengths: Tensor) -> "Ragged":
-        """Return the first `lengths[i]` tokens of row `rows[i]` (int64 [n]), at most as many as the row has."""
+        """Return the first `lengths[i]` tokens of row `rows[i]`, int64 [n] each.
+
+        Lengths must not exceed those of the rows.
+        """
         if can_copy(self.values):
             values = new_values(self.values, int(lengths.sum()))
             copy_runs(self.values, values, self.offsets[:-1][rows], lengths.cumsum(0) - lengths, lengths)
@@ -255,7 +258,7 @@ class Ragged:
         return Ragged(values, self.lengths)
 
     def count_nonzero(self) -> Tensor:
-        """Return the number of nonzero tokens of each row, int64 [B]; for a mask, its true tokens.
+        """Return the number of nonzero (for a mask, true) tokens per row, int64 [B].
 
         >>> Ragged.from_rows([[True, False, True], []], torch.bool).count_nonzero()
         tensor([2, 0])

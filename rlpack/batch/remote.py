@@ -1,4 +1,4 @@
-"""`RemoteColumn`: a column whose rows are in object-store payloads; it holds their handles, positions and lengths.
+"""`RemoteColumn`: handles, positions and lengths of rows in the object store.
 
 The driver moves these columns, so its traffic grows with the rows of a batch and never with their tokens. A payload is
 a mapping from name to column, as one rank produced it. The store defines what a handle is and how payloads are read
@@ -88,9 +88,9 @@ class RemoteColumn:
         return self.empty.values if isinstance(self.empty, Ragged) else self.empty
 
     def gather(self, rows: np.ndarray, lengths: Tensor | None = None) -> "RemoteColumn":
-        """Return the given rows (int64 [n], may repeat) in this order, cut to `lengths` (int64 [n]) if given.
+        """Return the given rows, int64 [n], in this order; they may repeat.
 
-        Handles that none of them needs are left out.
+        Rows are cut to `lengths` (int64 [n]) if it is not None. Handles that none of them needs are left out.
         """
         reads, own = self.read_lengths[rows], None if self.lengths is None else self.lengths[torch.from_numpy(rows)]
         if lengths is not None and own is not None:
@@ -140,7 +140,7 @@ class RemoteColumn:
 
     @classmethod
     def place(cls, columns: Sequence["RemoteColumn"], positions: Sequence[np.ndarray], num_rows: int) -> "RemoteColumn":
-        """Return a column of `num_rows` rows, in which row i of column c is row `positions[c][i]`; others are zeros."""
+        """Return a column whose row `positions[c][i]` is row i of column c; others are zeros."""
         joined, index = cls.concat(columns), np.concatenate(positions)
         source, (stored_row, reads) = np.full(num_rows, -1, dtype=np.int32), np.zeros((2, num_rows), dtype=np.int64)
         source[index], stored_row[index], reads[index] = joined.source, joined.stored_row, joined.read_lengths

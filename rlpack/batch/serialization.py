@@ -1,4 +1,4 @@
-"""Tensors as NumPy arrays, for pickling: protocol 5 sends them out of band, so Ray maps them in place.
+"""Convert tensors to NumPy arrays, which Ray maps in place (pickle protocol 5, out of band).
 
 torch copies a tensor into the pickle stream and out again; a NumPy array is sent as a separate buffer. Arrays received
 through Ray's object store are memory shared with other processes: clone a column before writing into it.
@@ -15,7 +15,7 @@ from rlpack.batch.errors import DataError
 
 
 class _Writable:
-    """The memory of an array without its read-only flag, which torch doesn't support and would warn about."""
+    """An array's memory without its read-only flag, which torch would warn about."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._owner = array

@@ -1,4 +1,4 @@
-"""How batches and plans meet: batching arguments to a plan, a plan's microbatch to a layout, results to their rows."""
+"""The parts of sharding, microbatches and restoring that depend on plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -89,9 +89,9 @@ def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
 def truncated_lengths(
     columns: Mapping[str, Column], plan: RankPlan, counts: np.ndarray, lengths_from: str
 ) -> dict[str, Tensor]:
-    """Return the lengths (int64 [n]) that a rank's plan cuts ragged columns to; empty if it cuts none.
+    """Return the lengths, int64 [n], to which a plan cuts ragged columns.
 
-    All columns with the lengths of `lengths_from` (whose `counts` are int64 [B]) are cut.
+    Empty if it cuts none. All columns with the lengths of `lengths_from` (whose `counts` are int64 [B]) are cut.
 
     Raises:
         DataError: a row has fewer tokens than in the plan.

@@ -1,4 +1,4 @@
-"""Prompts and demonstrations: from a source to token ids, and the order in which they are used.
+"""Datasets, tokenization, and the order of prompts.
 
 `datasets` reads a source (`examples` checks its rows, `arithmetic` is the built-in task), `tokenization` and `prompts`
 turn examples into token ids, and `sampler` gives the prompt and the random seed of every sample. `length_files` reads

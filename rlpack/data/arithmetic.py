@@ -1,4 +1,4 @@
-"""The built-in task: add small digits modulo 10, one step at a time; the reward is for the last total.
+"""The built-in task: add digits modulo 10, step by step, to the right total.
 
 A prompt labels its digits with letters, `a3b2c3=`. The answer repeats each letter and digit followed by the running
 total modulo 10, and ends with the last total: `a33b25c38#8`. Lengths are geometric, as uneven as in real data: most
@@ -92,7 +92,9 @@ def generate(split: str, *, seed: int, task: ArithmeticTask) -> dict[str, list[s
 
 
 def solve(prompt: str, errors: np.ndarray | None = None) -> str:
-    """Return the full answer of a prompt; `errors` (int, one per digit) are added to the totals, modulo 10.
+    """Return the full answer of a prompt, modulo 10.
+
+    `errors` (int, one per digit) are added to the totals.
 
     >>> solve("a7b4c8=")
     'a77b41c89#9'
@@ -105,7 +107,10 @@ def solve(prompt: str, errors: np.ndarray | None = None) -> str:
 
 
 def _draw_errors(rng: np.random.Generator, count: int, noise: float) -> np.ndarray:
-    """Return 1 for each step with an error, else 0; all have the same sign, so that two never cancel."""
+    """Return 1 for each step with an error, else 0.
+
+    All errors have the same sign, so that two never cancel.
+    """
     return (rng.random(count) < noise).astype(np.int64)
 
 

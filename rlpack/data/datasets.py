@@ -1,4 +1,4 @@
-"""Load prompts from the built-in generator, a JSONL or Parquet file, or a dataset on the Hugging Face Hub.
+"""Load prompts from the built-in generator, files or the Hugging Face Hub.
 
 Each reader yields rows with their place (`file:line`, or `name, row k`), which errors name; `load_prompts` checks them.
 """
@@ -106,7 +106,7 @@ def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> I
 
 
 def _local(source: str) -> Path | None:
-    """Return the file or folder of a source; None for the name of a dataset on the Hub.
+    """Return the file or folder of a source; None for a dataset on the Hub.
 
     Raises:
         DataError: the source is a path that does not exist.
@@ -125,7 +125,7 @@ def _local(source: str) -> Path | None:
 
 
 def _suggestion(path: Path) -> str:
-    """Return a "did you mean" for the closest name in the same folder, or an empty string."""
+    """Return a "did you mean" for the closest name in the folder, or ""."""
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in _FORMATS or entry.is_dir()]
     except OSError:

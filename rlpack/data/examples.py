@@ -1,4 +1,4 @@
-"""Examples of a dataset, the same for all sources, and the checks on their text when they are loaded."""
+"""Examples of a dataset, and the checks on their text when they are loaded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -80,7 +80,10 @@ def _values(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _checked(path: Path, values: Any, line: int) -> np.ndarray:
-    """Return values as lengths; `line` is the line of a single value, 0 for a file without lines."""
+    """Return checked lengths.
+
+    `line` is the line of a single value, for errors; 0 for a file without lines.
+    """
     try:
         return check_lengths(values)
     except PackingError as error:

@@ -37,7 +37,10 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a digest of all examples and their token ids; a resumed run compares it to detect other data."""
+        """Return a digest of all examples and their token ids.
+
+        A resumed run compares it to detect different data.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for tensor in (self.input_ids.lengths, self.input_ids.values):
             digest.update(tensor.numpy().tobytes())

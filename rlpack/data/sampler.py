@@ -1,4 +1,4 @@
-"""The prompt order of a run and the seed of every sample, as pure functions of the run's seed and a position.
+"""The prompt order and sample seeds of a run, as pure functions of seed and position.
 
 There is no state between steps, so a resumed run continues at its position without replaying earlier steps. Results do
 not depend on the NumPy version: only Philox words, SplitMix64 and a stable sort are used, which are fully specified.

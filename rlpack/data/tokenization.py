@@ -112,7 +112,10 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id for padded slots: the padding token, or 0. No real token attends to them."""
+    """Return the id for padded slots: the padding token, or 0.
+
+    No real token attends to them.
+    """
     return _single_id(tokenizer.pad_token_id, "padding") or 0
 
 
@@ -142,7 +145,10 @@ def _encode_texts(
     add_special_tokens: bool,
     literal: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each text, in one call; with `literal`, special tokens in it become plain characters."""
+    """Return the token ids of each text.
+
+    With `literal`, special tokens in it become plain characters.
+    """
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(
