@@ -12,7 +12,7 @@ from rlpack.batch.fields import FIELDS
 from rlpack.batch.store import Store
 from rlpack.config.schema import Config
 from rlpack.data.datasets import PromptDataset, load_prompts
-from rlpack.data.prompts import Prompts, encode_prompts
+from rlpack.data.prompts import Prompts, tokenize_dataset
 from rlpack.data.tokenization import character_tokenizer, characters
 from rlpack.models.loading import load_tokenizer
 
@@ -118,7 +118,7 @@ def _drop_reserved_columns(dataset: PromptDataset) -> PromptDataset:
 
 def _encode(config: Config, dataset: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     data = config.data
-    return encode_prompts(
+    return tokenize_dataset(
         dataset,
         tokenizer,
         chat_template=data.chat_template,

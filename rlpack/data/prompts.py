@@ -79,7 +79,7 @@ class Prompts:
         )
 
 
-def encode_prompts(
+def tokenize_dataset(
     dataset: PromptDataset,
     tokenizer: PreTrainedTokenizerBase,
     *,
