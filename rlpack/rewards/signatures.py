@@ -177,7 +177,9 @@ def _match_kind(
 ) -> tuple[SignatureKind, tuple[str, ...]]:
     """Return the kind of a function and the text parameters that it names."""
     texts = {kind: tuple(name for name in _TEXTS[kind] if name in parameters) for kind in _KINDS}
-    kinds = [kind for kind in _KINDS if texts[kind] and (kind != "verl" or texts[kind] == _TEXTS[kind])]
+    kinds: list[SignatureKind] = [
+        kind for kind in _KINDS if texts[kind] and (kind != "verl" or texts[kind] == _TEXTS[kind])
+    ]
     if len(kinds) == 1:
         return kinds[0], texts[kinds[0]]
     mixed = " and ".join(f"{', '.join(texts[kind])} ({kind})" for kind in kinds)

@@ -35,7 +35,7 @@ from rlpack.observe.text import shortened, visible
 
 NUM_SAMPLES = 8
 SAMPLE_CHARACTERS = 600
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+CONTENT_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 CSS = """
 :root { color-scheme: light; --ink: #1f2328; --faint: #59636e; --line: #d9dee3; --ground: #f6f8fa; }
 * { box-sizing: border-box; }
@@ -94,7 +94,7 @@ def _page(run_dir: Path, config: dict[str, Any], sections: Sequence[str]) -> str
     facts = " · ".join(f"{key} {_text(value)}" for key, value in _facts(config).items())
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name} · rlpack</title>'
         f"<style>{CSS}</style></head><body><main><h1>{name}</h1><p>rlpack run{' · ' + facts if facts else ''}</p>"
         f"{''.join(sections)}</main></body></html>\n"
