@@ -1,12 +1,9 @@
 """An actor alone, in this process."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer, Rollout
@@ -22,11 +19,7 @@ from tests.builders import MODEL, exported_weights, tiny_config, tiny_rollouts, 
 SIZES = [(3, 9), (5, 1), (2, 6)]
 
 
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def actor_of(config: Config) -> ActorWorker:

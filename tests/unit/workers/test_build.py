@@ -1,11 +1,7 @@
 """Each role runs its model by its own settings, and by the actor's where it has none."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpack.config.schema import Actor, Config, Model, Reference
@@ -18,12 +14,7 @@ from rlpack.workers.build import build_critic, build_policy
 from tests.builders import MODEL, tiny_config, tiny_tokenizer
 from tests.unit.workers.test_actor import leak
 
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def policy_of(config: Config, role: str) -> Policy:

@@ -1,11 +1,9 @@
 """A critic alone, in this process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -13,12 +11,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.workers.critic import CriticWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def test_an_exported_critic_gives_the_same_values_by_transformers_alone(tmp_path: Path):

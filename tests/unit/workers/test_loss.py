@@ -1,0 +1,61 @@
+"""Losses travel to the ranks, declare the columns that they read, and need no role of their own."""
+
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Algorithm
+from rlpack.models.policy import TokenScores
+from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, PolicyGradientLoss, SFTLoss, ValueLoss, response_values
+from tests.builders import tiny_config
+from tests.unit.workers.test_actor import actor_of, lesson, shard_of
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@dataclass(frozen=True)
+class TargetLoss(LogprobLoss):
+    """Squared distance of log-probs from a column of targets."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*super().reads, "targets")
+
+    def __call__(
+        self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
+    ) -> MicrobatchLoss:
+        weight, targets = (response_values(rows, name, scores.logprobs) for name in ("loss_weight", "targets"))
+        loss = (weight * (scores.logprobs - targets).square()).sum()
+        return MicrobatchLoss(loss, {"loss": loss.detach(), "target_mean": (weight * targets).sum()})
+
+
+def test_a_users_loss_trains_an_actor_that_knows_nothing_of_it():
+    actor, loss = actor_of(tiny_config()), pickle.loads(pickle.dumps(TargetLoss(temperature=0.5)))
+    batch = lesson()
+    batch = batch.union({"targets": torch.tensor([-1.0, -2.0, -3.0])}).keep(loss.reads)
+    logprobs = batch.restore([actor.logprobs(shard_of(batch), temperature=0.5)])["logprobs"].rows()
+    (metrics,) = actor.train_step(shard_of(batch), loss, 0.01)
+    masks = batch["response_mask"].rows()
+    gaps = torch.cat([row[mask] - target for row, mask, target in zip(logprobs, masks, batch["targets"], strict=True)])
+    assert metrics["actor/loss"] == pytest.approx(gaps.square().mean().item(), rel=1e-5)
+    assert metrics["actor/target_mean"] == pytest.approx(-(9 * 1 + 1 * 2 + 6 * 3) / 16)
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "loss", [SFTLoss(), PolicyGradientLoss(Algorithm(loss="kl_cov"), temperature=0.8), ValueLoss(clip=0.2)]
+)
+def test_losses_survive_the_way_to_a_rank(loss: LogprobLoss | ValueLoss):
+    if isinstance(loss, PolicyGradientLoss):
+        assert loss.needs_statistics  # which looks the function up
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_the_reference_is_read_only_with_a_kl_term():
+    loss = PolicyGradientLoss(Algorithm(), temperature=1.0)
+    assert "reference_logprobs" not in loss.reads
+    assert "reference_logprobs" in loss.with_kl_coef(0.1).reads
+    assert loss.with_kl_coef(0.1).with_kl_coef(0.0).reads == loss.reads
