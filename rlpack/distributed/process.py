@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,17 +36,16 @@ logger = logging.getLogger(__name__)
 class RankProcess:
     """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
 
-    def __init__(self, context: RankContext, threads: int, user_folder: str | None = None) -> None:
+    def __init__(self, context: RankContext, threads: int, import_path: Sequence[str] = ()) -> None:
         """Prepare the process.
 
         Args:
-            context: the rank's place.
-            threads: of PyTorch's own computation.
-            user_folder: the driver's working directory, where users keep their roles and rewards. It is searched after
-                everything else, so that no file in it shadows a module of the standard library or of a package.
+            context: the rank's place in its pool.
+            threads: of torch.
+            import_path: the driver's, from which users' modules are imported. It comes after this process's own, so
+                that no file of a user replaces an installed module or one of the standard library.
         """
-        if user_folder is not None and user_folder not in sys.path:
-            sys.path.append(user_folder)
+        sys.path.extend(path for path in dict.fromkeys(import_path) if path not in sys.path)
         torch.set_num_threads(threads)
         disable_progress_bar()  # a rank's own bars would run through the driver's lines
         self._context = context
@@ -201,3 +200,8 @@ def load_class(target: str) -> type[Any]:
         classes = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, type)))
         raise PlacementError(f"role target {target!r}: {module_name} has no class {class_name}; it has {classes}")
     return found
+
+
+def driver_import_path() -> list[str]:
+    """Return where the driver imports users' modules from: its import path and its working directory."""
+    return [os.path.abspath(path) for path in (*sys.path, os.getcwd())]

@@ -5,7 +5,6 @@ until its own timeout.
 """
 
 import logging
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from rlpack.distributed.errors import RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, describe_context, describe_error, first_cause, late
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.object_handles import for_node
+from rlpack.distributed.process import driver_import_path
 from rlpack.distributed.rank_actor import RankActor, is_batch
 from rlpack.distributed.ray_store import RayStore
 
@@ -64,7 +64,7 @@ class RayRanks:
                 num_cpus=pool.cpus_per_rank,
                 num_gpus=pool.gpus_per_rank,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)), os.getcwd())
+            ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)), driver_import_path())
             for rank in range(pool.ranks)
         ]
 

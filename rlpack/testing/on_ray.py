@@ -10,7 +10,6 @@ The contracts, after those of `rlpack.testing.contracts`:
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -98,7 +97,7 @@ def check_role_on_ray(
 def _target(kind: type[Any]) -> str:
     """Return the text by which ranks import a class."""
     target = f"{kind.__module__}:{kind.__qualname__}"
-    remedy = "move it to the top level of a module that is installed, or on PYTHONPATH"
+    remedy = "move it to the top level of a module that is installed, or in a folder of sys.path"
     try:
         found = load_class(target)
     except PlacementError as error:
@@ -140,18 +139,12 @@ def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDat
 
 @contextmanager
 def _marked() -> Iterator[str]:
-    """Let processes that start inside carry a mark, and import what this process can."""
-    mark = secrets.token_hex(8)
-    before = {name: os.environ.get(name) for name in (_MARK, "PYTHONPATH")}
-    own = [path for path in sys.path if path and not path.startswith((sys.prefix, sys.base_prefix))]
-    os.environ |= {_MARK: mark, "PYTHONPATH": os.pathsep.join(own)}
+    """Let processes that start inside inherit a mark."""
+    mark = os.environ[_MARK] = secrets.token_hex(8)
     try:
         yield mark
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        del os.environ[_MARK]
 
 
 def _left_behind(mark: str) -> list[str]:

@@ -120,7 +120,7 @@ def why_not_strict() -> str | None:
 
     Runs a test in a separate process.
     """
-    command = [sys.executable, "-m", "rlpack.rewards.pool.sandbox"]
+    command = [sys.executable, "-P", "-m", "rlpack.rewards.pool.sandbox"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         test = subprocess.run(command, capture_output=True, text=True, timeout=_TEST_TIMEOUT_S, env=env, check=False)
