@@ -1,10 +1,10 @@
 """The base of every role.
 
-A role is a plain class: no Ray in it, so it is made and tested in one process. An instance lives on each rank of the
-role's pool, and the driver calls its methods as their dispatch decorators say (`rlpack.distributed.dispatch`):
+A role is a plain class without Ray, so it can be built and tested in one process. One instance runs on each rank of the
+role's pool, and the driver calls its methods as their decorators declare (`rlpack.distributed.dispatch`):
 
     class Shout(Worker):
-        @sharded()
+        @sharded(reads=("completion",), returns=("rewards", "quarantined"))
         def score(self, shard):
             return shard.keep([]).union(...)      # rows may come in any order: they carry their ids
 
@@ -35,9 +35,9 @@ class Worker:
     def from_settings(
         cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase, *args: Any, **arguments: Any
     ) -> Self:
-        """Build the role on one rank, `arguments` those that its section of `roles` gives.
+        """Build the role on one rank; `arguments` are those of its section of `roles`.
 
-        A subclass that reads the configuration or the tokenizer overrides this, picks the sections that it needs and
-        hands them to its `__init__`.
+        A subclass that reads the configuration or the tokenizer overrides this and passes the sections that it needs to
+        its `__init__`.
         """
         return cls(context, *args, **arguments)

@@ -12,7 +12,7 @@ from rlpack.cli.environment import check_code_and_packages, targets_of
 from rlpack.cli.train import compose_jobs
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
-from rlpack.distributed.jobs.upload import Upload, look
+from rlpack.distributed.jobs.upload import Upload, list_upload
 
 JOINS = "placement.address=auto"
 
@@ -49,7 +49,7 @@ def checked_upload(config: Config) -> Upload | None:
     """
     if config.job.working_dir is None:
         return None
-    upload = look(_folder(config), config.job.excludes)
+    upload = list_upload(_folder(config), config.job.excludes)
     if problems := list(_modules_that_stay(config, upload)):
         raise ConfigError(problems)
     if missing := list(_files_that_stay(config, upload)):

@@ -32,7 +32,7 @@ from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
 from rlpack.config.yaml_limits import check_yaml_files
-from rlpack.distributed.jobs.secrets import take_secrets
+from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.observe.run_dir import holds_checkpoint
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def train(arguments: list[str]) -> int:
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:
             check_surroundings(job.config, os.environ)
-            take_secrets(job.config.job, os.environ)
+            load_secrets(job.config.job, os.environ)
     except ValueError as error:
         return _report_failure(error)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

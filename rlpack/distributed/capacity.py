@@ -1,4 +1,4 @@
-"""Whether a cluster has the devices that pools ask for; no Ray in this file, so `rlpack submit` asks it, too."""
+"""Checks that a cluster has the devices that pools claim. Imports no Ray, so `rlpack submit` uses it, too."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,42 +13,42 @@ def check_capacity(
     *,
     extra: float = 0,
 ) -> None:
-    """Refuse pools that the whole cluster could never hold, even if nobody else used it.
+    """Reject pools that the cluster can't hold even when it is idle.
 
     Args:
-        pools: the pools that run at one time.
-        nodes: what each node has, in CPU cores and GPUs.
-        free: what of it nobody holds now; None where it isn't known.
-        extra: CPU cores that the job's driver claims beside the pools.
+        pools: the pools that run at the same time.
+        nodes: CPU cores and GPUs of each node.
+        free: those that are idle now; None if unknown.
+        extra: CPU cores that the job's driver claims in addition.
 
     Raises:
-        PlacementError: there are too few devices in all, or no node has what a rank needs; it says what is free.
+        PlacementError: the cluster has too few devices, or no node has those of a rank; the message says what is free.
     """
-    said_free = "" if free is None else f" ({listing(free)} free)"
+    free_now = "" if free is None else f" ({listing(free)} free)"
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
-    asked = {
+    claimed = {
         "CPU": extra + sum(pool.ranks * pool.cpus_per_rank for pool in pools.values()),
         "GPU": sum(pool.ranks * pool.gpus_per_rank for pool in pools.values()),
     }
     driver = f" and the driver (job.driver_cpus {extra:g})" if extra else ""
     for kind, field in (("CPU", "cpus_per_rank"), ("GPU", "gpus_per_rank")):
-        if asked[kind] > total[kind]:
+        if claimed[kind] > total[kind]:
             raise PlacementError(
-                f"the pools {', '.join(pools)}{driver * (kind == 'CPU')} ask for {asked[kind]:g} {kind}, the cluster "
-                f"has {total[kind]:g}{said_free}; lower placement.pools.*.ranks or .{field}"
+                f"the pools {', '.join(pools)}{driver * (kind == 'CPU')} ask for {claimed[kind]:g} {kind}, the cluster "
+                f"has {total[kind]:g}{free_now}; lower placement.pools.*.ranks or .{field}"
             )
     for name, pool in pools.items():
         room = sum(_ranks_on(node, pool) for node in nodes)
         if room < pool.ranks:
             raise PlacementError(
                 f"pool {name} asks for {pool.ranks} ranks of {pool.cpus_per_rank:g} CPU and {pool.gpus_per_rank:g} "
-                f"GPU, each on one node; the cluster's {len(nodes)} nodes have room for {room} of them{said_free}; "
+                f"GPU, each on one node; the cluster's {len(nodes)} nodes have room for {room} of them{free_now}; "
                 f"lower placement.pools.{name}.ranks or .cpus_per_rank"
             )
 
 
 def listing(resources: Mapping[str, float]) -> str:
-    """Return CPU cores and GPUs in words.
+    """Format CPU cores and GPUs.
 
     >>> listing({"CPU": 2.0, "memory": 1e9})
     '2 CPU, 0 GPU'
@@ -57,7 +57,7 @@ def listing(resources: Mapping[str, float]) -> str:
 
 
 def _ranks_on(node: Mapping[str, float], pool: Pool) -> int:
-    """Return how many ranks of a pool a node could hold."""
-    # Of cores in floating point: 0.3 // 0.1 is 2.
+    """Return how many ranks of a pool fit on a node."""
+    # Floating point: 0.3 // 0.1 is 2.
     cores = int((node.get("CPU", 0.0) + 1e-6) // pool.cpus_per_rank)
     return cores if pool.gpus_per_rank == 0 else min(cores, int((node.get("GPU", 0.0) + 1e-6) // pool.gpus_per_rank))

@@ -1,4 +1,4 @@
-"""A run's place on a Ray cluster: joins or starts one, puts pools of ranks on it, and ends all it started."""
+"""`Cluster`: joins or starts a Ray cluster, places pools of ranks on it, and ends everything it started."""
 
 import logging
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from rlpack.distributed.ray_store import RayStore
 
 logger = logging.getLogger(__name__)
 
-# After so long a wait for devices one is told what is free.
-_SAID_S = 10.0
+# After this long a wait for devices, a warning says what is free.
+_WARN_S = 10.0
 
 
 class Cluster:
@@ -33,7 +33,7 @@ class Cluster:
             job: names the secrets that ranks need; None for none.
 
         Raises:
-            PlacementError: there is no cluster at the address, or no room for the object store or for the batches.
+            PlacementError: no cluster answers at the address, or there is no room for the object store or its budget.
         """
         self._placement = placement
         self._job = Submission() if job is None else job
@@ -61,10 +61,10 @@ class Cluster:
         disconnect()
 
     def open_pools(self, names: list[str]) -> dict[str, RayRanks]:
-        """Start the processes of these pools, if they don't run yet, and wait until each has its process group.
+        """Start the processes of these pools, unless they run already, and form their process groups.
 
         Raises:
-            PlacementError: the cluster has fewer devices than the pools ask for; said at once, with what is free.
+            PlacementError: the cluster has fewer devices than the pools claim; raised at once, with what is free.
             RoleError: the processes did not start by `placement.start_timeout_s`.
         """
         pools = {name: self._placement.pools[name] for name in [*self._pools, *names]}
@@ -78,12 +78,12 @@ class Cluster:
         bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
         group = placement_group([{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks, strategy="PACK")
         deadline = self._placement.start_timeout_s
-        if not group.wait(min(_SAID_S, deadline)):
+        if not group.wait(min(_WARN_S, deadline)):
             logger.warning(
-                "pool %s waits up to %g s for devices that others hold: its %d ranks ask for %s each, free are %s",
+                "pool %s waits up to %g s for devices in use elsewhere: its %d ranks claim %s each, free are %s",
                 *(name, deadline, pool.ranks, listing(bundle), listing(ray.available_resources())),
             )
-            if not group.wait(max(0.0, deadline - _SAID_S)):
+            if not group.wait(max(0.0, deadline - _WARN_S)):
                 remove_placement_group(group)
                 raise PlacementError(
                     f"pool {name} did not get its {pool.ranks} ranks within {deadline:g} s; free are "
@@ -95,10 +95,10 @@ class Cluster:
 
 
 def _store(placement: Placement) -> RayStore:
-    """Return the store of the cluster, within the budget that a user gave.
+    """Return the cluster's store with the configured budget.
 
     Raises:
-        PlacementError: the budget is more than the store has.
+        PlacementError: the budget exceeds the store.
     """
     budget = None if placement.in_flight_gb is None else 1e9 * placement.in_flight_gb
     store = RayStore(budget, wait_s=placement.call_timeout_s)
@@ -111,5 +111,5 @@ def _store(placement: Placement) -> RayStore:
 
 
 def _nodes() -> list[Mapping[str, float]]:
-    """Return what each living node has."""
+    """Return the resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -12,6 +12,7 @@ The decorators only record this on the function; called directly, in one process
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import isfunction
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from rlpack.distributed.column_contract import ColumnContract, Reads
@@ -28,8 +29,8 @@ class Dispatch:
 
     Attributes:
         kind: `sharded`, `broadcast` or `rank_zero`.
-        mini_batches: whether a sharded call splits its batch into the role's optimizer steps.
-        merge: turns the results of all ranks, in rank order, into one; None restores rows.
+        mini_batches: whether a sharded call splits its batch into optimizer steps.
+        merge: combines the results of the output ranks; None restores rows.
         background: whether it runs in a thread, while its rank answers other calls.
         columns: what a sharded method reads and returns.
         whole_groups: maps the other arguments of a sharded method to whether its microbatches must hold whole groups.
@@ -72,7 +73,7 @@ def sharded(
             and one without it never share microbatches, so log-probs that an update is compared with set it too.
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
             other processes or machines, take part in no collective, and return rows.
-        merge: makes one result of the ranks' results; by default they are batches whose rows are restored.
+        merge: combines the results of the output ranks; by default they are batches whose rows are restored.
         whole_groups: maps the method's other arguments to whether all rows of a group (`group_ids`) must be in one
             microbatch; by default they need not be.
     """
@@ -94,7 +95,7 @@ def broadcast(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def rank_zero(method: Callable[P, R]) -> Callable[P, R]:
-    """Mark a method that rank 0 alone runs."""
+    """Mark a method that only rank 0 runs."""
     return _mark(Dispatch("rank_zero"))(method)
 
 
@@ -107,12 +108,14 @@ def declared_columns(method: Callable[..., Any]) -> ColumnContract:
 def calls_of(kind: type[Any]) -> dict[str, Dispatch]:
     """Return how each decorated method of a class is called, by name."""
     methods = {name: getattr(kind, name) for name in dir(kind)}
-    return {name: dispatch_of(method) for name, method in methods.items() if callable(method) and is_dispatched(method)}
+    return {
+        name: dispatch_of(method) for name, method in methods.items() if isfunction(method) and is_dispatched(method)
+    }
 
 
 def is_dispatched(method: Callable[..., Any]) -> bool:
     """Whether a function carries a dispatch decorator."""
-    return _MARK in getattr(method, "__dict__", {})
+    return _MARK in vars(method)
 
 
 def dispatch_of(method: Callable[..., Any]) -> Dispatch:

@@ -1,21 +1,21 @@
-"""What can go wrong between the driver and its ranks."""
+"""Errors between the driver and its ranks, and of job servers."""
 
-# What `RoleError` calls the process that no role runs in.
+# The role name in a `RoleError` of the driver itself.
 DRIVER = "driver"
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class PlacementError(ValueError):
-    """Roles, pools or devices that the cluster cannot give; the text says what is free."""
+    """A role, pool or device that can't be placed; the message says what is free."""
 
 
 class RankError(RuntimeError):
-    """Stands for an exception of a role that can't be sent to the driver.
+    """Stands in for an exception of a role that can't be pickled.
 
     Attributes:
         kind: name of its type.
         message: its text.
-        traceback: where it came from, as Python prints it.
+        traceback: its traceback, as Python prints it.
     """
 
     def __init__(self, kind: str, message: str, traceback: str) -> None:
@@ -23,7 +23,7 @@ class RankError(RuntimeError):
         self.kind, self.message, self.traceback = kind, message, traceback
 
     def __str__(self) -> str:
-        """Return what the exception itself would read as, type first."""
+        """Return type and message of the exception."""
         return f"{self.kind}: {self.message}"
 
 
@@ -32,11 +32,11 @@ class RoleError(RuntimeError):
 
     Attributes:
         role: name of the role.
-        rank: rank that failed first, or None when it cannot be told.
+        rank: rank that failed first, or None if unknown.
         method: the method that was called (the phase of the step).
-        cause: what happened, in words.
-        phase: `sft_warmup` or `train`, where the caller knows it.
-        step: the step under way, where the caller knows it.
+        cause: what happened.
+        phase: `sft_warmup` or `train`, if the caller knows it.
+        step: the step in progress, if the caller knows it.
     """
 
     def __init__(self, role: str, rank: int | None, method: str, cause: str) -> None:
@@ -57,7 +57,7 @@ class RoleError(RuntimeError):
 
 
 class StoreFullError(RoleError):
-    """A result has no room in the object store.
+    """The object store has no room for a result.
 
     Attributes:
         size: bytes of the result.
@@ -77,11 +77,11 @@ class StoreFullError(RoleError):
         self.size, self.short = size, short
 
     def _where(self) -> str:
-        return "the driver" if self.role == DRIVER else f"role {self.role}"  # all of its ranks together
+        return "the driver" if self.role == DRIVER else f"role {self.role}"  # the result of all its ranks
 
 
 def in_units(size: float) -> str:
-    """Return a number of bytes as it is read.
+    """Format a number of bytes.
 
     >>> in_units(1234), in_units(56_000_000), in_units(7)
     ('1.23 kB', '56 MB', '7 bytes')
@@ -93,8 +93,8 @@ def in_units(size: float) -> str:
 
 
 class JobRequestError(ValueError):
-    """What was asked of a job server can't be: an address where none answers, a wrong token, an unknown job."""
+    """An invalid request to a job server: a wrong address or token, or an unknown job."""
 
 
 class JobServerError(RuntimeError):
-    """A job server that answered before fails, or doesn't answer by the deadline."""
+    """A job server failed, or did not answer by the deadline."""

@@ -1,6 +1,6 @@
-"""One process of a pool: it joins the pool's process group and runs the roles that are placed there.
+"""`RankProcess`: one process of a pool, which joins the pool's process group and runs the roles placed there.
 
-No Ray in this file: `rlpack.distributed.cluster` makes Ray actors of this class, a test calls it directly.
+Imports no Ray: `rlpack.distributed.rank_actor` makes a Ray actor of it, and tests call it directly.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from rlpack.batch.offload import OffloadedBatch, offload
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
-from rlpack.distributed.jobs.secrets import take_secrets
+from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
 
@@ -47,7 +47,7 @@ class RankProcess:
         """
         sys.path.extend(path for path in dict.fromkeys(import_path) if path not in sys.path)
         torch.set_num_threads(threads)
-        disable_progress_bar()  # a rank's own bars would run through the driver's lines
+        disable_progress_bar()  # ranks' progress bars would mix with the driver's output
         self._context = context
         self._rendezvous_store: TCPStore | None = None
         self._roles: dict[str, Any] = {}
@@ -55,9 +55,9 @@ class RankProcess:
         self._background: dict[int, Future[OffloadedBatch]] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
-    def take_secrets(self, job: Submission) -> None:
-        """Find the secrets that a run names, on this node."""
-        take_secrets(job, os.environ)
+    def load_secrets(self, job: Submission) -> None:
+        """Read the secrets that a run names, on this node."""
+        load_secrets(job, os.environ)
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
         """Open the store at which the pool's ranks rendezvous, and return its address; called on rank 0."""
@@ -83,7 +83,7 @@ class RankProcess:
         arguments: Mapping[str, Any] | None = None,
         layout: ParallelLayout | None = None,
     ) -> None:
-        """Build the role's object by its class's `from_settings` and keep it under its name."""
+        """Build the role by its class's `from_settings`."""
         context = self._context if layout is None else replace(self._context, layout=layout)
         with _sendable_errors():
             self._roles[role] = load_class(target).from_settings(context, *settings, **(arguments or {}))
@@ -91,7 +91,7 @@ class RankProcess:
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run a method of a role.
 
-        `args` stay single arguments, because Ray puts values in the place of references only there.
+        `args` are separate arguments, because Ray replaces references by values only there.
         """
         with _sendable_errors():
             return getattr(self._roles[role], method)(*args, **kwargs)
@@ -104,14 +104,14 @@ class RankProcess:
         """Run a method that returns rows; keep their token-sized columns here until `pop_columns` is called.
 
         Raises:
-            DataError: it returns something else.
+            DataError: it returns anything else.
         """
         with _sendable_errors():
             result = getattr(self._roles[role], method)(*args, **kwargs)
-        found, parts = offload(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
-        if parts:
-            self._columns[call_id] = parts
-        return found
+        offloaded, payloads = offload(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
+        if payloads:
+            self._columns[call_id] = payloads
+        return offloaded
 
     def submit(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
         """Run a method as `call_rows` does, but in the role's own thread, one call after the other; `result` waits."""
@@ -142,14 +142,14 @@ class RankProcess:
 
 @contextmanager
 def _sendable_errors() -> Iterator[None]:
-    """Turn an exception that can't be pickled, or not be read again, into one that says the same.
+    """Replace an exception that can't be pickled and unpickled by one with the same text.
 
     Raises:
-        RankError: stands for such an exception.
+        RankError: in place of such an exception.
     """
     try:
         yield
-    except Exception as error:  # a user's role: anything may come
+    except Exception as error:  # a user's role may raise anything
         if _is_sendable(error):
             raise
         lines = "".join(traceback.format_exception(error))
@@ -159,7 +159,7 @@ def _sendable_errors() -> Iterator[None]:
 def _is_sendable(error: Exception) -> bool:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - pickling calls the error's own code
+    except Exception:  # noqa: BLE001 - pickling runs the error's own code
         return False
     return True
 
@@ -172,7 +172,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _interface_of(node_ip: str) -> str:
-    """Return the network interface that has this address; gloo otherwise guesses from the host's name."""
+    """Return the network interface with this address; gloo would guess it from the host name."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == node_ip for address in addresses):
             return name
@@ -183,7 +183,7 @@ def load_class(target: str) -> type[Any]:
     """Return the class that `package.module:Class` names.
 
     Raises:
-        PlacementError: the text has another form, the module can't be imported, or it has no such class.
+        PlacementError: the target has another form, the module can't be imported, or it has no such class.
     """
     module_name, _, class_name = target.partition(":")
     if not module_name or not class_name:
@@ -192,14 +192,14 @@ def load_class(target: str) -> type[Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
-    except Exception as error:  # importing a user's module runs it: anything may come
+    except Exception as error:  # importing a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
-    found = vars(module).get(class_name)
-    if not isinstance(found, type):
+    kind = vars(module).get(class_name)
+    if not isinstance(kind, type):
         classes = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, type)))
         raise PlacementError(f"role target {target!r}: {module_name} has no class {class_name}; it has {classes}")
-    return found
+    return kind
 
 
 def driver_import_path() -> list[str]:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 # Weights on their way between pools: one bucket is loaded while the next is gathered.
 _RELAYS_IN_FLIGHT = 2
-# By these numbers ranks find the rows of a call again.
+# Ranks find the rows of a call by its id.
 _CALL_IDS = count()
 
 
@@ -70,7 +70,7 @@ class RayRanks:
 
     @property
     def num_ranks(self) -> int:
-        """Return the count of processes."""
+        """Return the number of processes."""
         return len(self._actors)
 
     def processes(self) -> list[int]:
@@ -88,7 +88,7 @@ class RayRanks:
         node_ips = finish([actor.node_ip.remote() for actor in self._actors])
         self._nodes = finish([actor.node.remote() for actor in self._actors])
         if job.secret_names:
-            finish([actor.take_secrets.remote(job) for actor in self._actors])
+            finish([actor.load_secrets.remote(job) for actor in self._actors])
         (address,) = finish([self._actors[0].rendezvous.remote(node_ips[0], self._start_s)])
         joins = zip(self._actors, node_ips, strict=True)
         finish([actor.join.remote(address, node_ip, self._call_s) for actor, node_ip in joins])
@@ -204,12 +204,12 @@ class RayRanks:
         return [*exports, *loads]
 
     def close(self) -> None:
-        """End the processes, gently where they answer, and free what they held."""
+        """Shut the processes down, kill those that don't answer, and free their resources."""
         ray.wait([actor.close.remote() for actor in self._actors], num_returns=self.num_ranks, timeout=_CLOSE_S)
         self.kill()
 
     def kill(self) -> None:
-        """End the processes at once and free what they held."""
+        """Kill the processes and free their resources."""
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
@@ -302,5 +302,5 @@ class _SharedArguments:
 
 
 def _sent(value: Any, node: str) -> Any:
-    """Return an argument as a rank on `node` gets it: of a batch on other nodes, only its own rows travel."""
+    """Return an argument as a rank on `node` receives it; only a shard's own rows travel between nodes."""
     return for_node(value, node) if is_batch(value) else value

@@ -29,7 +29,7 @@ from rlpack.distributed.errors import PlacementError, in_units
 
 logger = logging.getLogger(__name__)
 
-# Ranks may share a core, for a trial; a mistyped number of them would only exhaust the machine's memory.
+# Ranks may share a core, for a test run; a mistyped number of ranks would only exhaust the machine's memory.
 MAX_RANKS_PER_CORE = 32
 _ANSWER_S = 5.0
 _MAX_WORKERS_PER_RANK = 2
@@ -68,15 +68,15 @@ def disconnect() -> None:
 
 
 def check_object_store(placement: Placement) -> None:
-    """Refuse an object store that this machine has no memory for, before Ray is started.
+    """Reject an object store larger than this machine's memory, before Ray is started.
 
     Raises:
-        PlacementError: says how much there is.
+        PlacementError: it is too large; the message says how much memory there is.
     """
     if placement.address is not None or placement.object_store_gb is None:
         return
     size, memory, shared = 1e9 * placement.object_store_gb, estimate_available_memory(), get_shared_memory_bytes()
-    # A small store Ray puts on the disk where shared memory lacks room, as in a container, and warns.
+    # Where shared memory is too small, as in a container, Ray puts a small store on disk and warns.
     goes_to_disk = size <= REQUIRE_SHM_SIZE_THRESHOLD or "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE" in os.environ
     for room, what in ((memory, "memory free"), (math.inf if goes_to_disk else shared, "shared memory (/dev/shm)")):
         if size > room:
@@ -145,10 +145,10 @@ def _start_local(placement: Placement, preload: Sequence[str]) -> None:
 
 @contextmanager
 def _own_process_group() -> Iterator[None]:
-    """Start Ray's processes outside of the driver's process group, each in one of its own.
+    """Start each of Ray's processes in its own process group, not the driver's.
 
-    A terminal, `timeout` and many schedulers signal the whole group. The driver has to hear that and finish its step,
-    for which it needs Ray. Where the kernel doesn't end children with their parent, Ray does it by the group instead.
+    A terminal, `timeout` and many schedulers signal the whole group. The driver handles the signal by finishing its
+    step, for which it needs Ray. Where the kernel doesn't end children with their parent, Ray needs the group for it.
     """
     before = services.ConsolePopen
     if detect_fate_sharing_support():
@@ -161,7 +161,7 @@ def _own_process_group() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep what the process does on SIGTERM; `ray.init` would have it exit at once, in the middle of a step."""
+    """Keep the process's SIGTERM handler; that of `ray.init` exits at once, in the middle of a step."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -171,7 +171,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _check_answer(address: str) -> None:
-    """Connect to a `host:port` once, since Ray tries for minutes where nobody listens."""
+    """Connect to a `host:port` once, because Ray retries for minutes if nothing listens there."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()

@@ -1,6 +1,6 @@
-"""What a role gave back, held against what it was given: a wrong return is its own error, and says what to return.
+"""Checks of what a role returned. A wrong return value is an error of the role that says what to return.
 
-`restored` looks at the rows of any sharded call, rank by rank; `check_scores` at the columns of one that scores.
+`restored` checks the rows of any sharded call, rank by rank; `check_scores` the columns of a scoring role.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,10 +26,10 @@ _SCORES = (
 
 
 def check_is_rows(result: Any, where: str) -> BatchedDataDict:
-    """Return what a method under `@sharded()` returned, if it can tell whose rows it is.
+    """Return the result of a method under `@sharded()`, a batch with row ids.
 
     Raises:
-        DataError: it is no batch, or its rows have no ids; the text begins with `where`, `Class.method`.
+        DataError: it is not a batch, or its rows have no ids; the message begins with `where`, `Class.method`.
     """
     if not isinstance(result, BatchedDataDict):
         raise DataError(
@@ -38,7 +38,7 @@ def check_is_rows(result: Any, where: str) -> BatchedDataDict:
         )
     if not result.has_explicit_ids:
         raise DataError(
-            f"{where} returned rows without ids, so nobody can tell whose they are; return "
+            f"{where} returned rows without ids, so they can't be matched to its shard; return "
             "shard.keep([]).union({...}), or give row_ids=shard.row_ids"
         )
     return result
@@ -56,15 +56,15 @@ def restored(
     """Return the ranks' results as rows in the order of `batch`.
 
     Args:
-        batch: what the call was given.
-        shards: its rows of each rank.
-        results: what each rank returned.
-        plan: by which it was sharded.
+        batch: argument of the call.
+        shards: its rows of each data rank.
+        results: of the output rank of each data rank.
+        plan: by which the batch was sharded.
         call: role and method, for messages.
         ranks: the rank that returned each result; None for 0, 1, …
 
     Raises:
-        RoleError: a rank returned too few rows or foreign ones, or other columns than another rank.
+        RoleError: a rank returned too few rows, rows of other shards, or other columns than another rank.
     """
     by_rank = dict(zip(range(len(results)) if ranks is None else ranks, results, strict=True))
     for shard, (rank, result) in zip(shards, by_rank.items(), strict=True):
@@ -77,7 +77,7 @@ def restored(
     try:
         return batch.restore(results, plan=plan)
     except DataError as error:
-        raise RoleError(call[0], None, call[1], f"what it returned can't be put together: {error}; {_ROWS}") from error
+        raise RoleError(call[0], None, call[1], f"its results can't be combined: {error}; {_ROWS}") from error
 
 
 def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple[str, str]) -> None:
@@ -95,26 +95,26 @@ def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple
         )
 
 
-def _wrong_rows(given: np.ndarray, found: np.ndarray) -> str | None:
-    """Return what is wrong with the ids of the rows that came back, int64 [n]; a batch holds no id twice."""
-    if np.array_equal(given, found):
+def _wrong_rows(expected: np.ndarray, returned: np.ndarray) -> str | None:
+    """Describe what is wrong with the ids of the returned rows, int64 [n]; no id occurs twice in a batch."""
+    if np.array_equal(expected, returned):
         return None
-    foreign, missing = np.setdiff1d(found, given), np.setdiff1d(given, found)
+    foreign, missing = np.setdiff1d(returned, expected), np.setdiff1d(expected, returned)
     if foreign.size:
         return f"it returned a row with id {foreign[0]}, which its shard does not have; {_ROWS}"
     if missing.size:
-        return f"it returned {found.size} rows for a shard of {given.size}, without id {missing[0]}; {_ROWS}"
+        return f"it returned {returned.size} rows for a shard of {expected.size}, without id {missing[0]}; {_ROWS}"
     return None
 
 
-def _wrong_columns(found: BatchedDataDict, first: BatchedDataDict, first_rank: int) -> str | None:
-    """Return in what the columns of one rank differ from those of the first rank that has rows."""
-    if set(found) != set(first):
+def _wrong_columns(rows: BatchedDataDict, first: BatchedDataDict, first_rank: int) -> str | None:
+    """Describe how the columns of one rank differ from those of the first rank that has rows."""
+    if set(rows) != set(first):
         return (
-            f"it returned the columns {_names(found)}, and rank {first_rank} {_names(first)}; return the same ones on "
+            f"it returned the columns {_names(rows)}, and rank {first_rank} {_names(first)}; return the same ones on "
             "every rank, whatever rows it has"
         )
-    for name, column in found.items():
+    for name, column in rows.items():
         kind, other = _kind(column), _kind(first[name])
         if kind != other:
             return (
@@ -129,7 +129,7 @@ def _names(batch: BatchedDataDict) -> str:
 
 
 def _kind(column: Column) -> str:
-    """Return kind, type and shape of a column, rows left out."""
+    """Return kind, type and shape of a column, without its number of rows."""
     column = column.empty if isinstance(column, RemoteColumn) else column
     kind, dtype = describe(column)
     if isinstance(column, list):
@@ -139,9 +139,9 @@ def _kind(column: Column) -> str:
 
 
 def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
-    """Return rows that no rank was given, with columns of the types that `typed` has: zeros, and None in lists.
+    """Return rows that no rank received, with columns of the types of `typed`: zeros, and None in lists.
 
-    A role's columns of no row may be of other types, by which nothing can be put together.
+    A role may return other types for no rows, which could not be concatenated.
     """
     nowhere = [np.zeros(0, dtype=np.int64)]
     columns = column_ops.place_rows([typed.select([])], nowhere, rows.num_rows)
@@ -157,41 +157,41 @@ def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
 def check_scores(
     role: str,
     method: str,
-    found: BatchedDataDict,
+    scores: BatchedDataDict,
     plan: MicrobatchPlan,
-    taken: Collection[str] = (),
+    reserved: Collection[str] = (),
     *,
     first_row: int = 0,
 ) -> None:
-    """Raise unless `found`, a whole batch in its own order, is what a role that scores has to return.
+    """Raise unless `scores`, a whole batch in its own order, is a valid result of a scoring role.
 
     Args:
         role: name of the role.
-        method: what it was asked for.
-        found: what came back.
+        method: its method.
+        scores: what it returned.
         plan: by which the call was sharded.
-        taken: names that a column which the role adds can't have.
+        reserved: names that columns added by the role can't have.
         first_row: number of the first row, for messages, where these rows are a part of a batch.
 
     Raises:
-        RoleError: a column is missing, an added one has a name that is taken, or a reward is no finite number and its
-            row is not quarantined.
+        RoleError: a column is missing, an added one has a reserved name, or a reward is not a finite number and its row
+            is not quarantined.
     """
-    missing = [name for name in ("rewards", "quarantined") if name not in found]
+    missing = [name for name in ("rewards", "quarantined") if name not in scores]
     if missing:
-        problem = f"it returned the columns {_names(found)}, without {missing[0]!r}; {_SCORES}"
+        problem = f"it returned the columns {_names(scores)}, without {missing[0]!r}; {_SCORES}"
         raise RoleError(role, None, method, problem)
-    clash = sorted((set(found) - {"rewards", "quarantined"}) & set(taken))
+    clash = sorted((set(scores) - {"rewards", "quarantined"}) & set(reserved))
     if clash:
         problem = (
             f"it adds the column {clash[0]!r}; a column of the step, an earlier role's or a key of algorithm has this "
             "name already: give it another one"
         )
         raise RoleError(role, None, method, problem)
-    broken = (~found["rewards"].isfinite() & ~found["quarantined"]).nonzero().flatten().tolist()
+    broken = (~scores["rewards"].isfinite() & ~scores["quarantined"]).nonzero().flatten().tolist()
     if broken:
         row = broken[0]
-        value = found["rewards"][row].item()
+        value = scores["rewards"][row].item()
         problem = f"row {first_row + row} has the reward {value} and is not quarantined; {_SCORES}"
         raise RoleError(role, _rank_of(plan, row), method, problem)
 

@@ -1,4 +1,4 @@
-"""Roles from configuration: each in its pool, with its batching."""
+"""Starts the roles of a configuration, each in its pool and with its batching."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from rlpack.distributed.trainable import Trainable
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Cost
 
-# Roles whose work is a forward pass of the trained model over whole sequences.
+# Roles that run the trained model on whole sequences: their ranks are balanced by FLOPs.
 _RUN_THE_MODEL = ("actor", "critic", "reference")
 
 
@@ -29,14 +29,14 @@ def start_roles(
 ) -> dict[str, WorkerGroup[Any]]:
     """Start the roles `names` and return their handles.
 
-    Each rank builds its role by `Class.from_settings(context, *settings, **arguments)`, `arguments` the role's own.
+    Each rank builds its role by `Class.from_settings(context, *settings, **arguments)`, with the role's `arguments`.
 
     Args:
-        cluster: where they start.
-        config: all of it.
-        names: of the roles.
+        cluster: the cluster to start them on.
+        config: the whole configuration.
+        names: names of the roles.
         settings: what each rank builds its role from.
-        cost: of a sequence to the model, by which the ranks of those roles that run it are balanced; None counts slots.
+        cost: of a sequence, by which the ranks of roles that run the model are balanced; None counts token slots.
         layouts: of roles whose ranks are not all data ranks.
 
     Raises:

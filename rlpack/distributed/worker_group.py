@@ -1,4 +1,29 @@
-"""The driver's handle of one role: shards a batch by a plan, runs the ranks, restores the order.
+"""`WorkerGroup`: the driver's handle of one role, and the way of a call from `run` to its restored rows.
+
+    driver                                            ranks of the role (one process each)
+    ------                                            -----------------------------------
+    run(Role.method, batch) = submit(...).result()
+      │ columns_to_send: those that the method reads
+      │ plan: rows ─► data rank, step, microbatch
+      │ shard: handles of payloads, no tokens
+      │ ──────── Call ───────────────────────────►    method(shard): reads payloads in place
+      │                                               offload: token-sized columns stay on the rank
+    Pending.result()  ◄─── stubs and sizes ──────     (waits for the driver)
+      │ reserve: room in the object store
+      │ ──────── store_columns ──────────────────►    payloads ─► object store, under the driver's lease
+      │ ◄─────── object handles ─────────────────
+      │ restored: rows in the batch's order, checked
+      ▼
+    batch of handles
+
+Who consumes what, waits for whom, and is unblocked by what:
+
+- `submit` consumes a batch of handles and waits for nothing. `Pending.result` waits for every rank of the call and for
+  room in the store; it is unblocked by the last rank, by the first failure of a rank, or by the deadline.
+- A rank consumes its calls in the order of submission and waits for the payloads of its shard, which are stored before
+  the call is submitted, and in collectives for the other ranks. Background calls consume a queue of their own, one
+  thread per role.
+- `reserve` waits for another thread to release payloads; it is unblocked by a release, or by its deadline.
 
 Invariants (tests/distributed/test_worker_group.py):
 
@@ -38,7 +63,7 @@ class Ranks(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Return the count of processes."""
+        """Return the number of processes."""
         ...
 
     def submit(self, call: Call) -> Pending[list[Any]]:
@@ -54,8 +79,8 @@ class WorkerGroup(Generic[W]):
     """The ranks of one role.
 
     Methods are named by the function itself, `group.run(ActorWorker.logprobs, batch)`, so a type checker checks the
-    arguments and a rename finds every caller. What runs is the method of that name of the role's own class, and that
-    one's decorator says how.
+    arguments and a rename finds every caller. The role's own class may override the method: then its version runs, as
+    its decorator declares.
     """
 
     def __init__(
@@ -76,8 +101,8 @@ class WorkerGroup(Generic[W]):
             ranks: the processes.
             batching: how its calls are batched.
             mini_batch_size: sequences of an optimizer step, for methods that ask for mini-batches.
-            kind: its class; None where the methods' own one will do.
-            cost: of a sequence, by which plans balance ranks; None counts slots.
+            kind: its class; None for the class of the methods.
+            cost: of a sequence, by which plans balance ranks; None counts token slots.
             producers: methods of the run's roles that return each column, for messages.
             layout: how its ranks divide rows and the model; None for data ranks only. It raises the alignment and the
                 divisor of `batching` to what it needs.
@@ -143,7 +168,7 @@ class WorkerGroup(Generic[W]):
         """Run a method of the role as its dispatch decorator says, and wait for its result.
 
         Raises:
-            RoleError: a rank raised, died, missed its deadline, or returned what is no result of its shard.
+            RoleError: a rank raised, died, missed its deadline, or returned something other than the rows of its shard.
             MissingColumnError: the batch of a sharded call lacks a column that the method reads.
             PackingError: the batch of a sharded call cannot be planned.
         """
@@ -230,11 +255,11 @@ class WorkerGroup(Generic[W]):
         return self._plan
 
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
-        """Return how a method is called: as the role's own class says."""
+        """Return how a method is called: as the role's own class declares."""
         return dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
 
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:
-    """Return the tokens of each row; rows without tokens (texts to score, say) weigh the same."""
+    """Return the tokens of each row; rows without tokens (texts to score, for example) count 1 each."""
     lengths = lengths_of(batch.get("input_ids", []))
     return np.ones(batch.num_rows, dtype=np.int64) if lengths is None else lengths.numpy()

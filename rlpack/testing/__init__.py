@@ -1,4 +1,4 @@
-"""Checks that a user runs on a role of their own, in a test of their own: does it keep what rlpack asks of a role?
+"""Contract checks for users' roles, to be called from their tests.
 
 from rlpack.testing import check_role, check_role_on_ray
 
@@ -6,7 +6,7 @@ def test_my_judge_keeps_the_contracts():
     check_role(JudgeWorker)             # in this process, without Ray: under a second
 
 def test_my_judge_runs_and_dies_on_ranks():
-    check_role_on_ray(JudgeWorker)      # in processes of its own, one of which is killed
+    check_role_on_ray(JudgeWorker)      # in separate processes, one of which is killed
 """
 
 from rlpack.testing.contracts import check_role

@@ -1,4 +1,4 @@
-"""In what two batches differ, in words."""
+"""Describe the first difference between two batches."""
 
 import pickle
 from typing import Any
@@ -12,7 +12,7 @@ from rlpack.batch.ragged import Ragged
 
 
 def difference(one: BatchedDataDict, other: BatchedDataDict, *, tolerance: float) -> str | None:
-    """Return the first thing in which two batches of the same rows differ; None when they are alike.
+    """Describe the first difference between two batches of the same rows; return None if they are equal.
 
     >>> one, other = (BatchedDataDict({"rewards": torch.tensor([0.5, last])}) for last in (1.0, 2.0))
     >>> difference(one, other, tolerance=1e-5)
@@ -21,14 +21,14 @@ def difference(one: BatchedDataDict, other: BatchedDataDict, *, tolerance: float
     Args:
         one: the first.
         other: the second, its rows in the same order.
-        tolerance: how far floats may be apart, relative to themselves where they are above 1; NaN equals NaN.
+        tolerance: absolute and relative tolerance of floats; NaN equals NaN.
     """
     if one.num_rows != other.num_rows:
         return f"{one.num_rows} and {other.num_rows} rows"
     if set(one) != set(other):
         return f"columns {sorted(one)} and {sorted(other)}"
-    found = (_in_column(name, one[name], other[name], tolerance) for name in one)
-    return next((text for text in found if text), None)
+    differences = (_in_column(name, one[name], other[name], tolerance) for name in one)
+    return next((text for text in differences if text), None)
 
 
 def _in_column(name: str, one: Any, other: Any, tolerance: float) -> str | None:
@@ -48,7 +48,7 @@ def _in_column(name: str, one: Any, other: Any, tolerance: float) -> str | None:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two objects differ; NaN equals NaN, and arrays compare as a whole, which `!=` would not give."""
+    """Whether two objects differ; NaN equals NaN, and arrays are compared as a whole, unlike with `!=`."""
     if isinstance(one, float | int | str | None) or isinstance(other, float | int | str | None):
         return repr(one) != repr(other)
     return pickle.dumps(one) != pickle.dumps(other)
@@ -69,7 +69,7 @@ def _in_tokens(name: str, one: Ragged, other: Ragged, tolerance: float) -> str |
 
 
 def _apart(one: Tensor, other: Tensor, tolerance: float) -> tuple[int, ...] | None:
-    """Return where the first entries lie that are too far apart."""
+    """Return the position of the first entries outside the tolerance."""
     if one.is_floating_point() or one.is_complex():
         apart = ~torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
     else:

@@ -1,18 +1,19 @@
-"""What a role has to keep so that no plan, number of ranks or order of rows changes what it says, checked in-process.
+"""Contracts of a role, by which no plan, number of ranks or order of rows changes its results; checked in-process.
 
-The contracts, in the order in which they are looked at:
+The contracts, in the order in which they are checked:
 
 1. dispatch: the method is under `@sharded()`, and its rows come back;
 2. build: `from_settings` makes the role from configuration, tokenizer and arguments;
-3. returns: every row comes back once, under its id, as columns that can be pickled; the shard is left as it was;
-4. scores: a role that scores returns `rewards` and `quarantined`, a reward is finite or its row is quarantined;
-5. determinism: the same rows give the same result, asked again and from an object built anew;
+3. returns: every row comes back once, under its id, with the declared columns, which can be pickled; the shard is
+   unchanged;
+4. scores: a scoring role returns `rewards` and `quarantined`, a reward is finite or its row is quarantined;
+5. determinism: the same rows give the same result in a second call, and from a newly built object;
 6. order: rows given in another order come back in that order, each with its own result;
-7. sizes: 0 rows, 1 row and prime numbers of them give each row what it got among all;
-8. batching: packed, dynamic and fixed microbatches give the same;
-9. ranks: any number of ranks gives the same, with more ranks than rows too.
+7. sizes: in batches of 0, 1 and prime numbers of rows, each row gets the result that it got in the whole batch;
+8. batching: packed, dynamic and fixed microbatches give the same results;
+9. ranks: so does any number of ranks, also with more ranks than rows.
 
-tests/unit/testing breaks each of them by a role of its own.
+tests/unit/testing has a role that breaks each of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,27 +57,27 @@ def check_role(
 ) -> None:
     """Check that a role keeps its contracts, in this process and without Ray.
 
-    Put it into a test of your own: `check_role(JudgeWorker, arguments={"n": 3})`. A role whose ranks talk to each other
+    Call it from a test: `check_role(JudgeWorker, arguments={"n": 3})`. A role whose ranks talk to each other
     (`torch.distributed`) needs their processes: check it by `check_role_on_ray`, and here with `ranks=(1,)`.
 
     Args:
         kind: the role's class.
-        method: a sharded method whose rows come back; None for `score`, of which more is asked.
+        method: a sharded method that returns rows; None for `score`, for which more is checked.
         arguments: of the role's section, `roles.<name>.arguments`.
         config: what `from_settings` gets; None for the defaults.
         tokenizer: what `from_settings` gets; None for one that reads `sample_batch`.
-        batch: rows to call the method on, best over 6; None for `sample_batch()`.
+        batch: rows to call the method on, preferably more than 6; None for `sample_batch()`.
         ranks: numbers of ranks to try.
-        tolerance: how far floats may be apart, relative to themselves where they are above 1.
+        tolerance: absolute and relative tolerance of floats.
 
     Raises:
-        ContractError: names the contract that is broken, how it shows, and how to mend it.
+        ContractError: names the broken contract, the symptom and the fix.
         ValueError: the batch has no rows.
     """
     role = RoleUnderTest.of(kind, method, arguments, config, tokenizer, tolerance)
     given = sample_batch() if batch is None else batch
     if not given.num_rows:
-        raise ValueError("the batch has no rows to check a role on; give some, best over 6")
+        raise ValueError("the batch has no rows to check a role on; give some, preferably more than 6")
     expected = role.run(given, "returns", _RETURN)
     role.check_scores(given, expected)
     _check_determinism(role, given, expected)
@@ -88,7 +89,7 @@ def check_role(
 
 @dataclass(frozen=True)
 class RoleUnderTest:
-    """A role's class and how its objects are built.
+    """A role's class, and how its objects are built.
 
     Attributes:
         name: of the class, for messages.
@@ -96,7 +97,7 @@ class RoleUnderTest:
         method: the sharded method that is called.
         build: makes the object of one rank.
         tolerance: see `check_role`.
-        built: ranks that stay, by their number: a role may take long to build.
+        built: ranks for reuse, by their number, because building a role may take long.
     """
 
     name: str
@@ -119,7 +120,7 @@ class RoleUnderTest:
         """Return the role of `check_role`'s arguments.
 
         Raises:
-            ContractError: the method is none that can be checked.
+            ContractError: the method can't be checked.
         """
         called = check_dispatch(kind, method)
 
@@ -129,29 +130,29 @@ class RoleUnderTest:
                     context, config or Config(), tokenizer or sample_tokenizer(), **arguments or {}
                 )
             except Exception as error:  # a user's role may raise anything
-                remedy = "mend from_settings, or give check_role the config and the arguments that it reads"
+                remedy = "fix from_settings, or give check_role the config and the arguments that it reads"
                 problem = f"{kind.__name__}.from_settings raised {type(error).__name__}: {error}"
                 raise ContractError("build", problem, remedy) from error
 
         return cls(kind.__name__, kind, called, build, tolerance)
 
-    def group(self, count: int = 1, batching: Batching | None = None, *, anew: bool = False) -> WorkerGroup[Any]:
-        """Return the role on so many ranks of this process, built anew or as they are."""
-        if anew or count not in self.built:
+    def group(self, count: int = 1, batching: Batching | None = None, *, rebuild: bool = False) -> WorkerGroup[Any]:
+        """Return the role on `count` ranks of this process; with `rebuild`, newly built ones."""
+        if rebuild or count not in self.built:
             self.built[count] = LocalRanks([self.build] * count)
         return WorkerGroup(self.name, self.built[count], batching or Batching(), kind=self.kind)
 
     def run(
         self, batch: BatchedDataDict, contract: str, remedy: str, group: WorkerGroup[Any] | None = None
     ) -> BatchedDataDict:
-        """Return the result for a batch, of one rank unless a group is given; a failure breaks `contract`."""
+        """Return the result for a batch, of one rank unless a group is given; an error breaks `contract`."""
         with broken(contract, remedy):
             return (group or self.group()).run(self.method, batch)
 
     def check_scores(
         self, batch: BatchedDataDict, found: BatchedDataDict, plan_of: WorkerGroup[Any] | None = None
     ) -> None:
-        """Check what a role that scores returned, unless another method is checked."""
+        """Check the result of a scoring role, unless another method is checked."""
         if self.method.__name__ != "score":
             return
         taken = {*FIELDS, *batch, *Algorithm.model_fields}
@@ -159,7 +160,7 @@ class RoleUnderTest:
             check_scores(self.name, "score", found, (plan_of or self.group()).plan(batch), taken)
 
     def compare(self, expected: BatchedDataDict, found: BatchedDataDict, contract: str, when: str, remedy: str) -> None:
-        """Raise unless two results are alike; `when` says what gave the second."""
+        """Raise unless two results are equal; `when` says how the second was obtained."""
         if differing := difference(expected, found, tolerance=self.tolerance):
             raise ContractError(contract, f"{self.name}.{self.method.__name__} {when}: {differing}", remedy)
 
@@ -168,7 +169,7 @@ def check_dispatch(kind: type[Any], method: Callable[..., Any] | None) -> Callab
     """Return the method that is checked, `score` when None.
 
     Raises:
-        ContractError: the class lacks it, or its rows don't come back.
+        ContractError: the class lacks it, or it returns no rows.
     """
     name = "score" if method is None else method.__name__
     remedy = f"write it as `@sharded() def {name}(self, shard)`"
@@ -181,13 +182,13 @@ def check_dispatch(kind: type[Any], method: Callable[..., Any] | None) -> Callab
         raise ContractError("dispatch", str(error), remedy) from error
     if dispatch.kind != "sharded" or dispatch.merge is not None:
         how = "has a merge" if dispatch.kind == "sharded" else f"is {dispatch.kind}"
-        raise ContractError("dispatch", f"{kind.__name__}.{name} {how}, so no rows of it come back", remedy)
+        raise ContractError("dispatch", f"{kind.__name__}.{name} {how}, so it returns no rows", remedy)
     return called
 
 
 @contextmanager
 def broken(contract: str, remedy: str) -> Iterator[None]:
-    """Turn what a call of the role failed by into the contract that it breaks."""
+    """Translate an error of the role into the contract that it breaks."""
     try:
         yield
     except (RoleError, DataError) as error:
@@ -196,9 +197,9 @@ def broken(contract: str, remedy: str) -> Iterator[None]:
 
 def _check_determinism(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
     remedy = "draw random numbers from a seed that the row gives (its uid), and keep no state between calls"
-    for when, anew in (("asked again", False), ("built anew", True)):
-        found = role.run(batch, "determinism", remedy, role.group(anew=anew))
-        role.compare(expected, found, "determinism", f"gives something else when {when}", remedy)
+    for when, rebuild in (("called again", False), ("built again", True)):
+        found = role.run(batch, "determinism", remedy, role.group(rebuild=rebuild))
+        role.compare(expected, found, "determinism", f"returns different results when {when}", remedy)
 
 
 def _check_order(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
@@ -206,7 +207,9 @@ def _check_order(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedD
     order = np.random.default_rng(0).permutation(batch.num_rows)
     found = role.run(batch.select(order), "order", remedy)
     restored = found.select(np.argsort(order))
-    role.compare(expected, restored, "order", "gives a row something else when rows come in another order", remedy)
+    role.compare(
+        expected, restored, "order", "returns a different result for a row when rows come in another order", remedy
+    )
 
 
 def _check_sizes(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
@@ -214,7 +217,7 @@ def _check_sizes(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedD
     for size in [count for count in (0, 1, *_PRIMES) if count < batch.num_rows]:
         found = role.run(batch.select(np.arange(size)), "sizes", f"it was given {size} of the rows; {remedy}")
         if size:
-            when = f"gives a row something else when it is one of {size}"
+            when = f"returns a different result for a row when it is one of {size}"
             role.compare(expected.select(np.arange(size)), found, "sizes", when, remedy)
         elif set(found) != set(expected):
             problem = f"{role.name} returns the columns {sorted(found)} for no rows, {sorted(expected)} for some"
@@ -233,7 +236,7 @@ def _check_batching(role: RoleUnderTest, batch: BatchedDataDict, expected: Batch
     )
     for batching in batchings:
         found = role.run(batch, "batching", f"batching was {batching}; {remedy}", role.group(2, batching))
-        role.compare(expected, found, "batching", f"gives something else under {batching}", remedy)
+        role.compare(expected, found, "batching", f"returns different results under {batching}", remedy)
 
 
 def _check_ranks(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict, ranks: Sequence[int]) -> None:
@@ -241,5 +244,5 @@ def _check_ranks(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedD
     for count in ranks:
         for given in (batch, batch.select([0])):
             found = role.run(given, "ranks", f"there were {count} ranks; {remedy}", role.group(count))
-            when = f"gives something else on {count} ranks"
+            when = f"returns different results on {count} ranks"
             role.compare(expected.select(np.arange(given.num_rows)), found, "ranks", when, remedy)

@@ -1,13 +1,13 @@
-"""The error of a check."""
+"""The error of a contract check."""
 
 
 class ContractError(AssertionError):
     """A role breaks a contract.
 
     Attributes:
-        contract: its name, one of those that `rlpack.testing.contracts` and `rlpack.testing.on_ray` number.
-        problem: how it shows.
-        remedy: how to mend it.
+        contract: its name, listed in `rlpack.testing.contracts` and `rlpack.testing.on_ray`.
+        problem: the symptom.
+        remedy: the fix.
     """
 
     def __init__(self, contract: str, problem: str, remedy: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of a role in this process, one after the other: what `WorkerGroup` needs of ranks, without Ray."""
+"""`LocalRanks`: the ranks of a role in this process, run one after the other, without Ray."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from rlpack.testing.comparison import difference
 
 
 class LocalRanks:
-    """One role on ranks that are objects of this process; what goes in and out is pickled, as on its way elsewhere."""
+    """One role on ranks that are objects of this process; arguments and results are pickled, as between processes."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class LocalRanks:
 
     @property
     def num_ranks(self) -> int:
-        """Return the count of ranks."""
+        """Return the number of ranks."""
         return len(self._workers)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
@@ -74,8 +74,8 @@ class LocalRanks:
             return pickle.loads(pickle.dumps(check(result, f"{type(self._workers[rank]).__name__}.{method}")))
         except DataError as error:
             raise RoleError(role, rank, method, f"DataError: {error}") from error
-        except Exception as error:  # whatever a role's own objects raise while they are pickled
-            text = f"what it returned can't be pickled, so it can't leave its process: {type(error).__name__}: {error}"
+        except Exception as error:  # pickling runs a role's own code
+            text = f"its result can't be pickled, so it can't leave its process: {type(error).__name__}: {error}"
             raise RoleError(role, rank, method, text) from error
 
     def _check_unchanged(
@@ -85,7 +85,7 @@ class LocalRanks:
             if isinstance(one, BatchedDataDict) and (changed := difference(one, other, tolerance=0.0)):
                 text = (
                     f"it wrote into its shard ({changed}), which on a cluster is memory that other roles read; make a "
-                    "column of your own: column.clone()"
+                    "copy: column.clone()"
                 )
                 raise RoleError(role, rank, method, text)
 

@@ -1,10 +1,10 @@
-"""What only real processes show of a role, checked on a small Ray of the check's own.
+"""Contracts of a role that need real processes, checked on a small Ray cluster that the check starts.
 
 The contracts, after those of `rlpack.testing.contracts`:
 
 10. processes: ranks import and build the role, answer by the deadline, and agree whatever the order of rows;
 11. death: once a rank's process is killed, the next call ends by one error that names the rank, within 10 s;
-12. leaving: 10 s after the run no process is left that a rank started, though one of them died.
+12. leaving: 10 s after the run, no process that a rank started is left, even though one rank died.
 """
 
 import os
@@ -33,7 +33,7 @@ from rlpack.testing.samples import sample_batch, sample_tokenizer
 
 _NOTICED_S = 10.0
 _LEFT_S = 10.0
-# Every process of a check inherits it, whoever its parent becomes.
+# An environment variable that every process of a check inherits.
 _MARK = "RLPACK_ROLE_CHECK"
 _ANSWER = "return from every call by the deadline, and let what goes wrong be an exception, never an exit or a wait"
 
@@ -51,20 +51,20 @@ def check_role_on_ray(
 ) -> None:
     """Check that a role runs on ranks, and that the death of one is noticed and leaves nothing behind.
 
-    It starts a Ray on this machine, on CPUs, and kills the last rank, so it takes some twenty seconds.
+    It starts Ray on this machine, on CPUs, and kills the last rank; this takes about 20 seconds.
 
     Args:
         kind: the role's class, at the top level of a module that ranks can import.
-        method: a sharded method whose rows come back; None for `score`.
+        method: a sharded method that returns rows; None for `score`.
         arguments: of the role's section, `roles.<name>.arguments`.
-        config: what `from_settings` gets, but for placement and roles; None for the defaults.
-        tokenizer: what `from_settings` gets; None for one that reads `sample_batch`.
+        config: for `from_settings`, except placement and roles; None for the defaults.
+        tokenizer: for `from_settings`; None for that of `sample_batch`.
         batch: rows to call the method on; None for `sample_batch()`.
         ranks: number of ranks.
         deadline_s: of the start, and of a call.
 
     Raises:
-        ContractError: names the contract that is broken, how it shows, and how to mend it.
+        ContractError: names the broken contract, the symptom and the fix.
     """
     role = RoleUnderTest.of(kind, method, arguments, config, tokenizer, tolerance=1e-4)
     placement = Placement(
@@ -95,32 +95,32 @@ def check_role_on_ray(
 
 
 def _target(kind: type[Any]) -> str:
-    """Return the text by which ranks import a class."""
+    """Return the target by which ranks import a class."""
     target = f"{kind.__module__}:{kind.__qualname__}"
     remedy = "move it to the top level of a module that is installed, or in a folder of sys.path"
     try:
-        found = load_class(target)
+        loaded = load_class(target)
     except PlacementError as error:
         raise ContractError("processes", f"ranks can't import {kind.__qualname__}: {error}", remedy) from error
-    if found is not kind:
+    if loaded is not kind:
         raise ContractError("processes", f"{target} is another class than the one that is checked", remedy)
     return target
 
 
 def _check_calls(role: RoleUnderTest, cluster: Cluster, group: WorkerGroup[Any], batch: BatchedDataDict) -> None:
-    """Call the role twice, the second time with rows in another order."""
+    """Call the role twice, the second time with the rows in another order."""
     order = np.random.default_rng(0).permutation(batch.num_rows)
     with cluster.store.lease("the check"):
-        found = cluster.store.fetch(role.run(batch, "processes", _ANSWER, group))
-        role.check_scores(batch, found, group)
+        rows = cluster.store.fetch(role.run(batch, "processes", _ANSWER, group))
+        role.check_scores(batch, rows, group)
         again = cluster.store.fetch(role.run(batch.select(order), "processes", _ANSWER, group))
-    when = "gives a row something else when rows come in another order"
+    when = "returns a different result for a row when rows come in another order"
     remedy = "compute a row from its own columns, in a group of ranks too"
-    role.compare(found, again.select(np.argsort(order)), "processes", when, remedy)
+    role.compare(rows, again.select(np.argsort(order)), "processes", when, remedy)
 
 
 def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDataDict) -> None:
-    """Kill the last rank, and see that the next call says so."""
+    """Kill the last rank, and check that the next call reports it."""
     assert isinstance(group.ranks, RayRanks)
     processes = group.ranks.processes()
     victim = len(processes) - 1
@@ -139,7 +139,7 @@ def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDat
 
 @contextmanager
 def _marked() -> Iterator[str]:
-    """Let processes that start inside inherit a mark."""
+    """Mark the processes that start inside."""
     mark = os.environ[_MARK] = secrets.token_hex(8)
     try:
         yield mark
@@ -148,7 +148,7 @@ def _marked() -> Iterator[str]:
 
 
 def _left_behind(mark: str) -> list[str]:
-    """Return the commands of the processes that are alive some seconds after the run, and end them."""
+    """Return the commands of the marked processes that outlive the run by some seconds, and kill them."""
     begin = time.monotonic()
     while (alive := [process for process in psutil.process_iter() if _is_marked(process, mark)]) and (
         time.monotonic() - begin < _LEFT_S
@@ -165,5 +165,5 @@ def _left_behind(mark: str) -> list[str]:
 def _is_marked(process: psutil.Process, mark: str) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark
-    except psutil.Error:  # gone meanwhile, or another user's
+    except psutil.Error:  # exited in the meantime, or of another user
         return False

@@ -1,4 +1,4 @@
-"""A batch as a role that scores is given one."""
+"""A sample batch, as a scoring role receives it."""
 
 import numpy as np
 import torch
@@ -18,18 +18,18 @@ def sample_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sample_batch(num_rows: int = 13, *, seed: int = 0) -> BatchedDataDict:
-    """Return rollouts with the columns that a session sends to a role that scores.
+    """Return rollouts with the columns that a session sends to a scoring role.
 
     These are `prompt`, `completion`, `answer`, `uid` and `finish_reason` (lists of text), `input_ids` (int64, prompt
     and response) and `response_mask` (bool, true for the response's tokens). Responses have from 0 to 24 characters,
-    the first two none and one. Add the columns of a dataset of your own: `sample_batch(2).union({"level": [1, 2]})`.
+    the first two none and one. Add columns of your dataset: `sample_batch(2).union({"level": [1, 2]})`.
 
     >>> batch = sample_batch(2)
     >>> batch["completion"], batch["input_ids"].lengths.tolist(), batch["response_mask"].lengths.tolist()
     (['', '5'], [5, 6], [5, 6])
 
     Args:
-        num_rows: how many (B).
+        num_rows: number of rows (B).
         seed: of the texts.
     """
     generator = np.random.default_rng(seed)

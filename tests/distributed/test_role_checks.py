@@ -83,7 +83,7 @@ def test_a_good_role_runs_dies_and_leaves_nothing_behind():
     [
         ("exits", "role exits, rank 0, in score: the process died"),
         ("hangs", r"role hangs, rank 0, in score: no answer from rank\(s\) 0 within 12 s"),
-        ("apart", "Apart.score gives a row something else when rows come in another order: 'rewards' of row"),
+        ("apart", "Apart.score returns a different result for a row when rows come in another order: 'rewards' of row"),
     ],
 )
 def test_a_role_that_fails_on_its_ranks_is_told_how(started: Started, name: str, message: str):

@@ -27,16 +27,16 @@ from rlpack.distributed.jobs.upload import Upload
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 # The longest upload, of 512 MiB, over 2.5 Mbit/s.
 _CONNECT_S, _ANSWER_S, _UPLOAD_S = 5.0, 20.0, 1800.0
-# A log that says nothing for so long may belong to a server that is gone.
+# A log silent for this long may belong to a server that is gone.
 _SILENCE_S = 20.0
 _POLL_S = 0.2
-# Ray notes the end of a job a moment after its processes are gone.
+# Ray records the end of a job a moment after its processes have exited.
 _NOTED_S = 20.0
 _ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 _LONGEST = 160
 _JOB_ID = re.compile(r"[\w.-]+")
-# They tell of every package, ignore file and connection.
-_TALKATIVE = (
+# Loggers that report every package, ignore file and connection.
+_VERBOSE_LOGGERS = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
@@ -49,17 +49,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What the server knows of a job.
+    """A job, as the server reports it.
 
     Attributes:
         id: its submission id.
         status: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
         entrypoint: its command.
-        message: what Ray says of its state.
-        metadata: what it was submitted with.
+        message: Ray's description of its state.
+        metadata: given at submission.
         started_s: when it was submitted, in seconds since the epoch.
         ended_s: when it ended, or None.
-        exit_code: of its command, where that ended by itself.
+        exit_code: of its command, if it exited by itself.
     """
 
     id: str
@@ -73,7 +73,7 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Whether no process of it runs any more."""
         return JobStatus(self.status).is_terminal()
 
 
@@ -95,13 +95,13 @@ class JobServer:
         """Connect to the job server (Ray's dashboard) at `http://host:port`; a token is found as Ray finds it.
 
         Raises:
-            JobRequestError: the address has another form, nobody answers there, or the token is refused.
+            JobRequestError: the address is malformed, no server answers there, or the token is rejected.
         """
         self.address = _http_address(address)
-        for name in _TALKATIVE:
+        for name in _VERBOSE_LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)
         before = os.environ.get(_ADDRESS_VARIABLE)
-        os.environ[_ADDRESS_VARIABLE] = self.address  # Ray lets its variables win over an address that is given
+        os.environ[_ADDRESS_VARIABLE] = self.address  # Ray's variable overrides a given address
         try:
             with _refusals(self.address):
                 self._client = _Client(self.address)
@@ -121,11 +121,11 @@ class JobServer:
             )
 
     def check_devices(self, pools: Mapping[str, Pool], driver_cpus: float) -> None:
-        """Refuse what the cluster's nodes could never hold.
+        """Reject pools that the cluster's nodes can't hold even when idle.
 
         Raises:
-            PlacementError: there are too few devices; the text says what is free.
-            JobServerError: the server doesn't tell.
+            PlacementError: there are too few devices; the message says what is free.
+            JobServerError: the server doesn't report its nodes.
         """
         with _refusals(self.address):
             nodes = self._data("/api/v0/nodes?limit=10000")["result"]["result"]
@@ -136,10 +136,10 @@ class JobServer:
         check_capacity(pools, alive, free, extra=driver_cpus)
 
     def submit(self, entrypoint: str, job: Submission, upload: Upload | None, metadata: Mapping[str, str]) -> str:
-        """Upload the working directory, if there is one and the cluster lacks it, start the job, and return its id.
+        """Upload the working directory if the cluster lacks it, start the job, and return its id.
 
         Raises:
-            JobRequestError: Ray refuses the job.
+            JobRequestError: Ray rejects the job.
             JobServerError: the server fails.
         """
         environment: dict[str, Any] = {"env_vars": {**job.env_vars, STOP_WAIT: str(job.stop_timeout_s)}}
@@ -159,34 +159,34 @@ class JobServer:
             raise JobRequestError(f"Ray refuses the job: {error}") from error
 
     def jobs(self) -> list[JobRecord]:
-        """Return the submitted jobs, the oldest first."""
+        """Return the submitted jobs, oldest first."""
         with _refusals(self.address):
-            found = self._client.list_jobs()
-        return sorted(map(_record, filter(_is_submitted, found)), key=lambda job: job.started_s)
+            details = self._client.list_jobs()
+        return sorted(map(_record, filter(_is_submitted, details)), key=lambda job: job.started_s)
 
     def job(self, job_id: str) -> JobRecord:
-        """Return what is known of a job.
+        """Return the record of a job.
 
         Raises:
             JobRequestError: there is no such job.
         """
-        if not _JOB_ID.fullmatch(job_id):  # it becomes a part of an address
+        if not _JOB_ID.fullmatch(job_id):  # it becomes part of a URL
             raise JobRequestError(f"{job_id!r} is no job id; `rlpack jobs` lists them")
         with _refusals(self.address, job_id):
             return _record(self._client.get_job_info(job_id))
 
     def logs(self, job_id: str) -> str:
-        """Return what a job has written so far."""
+        """Return a job's output so far."""
         self.job(job_id)
         with _refusals(self.address, job_id):
             return self._client.get_job_logs(job_id) or ""
 
     def follow(self, job_id: str, show: Callable[[str], None]) -> JobRecord:
-        """Give what a job has written and writes to `show` until it ends, and return what it came to.
+        """Pass a job's output to `show` until it ends, and return its final record.
 
         Raises:
             JobRequestError: there is no such job.
-            JobServerError: the server is gone.
+            JobServerError: the server stopped answering.
         """
         self.job(job_id)
         with _refusals(self.address, job_id):
@@ -194,38 +194,38 @@ class JobServer:
         return self._once_ended(job_id, _NOTED_S)
 
     def stop(self, job_id: str) -> bool:
-        """Ask a job to stop, and return whether it ran."""
+        """Request that a job stops; return whether it was running."""
         with _refusals(self.address, job_id):
             return self._client.stop_job(job_id)
 
     def wait_until_stopped(self, job_id: str, timeout_s: float) -> JobRecord:
-        """Return what a job that was asked to stop came to.
+        """Wait for a job that is stopping and return its final record.
 
         Raises:
-            JobServerError: it runs on after its time.
+            JobServerError: it still runs after the timeout.
         """
         return self._once_ended(job_id, timeout_s + _NOTED_S)
 
     async def _follow(self, job_id: str, show: Callable[[str], None]) -> None:
         stream = self._client.tail_job_logs(job_id)
-        coming: asyncio.Task[str | None] | None = None
+        next_text: asyncio.Task[str | None] | None = None
         try:
             while True:
-                coming = coming or asyncio.create_task(_next(stream))
-                if not (await asyncio.wait({coming}, timeout=_SILENCE_S))[0]:
+                next_text = next_text or asyncio.create_task(_next(stream))
+                if not (await asyncio.wait({next_text}, timeout=_SILENCE_S))[0]:
                     if (await asyncio.to_thread(self.job, job_id)).has_ended:
                         return
                     continue
-                text, coming = coming.result(), None
+                text, next_text = next_text.result(), None
                 if text is None:
                     return
                 show(text)
         finally:
-            if coming is not None:
-                coming.cancel()
+            if next_text is not None:
+                next_text.cancel()
 
     def _once_ended(self, job_id: str, timeout_s: float) -> JobRecord:
-        """Return a job's record as soon as it has ended."""
+        """Return a job's record once it has ended."""
         deadline = time.monotonic() + timeout_s
         while not (job := self.job(job_id)).has_ended:
             if time.monotonic() > deadline:
@@ -234,7 +234,7 @@ class JobServer:
         return job
 
     def _data(self, path: str) -> dict[str, Any]:
-        """Return what the dashboard answers to a question about the cluster."""
+        """Return the data of a dashboard's answer."""
         response = self._client._do_request("GET", path)
         if response.status_code != 200:
             raise JobServerError(f"{self.address}{path} answers {response.status_code}: {response.text[:200]}")
@@ -258,7 +258,7 @@ def _http_address(address: str) -> str:
     """Return a job server's address with its scheme.
 
     Raises:
-        JobRequestError: it is none.
+        JobRequestError: it is malformed.
 
     >>> _http_address("head:8265"), _http_address("https://ray.example.org/")
     ('http://head:8265', 'https://ray.example.org')
@@ -279,7 +279,7 @@ def _http_address(address: str) -> str:
 
 @contextmanager
 def _refusals(address: str, job_id: str = "") -> Iterator[None]:
-    """Turn what Ray's client raises into errors of ours."""
+    """Translate exceptions of Ray's client."""
     try:
         yield
     except AuthenticationError as error:
@@ -306,7 +306,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the end of a text that may hold the traceback of another process."""
+    """Return the last line of a text that may contain another process's traceback."""
     return str(error).strip().rpartition("\n")[2].strip() or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Secrets by name: each process of a run finds them on its own node, so no value travels or is written down."""
+"""Secrets by name: each process reads them on its own node, so no value is sent or logged."""
 
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -9,7 +9,7 @@ from rlpack.config.sections.submission import Submission
 
 
 def missing_secrets(job: Submission, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem for each of `job.secret_names` that this node doesn't have."""
+    """Yield a problem for each of `job.secret_names` that is missing on this node."""
     for name in job.secret_names:
         if not environment.get(name) and not _value(job, name):
             yield (
@@ -19,11 +19,11 @@ def missing_secrets(job: Submission, environment: Mapping[str, str]) -> Iterator
             )
 
 
-def take_secrets(job: Submission, environment: MutableMapping[str, str]) -> None:
-    """Put those of `job.secret_names` that are files into the environment of this process; what is there stays.
+def load_secrets(job: Submission, environment: MutableMapping[str, str]) -> None:
+    """Set environment variables from the files of `job.secret_names`; variables that are set already stay.
 
     Raises:
-        ConfigError: one is neither there nor a file.
+        ConfigError: one is neither set nor a file.
     """
     if problems := list(missing_secrets(job, environment)):
         raise ConfigError(problems)
@@ -37,7 +37,7 @@ def _file(job: Submission, name: str) -> Path:
 
 
 def _value(job: Submission, name: str) -> str:
-    """Return the text of a secret's file without the space around it, nothing where it can't be read."""
+    """Return the stripped text of a secret's file, empty if it can't be read."""
     try:
         return _file(job, name).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

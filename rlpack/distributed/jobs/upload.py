@@ -1,4 +1,4 @@
-"""What of a working directory travels to a cluster, looked at before anything is packed: Ray refuses it afterwards."""
+"""The upload of a working directory, checked before it is packed, because Ray rejects it only afterwards."""
 
 import heapq
 import logging
@@ -12,7 +12,7 @@ from ray._private.runtime_env import packaging
 
 from rlpack.config.errors import ConfigError
 
-# Runs, and what tools leave behind, in any project; Ray itself leaves out .git, .venv, venv and __pycache__.
+# Run folders and caches of tools; Ray itself excludes .git, .venv, venv and __pycache__.
 _EXCLUDES = (
     "/runs",
     "/multirun",
@@ -25,22 +25,22 @@ _EXCLUDES = (
     ".hypothesis",
     ".ipynb_checkpoints",
 )
-# Ray packs without compressing: a file is as long as it is, and has two headers with its name in them.
+# Ray packs without compression: each file takes its size and two headers with its name.
 _HEADERS = 30 + 46 + 2 * 20
 _MIB = 2**20
-# A home directory may have millions of files: once it is too much, it isn't walked for longer.
+# A home directory may have millions of files: over the limit, the walk stops after this time.
 _WALK_S = 10.0
 
 
 @dataclass(frozen=True)
 class Upload:
-    """The files that would be uploaded.
+    """The files to upload.
 
     Attributes:
         folder: the working directory, absolute.
-        excludes: the patterns of what stays, without those of ignore files.
+        excludes: patterns of the files to leave out, without those of ignore files.
         sizes: bytes of each file, by its path in the folder.
-        limit: the most bytes that Ray takes.
+        limit: the most bytes that Ray accepts.
     """
 
     folder: Path
@@ -55,14 +55,14 @@ class Upload:
 
 
 class _TooLongError(Exception):
-    """The folder is over the limit, and walking it took its time."""
+    """The folder is over the limit, and walking it takes too long."""
 
 
-def look(folder: Path, excludes: Sequence[str], limit: int = packaging.GCS_STORAGE_MAX_SIZE) -> Upload:
-    """Return what Ray would upload of a folder: all but `excludes`, what ignore files name, and what is never meant.
+def list_upload(folder: Path, excludes: Sequence[str], limit: int = packaging.GCS_STORAGE_MAX_SIZE) -> Upload:
+    """List the files of a folder that Ray would upload: all but `excludes`, ignored files, run folders and caches.
 
     Raises:
-        ConfigError: there is no such folder, it can't be read, or it is over Ray's limit; the biggest files are named.
+        ConfigError: there is no such folder, it can't be read, or it exceeds Ray's limit; names the biggest files.
     """
     if not folder.is_dir():
         raise ConfigError([f"job.working_dir is {str(folder)!r}, which is no folder; set it to one, or to null"])
@@ -80,7 +80,7 @@ def look(folder: Path, excludes: Sequence[str], limit: int = packaging.GCS_STORA
             if total > limit and time.monotonic() - began > _WALK_S:
                 raise _TooLongError
 
-    # Ray's own walk, so that what is counted is what is packed; what it says about each file is left out.
+    # Ray's own walk, so that exactly the packed files are counted; its log of each file is silenced.
     silent = logging.Logger("upload", level=logging.CRITICAL + 1)
     try:
         packaging._dir_travel(

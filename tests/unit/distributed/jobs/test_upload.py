@@ -7,7 +7,7 @@ from ray._private.runtime_env.packaging import create_package
 
 from rlpack.config.errors import ConfigError
 from rlpack.distributed.jobs import upload
-from rlpack.distributed.jobs.upload import look
+from rlpack.distributed.jobs.upload import list_upload
 
 FILES = {
     "train.py": 10,
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_counted_is_what_ray_packs(folder, tmp_path):
-    found = look(folder, ["*.safetensors"])
+    found = list_upload(folder, ["*.safetensors"])
     create_package(str(folder), tmp_path / "package.zip", True, excludes=list(found.excludes))
     with zipfile.ZipFile(tmp_path / "package.zip") as packed:
         assert {Path(item.filename) for item in packed.infolist() if not item.is_dir()} == set(found.sizes)
@@ -49,29 +49,29 @@ def test_a_folder_over_the_limit_is_refused_with_its_five_biggest_files_and_no_o
     for number in range(6):
         (folder / f"big{number}").write_bytes(bytes(3 * 2**20 + number * 2**20))
     with pytest.raises(ConfigError) as refused:
-        look(folder, [], limit=30 * 2**20)
+        list_upload(folder, [], limit=30 * 2**20)
     text = str(refused.value)
     biggest = "big5 (8.0 MiB), big4 (7.0 MiB), big3 (6.0 MiB), big2 (5.0 MiB), big1 (4.0 MiB);"
     assert f"MiB to upload, over Ray's limit of 30 MiB; the biggest are {biggest}" in text
     assert "name what the run doesn't need in job.excludes" in text
     assert not any(name in text for name in ("big0", ".git/", ".venv/", "runs/", "ignored.bin"))
-    assert look(folder, ["big*"], limit=30 * 2**20).size < 2 * 2**20
+    assert list_upload(folder, ["big*"], limit=30 * 2**20).size < 2 * 2**20
 
 
 def test_rays_own_limit_is_the_default(folder):
     with (folder / "huge").open("wb") as file:
         file.truncate(600 * 2**20)  # sparse
     with pytest.raises(ConfigError, match=r"over Ray's limit of 512 MiB; the biggest are huge \(600.0 MiB\)"):
-        look(folder, [])
+        list_upload(folder, [])
 
 
 def test_a_folder_that_is_far_too_big_is_not_walked_to_its_end(folder, monkeypatch):
     monkeypatch.setattr(upload, "_WALK_S", 0.0)
     with pytest.raises(ConfigError, match=r"has more than \d"):
-        look(folder, [], limit=1000)
+        list_upload(folder, [], limit=1000)
 
 
 @pytest.mark.parametrize("name", ["no_such_folder", "train.py"])
 def test_what_is_no_folder_is_refused(folder, name):
     with pytest.raises(ConfigError, match=rf"job.working_dir is '.*{name}', which is no folder"):
-        look(folder / name, [])
+        list_upload(folder / name, [])
