@@ -33,7 +33,7 @@ BANNED = (
     r"how-many-th",
     r"slip of the pen",
     r"whereof",
-    r"is no (?:class|file|folder|number|option|name|key|list|finite)\b",
+    r"(?<!there )is no (?:class|file|folder|number|option|name|key|list|finite)",
     r"can't be had",
 )
 _BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
