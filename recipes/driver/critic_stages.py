@@ -17,7 +17,7 @@ from rlpack.workers.loss import Moments, ValueLoss
 
 
 def initialize_critic(session: Session) -> None:
-    """Copy the policy that the recipe begins with into a new critic, unless `critic.path` names its model."""
+    """Copy the initial policy into a new critic, unless `critic.path` is set."""
     if not session.progress.took_recipe_steps and session.config.critic.path is None:
         transfer_weights(session.actor, session.critic)
 
@@ -25,7 +25,10 @@ def initialize_critic(session: Session) -> None:
 def compute_values(
     session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
 ) -> BatchedDataDict:
-    """Add `values` f32 [T], before the critic's update, and `value_tokens` int64 [B], the tokens its `plan` keeps."""
+    """Add the critic's `values` f32 [T] before its update.
+
+    With them comes `value_tokens` int64 [B], the response tokens that the critic's `plan` keeps.
+    """
     with step.timer("values"):
         return rollouts.union(session.critic.with_plan(plan).run(CriticWorker.values, rollouts))
 

@@ -67,7 +67,9 @@ def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDat
 
 
 def _first_groups(group_ids: np.ndarray, informative: np.ndarray, count: int) -> np.ndarray:
-    """Return the rows of the first `count` groups, informative ones before others, in the order of the batch.
+    """Return the rows of the first `count` groups, informative ones first.
+
+    Rows are in the order of the batch.
 
     >>> _first_groups(np.array([0, 0, 1, 1, 2, 2]), np.array([False, False, True, True, True, True]), 2).tolist()
     [2, 3, 4, 5]

@@ -22,7 +22,7 @@ _STEP = 2**32
 
 
 def evaluate(session: Session, step: StepContext) -> None:
-    """Record the reward role's mean reward on the held-out split: sampled (mean and best of n) and greedy."""
+    """Record the mean reward on the held-out split: sampled, best of n, and greedy."""
     samples = session.config.evaluation.samples
     sampled = _rewards(session, step, samples, session.config.rollout.temperature).view(-1, samples)
     step.metrics |= {
@@ -41,7 +41,7 @@ def evaluate_loss(session: Session, step: StepContext) -> None:
 
 
 def _rewards(session: Session, step: StepContext, samples: int, temperature: float) -> Tensor:
-    """Return the reward of every sample of every held-out prompt, f32 [prompts × samples]; quarantined ones are 0."""
+    """Return the rewards of all held-out samples, f32 [prompts × samples]; 0 if quarantined."""
     positions = np.arange(len(session.held_out))
     with session.store.lease("an evaluation"):
         draw = Draw(session.held_out.batch(positions), _STEP, positions)

@@ -32,9 +32,9 @@ def planned_response_lengths(batch: BatchedDataDict, plan: MicrobatchPlan, store
 
 
 def step_weights(counts: Tensor, plan: MicrobatchPlan, settings: Algorithm) -> dict[str, Tensor]:
-    """Return `loss_weight` and `token_weight` f32 [B]; over an optimizer step's counted tokens the latter add up to 1.
+    """Return the columns `loss_weight` and `token_weight`, f32 [B].
 
-    Rows that the plan drops have weight 0.
+    Over the counted tokens of an optimizer step, `token_weight` adds up to 1. Rows that the plan drops have weight 0.
 
     Args:
         counts: response tokens of each row that count, cut as the plan cuts them, int64 [B].

@@ -32,10 +32,10 @@ _MEASURED_IN_UPDATE = {"actor/logprob_gap": "rollout/logprob_gap", "actor/respon
 def compute_old_logprobs(
     session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
 ) -> BatchedDataDict:
-    """Add `logprobs` f32 [T], the policy's before its update, 0 outside responses, and `response_tokens` int64 [B].
+    """Add the policy's `logprobs` f32 [T] before its update, and `response_tokens` int64 [B].
 
-    The latter counts the tokens of each response that the update's plan keeps. Where the update doesn't need
-    `logprobs`, they are left out: see `needs_old_logprobs`.
+    Log-probs are 0 outside responses, and left out where the update doesn't need them: see `needs_old_logprobs`.
+    `response_tokens` counts the tokens of each response that the update's plan keeps.
 
     Args:
         session: the run.
@@ -87,7 +87,10 @@ def collect_reference_logprobs(
     plan: MicrobatchPlan,
     pending: Pending[BatchedDataDict] | None,
 ) -> BatchedDataDict:
-    """Add `reference_logprobs` f32 [T], and next to `logprobs` also `kl_sum` f64 [B]; nothing without a KL term."""
+    """Add `reference_logprobs` f32 [T], and `kl_sum` f64 [B] if the batch has `logprobs`.
+
+    Without a KL term nothing is added.
+    """
     if pending is None:
         return rollouts
     with step.timer("reference"):
@@ -122,7 +125,7 @@ def compute_advantages(
 
 
 def reward_kl_coef(session: Session) -> float:
-    """Return the weight of the KL term in the rewards; 0 where the term is in the loss."""
+    """Return the weight of the KL term in the rewards; 0 if it is in the loss."""
     return session.kl_coef if session.config.algorithm.kl_placement == "reward" else 0.0
 
 
@@ -145,7 +148,10 @@ def add_loss_weights(
 
 
 def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Return the per-row columns; those in the store (several numbers per row) only where the function names them."""
+    """Return the per-row columns, with those in the store only if the function names them.
+
+    Columns of several numbers per row are in the store.
+    """
     offered = rollouts.keep(rollouts.names_of("per-row"))
     named = advantage_parameters(session.config.algorithm.advantage)
     return session.store.fetch(
@@ -197,7 +203,10 @@ def _adapt_kl(session: Session, step: StepContext, rows: int) -> None:
 
 
 def freeze_reference(session: Session) -> None:
-    """Load the policy that the recipe began with into the reference, if any; a resumed run finds it on disk."""
+    """Load the recipe's initial policy into the reference, if there is one.
+
+    The policy is stored in the run directory, where a resumed run finds it.
+    """
     folder = reference_folder(session.run.run_dir)
     if not session.progress.took_recipe_steps:  # left behind by a run that wrote no checkpoint
         rmtree(folder, ignore_errors=True)
@@ -211,7 +220,7 @@ def freeze_reference(session: Session) -> None:
 
 
 def sync_weights(session: Session, step: StepContext | None = None) -> None:
-    """Send the actor's weights to the rollout role: before the first step, or after a `step` that changed them."""
+    """Send the actor's weights to the rollout role, unless `step` left them unchanged."""
     if step is not None and step.progress.policy_version == session.progress.policy_version:
         return
     timer = session.run.timer if step is None else step.timer

@@ -36,7 +36,9 @@ class Resumed:
 
 
 def newest_checkpoint(directory: Path) -> Resumed | None:
-    """Return the newest intact checkpoint of a run directory; those of the recipe are newer than the warm-up's.
+    """Return the newest intact checkpoint of a run directory.
+
+    The recipe's checkpoints are newer than the warm-up's.
 
     Raises:
         CheckpointError: all checkpoints are damaged; starting over would overwrite what is left of them.
@@ -72,7 +74,7 @@ def _ranks(config: Mapping[str, Any], role: str) -> int:
 
 
 def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Yield a problem for each role whose 8-bit moments were written by another number of ranks."""
+    """Yield a problem for each role whose 8-bit moments would be resharded."""
     values = config.model_dump(mode="json")
     for key, optimizer in optimizers(config).items():
         role = key.partition(".")[0]
@@ -85,7 +87,9 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
-    """Refuse to resume with another recipe, seed, model, dataset or warm-up, or a KL term without its reference.
+    """Refuse to resume with another recipe, seed, model, dataset or warm-up.
+
+    A KL term whose reference wasn't stored is refused too.
 
     Args:
         saved: the checkpoint's configuration.

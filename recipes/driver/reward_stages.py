@@ -74,7 +74,9 @@ class PendingRewards:
             parts.append(_Part(group.with_plan(plan).submit(RewardWorker.score, rollouts), plan))
 
     def result(self, names: Iterable[str] = ()) -> RowRewards:
-        """Wait for all roles and return the rewards of all rows, once; a row without a finite reward gets 0.
+        """Wait for all roles and return the rewards of all rows; call it once.
+
+        A row without a finite reward gets 0 and is not valid.
 
         Args:
             names: columns that the batch got in the meantime, which no role may add.
@@ -103,10 +105,10 @@ class PendingRewards:
 def collect_rewards(
     session: Session, step: StepContext, rollouts: BatchedDataDict, pending: PendingRewards
 ) -> BatchedDataDict:
-    """Wait for all scoring roles; add `rewards` f32 [B], `valid` bool [B], and the columns that the roles add.
+    """Wait for all scoring roles, and add `rewards` f32 [B] and `valid` bool [B].
 
-    A quarantined row stays in the batch to keep the order, but none of its tokens counts: it adds to no loss, no
-    denominator and no baseline.
+    The roles may add further columns. A quarantined row stays in the batch to keep the order, but none of its tokens
+    counts: it adds to no loss, no denominator and no baseline.
     """
     with step.timer("reward"):
         rewards, valid, extras, counts = pending.result(rollouts)
@@ -119,7 +121,10 @@ def collect_rewards(
 def collect_greedy_rewards(
     session: Session, step: StepContext, rollouts: BatchedDataDict, pending: PendingRewards
 ) -> BatchedDataDict:
-    """Add `greedy_rewards` f32 [B], the reward of the prompt's greedy response; without one its rows are not valid."""
+    """Add `greedy_rewards` f32 [B], the reward of the prompt's greedy response.
+
+    Rows of a prompt whose greedy response has no reward are no longer `valid`.
+    """
     with step.timer("reward"):
         rewards, valid, _, counts = pending.result()
     count_failures(step, counts)
@@ -130,7 +135,7 @@ def collect_greedy_rewards(
 
 
 def count_failures(step: StepContext, counts: dict[str, float]) -> None:
-    """Add the failures of scoring roles to the metrics of the step, which may score more than once."""
+    """Add the failures of scoring roles to those counted in the step so far."""
     step.metrics |= {name: step.metrics.get(name, 0.0) + count for name, count in counts.items()}
 
 

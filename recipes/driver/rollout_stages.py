@@ -83,9 +83,10 @@ def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
 def sample_responses(
     session: Session, draw: Draw, samples: int, *, temperature: float, on_part: OnPart | None = None
 ) -> BatchedDataDict:
-    """Return `samples` adjacent responses per prompt, each from the random stream of its position in the run.
+    """Return `samples` adjacent responses per prompt.
 
-    With `on_part` the batch is generated in parts of whole groups, and `on_part` gets each part before the next begins.
+    Each is drawn from the random stream of its position in the run. With `on_part` the batch is generated in parts of
+    whole groups, and `on_part` gets each part before the next begins.
     """
     prompts = draw.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(draw.prompts.num_rows).repeat_interleave(samples)
@@ -114,9 +115,10 @@ def _sampling_params(session: Session, temperature: float) -> SamplingParams:
 
 
 def _part_rows(session: Session, prompts: int, samples: int) -> list[int]:
-    """Return the rows of each part: whole groups, at most as many rows as the engines run at a time.
+    """Return the number of rows in each part.
 
-    Parts are even, so that no engine is left with a few rows at the end.
+    A part has whole groups, and at most as many rows as the engines run at a time. Parts are even, so that no engine
+    is left with a few rows at the end.
     """
     capacity = session.rollout.dp_size * session.config.rollout.max_num_seqs
     parts = math.ceil(prompts / max(1, capacity // samples))

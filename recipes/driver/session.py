@@ -115,16 +115,16 @@ class Session:
 
     @property
     def kl_coef(self) -> float:
-        """Return the weight of the KL term in this step: the configured one, or the adapted one."""
+        """Return the weight of the KL term: the configured one, or the adapted one."""
         settings, adapted = self.config.algorithm, self.progress.kl_coef
         return settings.kl_coef if adapted is None or settings.kl_target is None else adapted
 
     def steps(self, phase: Phase, total: int, evaluate: Evaluate | None = None) -> Iterator[StepContext]:
-        """Yield the remaining steps of a phase; a step is committed when the loop's body is done with it.
+        """Yield the remaining steps of a phase.
 
-        After a step its metrics are logged, the policy is evaluated and a checkpoint is written when they are due;
-        after Ctrl-C a checkpoint is written and the run ends. A phase that an earlier run completed yields nothing.
-        A step whose body raises is not committed: `steps` called again yields the same step.
+        A step is committed when the loop asks for the next one: its metrics are logged, and evaluation and checkpoint
+        follow if they are due. After Ctrl-C a checkpoint is written and the run ends. A step whose body raises is not
+        committed: `steps` called again yields it again. A phase that an earlier run completed yields nothing.
         """
         if self.progress.phase != phase:
             if phase == "sft_warmup":
@@ -147,7 +147,7 @@ class Session:
                 self._save_if_due(number == total)
 
     def begin_step(self, number: int) -> StepContext:
-        """Return the context of a step; a step that was left by an error gives its payloads back first."""
+        """Return the context of a step, after releasing the payloads of an abandoned one."""
         if self.step is not None:
             self.step.lease.release()
         progress = replace(self.progress, step=number)
@@ -200,7 +200,7 @@ class Session:
         self._log(step, self.progress.phase)
 
     def _save_if_due(self, is_last: bool) -> None:
-        """Write a checkpoint every few steps, at the end of a phase, and before a Ctrl-C ends the run."""
+        """Write a checkpoint if one is due, it is the last step, or Ctrl-C was pressed."""
         if self.progress.step % self.config.checkpoint.every == 0 or is_last or self.run.interrupted:
             self.save()
         self.stop_if_interrupted()

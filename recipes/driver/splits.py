@@ -27,7 +27,7 @@ _BLOCK_BYTES = 2**20
 
 
 class Split:
-    """One split; its tokens and texts are in the object store, and its batches hold references."""
+    """One split, whose tokens and texts are in the object store."""
 
     def __init__(
         self, prompts: Prompts, tokenizer: PreTrainedTokenizerBase, store: Store, byte_budget: ByteBudget
@@ -60,7 +60,7 @@ class Split:
 
 
 def in_store(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
-    """Return the splits with tokens and texts in the store; together they take at most a quarter of it."""
+    """Return the splits with tokens and texts in at most a quarter of the store."""
     byte_budget = ByteBudget(_STORE_SHARE * store.budget)
     return [Split(split, tokenizer, store, byte_budget) for split in splits]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlpack.algorithms.metric_reduction import reducer_of
-from rlpack.batch.store import Lease, LocalLease
+from rlpack.batch.store import Lease
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.progress import Progress
 
@@ -24,7 +24,7 @@ _OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
 
 
 class Timers:
-    """Seconds spent in the named parts of a step; the same name adds up, names may nest."""
+    """Seconds spent in the named parts of a step; equal names add up."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -51,17 +51,17 @@ class StepContext:
     Attributes:
         number: the step of the phase, counted from 1; 0 for the evaluation before the first step.
         progress: the progress once this step is committed; `advance` replaces it.
+        lease: holds the payloads that the step stores; released when the step ends.
         metrics: the step's metrics so far.
         timer: `with step.timer("generate"):` measures a part of the step.
-        lease: holds the payloads that the step stores; released when the step ends.
         plan: the actor's plan to keep for the packing picture, if any.
     """
 
     number: int
     progress: Progress
+    lease: Lease
     metrics: dict[str, float] = field(default_factory=dict)
     timer: Timers = field(default_factory=Timers)
-    lease: Lease = field(default_factory=LocalLease)
     plan: MicrobatchPlan | None = None
 
     def advance(self, **changes: Any) -> None:
@@ -69,9 +69,10 @@ class StepContext:
         self.progress = replace(self.progress, **changes)
 
     def record_optimizer_steps(self, metrics: Sequence[dict[str, float]]) -> None:
-        """Count optimizer steps and record their metrics: the mean over the steps, the extreme, or the count.
+        """Count optimizer steps and record their metrics.
 
-        A skipped step leaves the policy unchanged, so it adds no policy version; neither do the critic's steps.
+        Metrics are means over the steps, extremes, or counts. A skipped step leaves the policy unchanged, so it adds
+        no policy version; neither do the critic's steps.
         """
         versions = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
         self.advance(policy_version=self.progress.policy_version + round(sum(versions)))

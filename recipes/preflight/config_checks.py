@@ -43,7 +43,7 @@ _ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "response_le
 def check_before_start(
     config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: Prompts
 ) -> PreTrainedModel:
-    """Raise on mistakes that would stop a rank at its start, or a step hours later; return the model without weights.
+    """Raise on mistakes that would otherwise stop a rank; return the model without weights.
 
     Raises:
         ModelError: `model` describes no language model that fits the tokenizer, or `actor` or `critic` names weights or
@@ -107,7 +107,7 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
 
 
 def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
-    """Find the loss and the advantage function, and call the loss once, which checks its bounds."""
+    """Find the loss and the advantage function, and call the loss to check its bounds."""
     settings = config.algorithm
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))

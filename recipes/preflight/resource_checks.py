@@ -11,7 +11,9 @@ from rlpack.distributed.ray_connection import MAX_RANKS_PER_CORE, check_object_s
 
 
 def check_resources(config: Config) -> None:
-    """Refuse pools and an object store that this machine can't hold; a joined cluster checks them itself.
+    """Refuse pools and an object store that this machine can't hold.
+
+    A cluster that the run joins checks them itself.
 
     Raises:
         PlacementError: the pools need more GPUs than there are or more ranks than a machine of this size can run, or

@@ -62,7 +62,7 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
 
 
 def _refuse_failures(config: Config, role: str, result: RowRewards) -> None:
-    """Raise if a role failed on every row: the function or service it calls doesn't work."""
+    """Raise if a role failed on every row, so that something it calls is broken."""
     section = config.judge if config.roles[role].target == JUDGE else config.reward
     failed = {name: count for name in _FAILURES if (count := result.counts.get(name, 0.0))}
     if sum(failed.values()) < result.valid.numel() or section.max_failures >= 1:

@@ -80,7 +80,7 @@ def _called(kind: type[Any]) -> set[str]:
 
 
 def _check_built(name: str, where: str, kind: type[Any], arguments: Mapping[str, Any]) -> None:
-    """Raise unless a rank can build the class: by its own `from_settings`, or by `__init__` through `Worker`'s."""
+    """Raise unless a rank can build the class by `from_settings` or `__init__`."""
     static = inspect.getattr_static(kind, "from_settings")
     overridden = static is not vars(Worker)["from_settings"]
     if not isinstance(static, classmethod | staticmethod):
