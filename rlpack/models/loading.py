@@ -127,7 +127,7 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
             "model); set a sequence classifier with one label, such as a trained "
             "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"
         )
-    way_out = "write a role that tokenises texts anew (roles.<name>.target), or take another model"
+    way_out = "write a role that tokenizes texts itself (roles.<name>.target), or set another model"
     check_same_tokenizer(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)
 
 

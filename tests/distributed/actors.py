@@ -1,4 +1,4 @@
-"""What each rank of the actor's tests runs, and what it brings back."""
+"""Functions that each rank of the actor's tests runs, and their results."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,10 @@ from tests.builders import exported_weights, tiny_tokenizer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank has after the calls that it was given.
+    """The state of one rank after its calls.
 
     Attributes:
-        results: what the calls returned, in their order.
+        results: return values of the calls, in order.
         gradients: of the last optimizer step, whole, by the names of the weights.
         weights: whole, after it.
     """
@@ -95,7 +95,7 @@ def logprobs(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict]
 
 
 def save_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path) -> list[Outcome]:
-    """Take a step, save, and take another; return what was there at the save and after."""
+    """Take a step, save, and take another; return the state at the save and after."""
     actor = new_actor(config, rank, mesh.size())
     actor.train_step(shards[rank], policy_loss(config))
     actor.save(str(folder))
@@ -106,7 +106,7 @@ def save_and_go_on(mesh: Any, rank: int, config: Config, shards: list[BatchedDat
 def load_and_go_on(
     mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict], folder: Path, reseed: bool = True
 ) -> list[Outcome]:
-    """Load into an actor with other weights, and take a step; return what was loaded and what came after.
+    """Load into an actor with other weights, and take a step; return the state after loading and after the step.
 
     The other weights are those of another seed, or of a step that the checkpoint knows nothing of.
     """

@@ -1,6 +1,6 @@
-"""An update from its definition: one row at a time through the model's own head in float64, losses added up in Python.
+"""A reference update by definition: one row at a time in float64 through the model's own head, summed in Python.
 
-Nothing of rlpack's losses, weights or packing is used: this is what they have to equal.
+Nothing of rlpack's losses, weights or packing is used: it is their ground truth.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 
 @dataclass(frozen=True)
 class RowLoss:
-    """The losses of a row's counted tokens, with the ratio that they are bounded by, and which lost their gradient."""
+    """The losses of a row's counted tokens, their ratios, and whether a bound removed the gradient."""
 
     losses: Tensor
     ratio: Tensor
@@ -25,7 +25,7 @@ class RowLoss:
 
 
 def plain_model() -> torch.nn.Module:
-    """Return the weights that every actor begins with, in float64 and with transformers' own attention."""
+    """Return the initial model of every actor, in float64 and with transformers' own attention."""
     tokenizer, config = tiny_tokenizer(), tiny_config()
     model = build_causal_lm(
         config.model,
@@ -39,7 +39,7 @@ def plain_model() -> torch.nn.Module:
 
 
 def row_scores(model: torch.nn.Module, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies [L] of one row from the definition."""
+    """Return log-probs and entropies [L] of one row by definition."""
     scores = (model(tokens[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
     zero = scores.new_zeros(1)
     logprobs = torch.cat([zero, scores[:-1].gather(1, tokens[1:, None])[:, 0]])
@@ -104,7 +104,7 @@ def row_loss(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm, s
 
 
 def covariances(new: list[Tensor], advantages: list[Tensor], share: float) -> dict[str, float]:
-    """Return what KL-Cov asks of a step, of the tokens of its rows, sorted in plain Python."""
+    """Return the statistics of KL-Cov for a step, sorted in plain Python."""
     logprobs = [value for row in new for value in row.tolist()]
     values = [float(a) for row, a in zip(new, advantages, strict=True) for _ in range(row.numel())]
     means = sum(logprobs) / len(logprobs), sum(values) / len(values)
@@ -115,7 +115,7 @@ def covariances(new: list[Tensor], advantages: list[Tensor], share: float) -> di
 
 
 def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
-    """Return the one number that the token values of each row (only those that count) become."""
+    """Aggregate the values of each row's counted tokens into one number."""
     rows = [values for values in per_row if values.numel()]
     if settings.aggregation == "token_mean":
         return torch.cat(rows).mean()
@@ -128,7 +128,7 @@ def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
 
 
 def kl_of(new: Tensor, reference: Tensor, settings: Algorithm) -> Tensor:
-    """Return the KL term's value at each token, with the gradient that the settings ask for."""
+    """Return the KL term at each token, with the gradient that the settings select."""
     difference = new - reference
     kinds = {"k1": difference, "k2": difference**2 / 2, "k3": (-difference).exp() - 1 + difference}
     value = kinds[settings.kl_estimator]
@@ -143,7 +143,7 @@ def step_by_definition(
     temperature: float,
     rate: float,
 ) -> dict[str, float]:
-    """Leave the gradient of the step on `rows` in `model`, move it by plain descent, and return the step's metrics."""
+    """Take a plain gradient step on `rows`, leave its gradient in `model`, and return the metrics."""
     names = ("input_ids", "response_mask", "logprobs", "reference_logprobs")
     columns = {name: batch[name].rows() for name in names}
     masks = [columns["response_mask"][row] & batch["valid"][row] for row in rows]
@@ -183,6 +183,6 @@ def step_by_definition(
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest relative distance of a tensor from the one that it should be."""
+    """Return the largest relative distance of a tensor from its expected value."""
     assert list(found) == list(expected)
     return max(((found[name] - truth).norm() / truth.norm()).item() for name, truth in expected.items())

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.builders import MODEL, tiny_tokenizer
-from tests.distributed import valuing
+from tests.distributed import critics
+from tests.distributed.critics import KL_COEF, MODES, SETTINGS, TEMPERATURE, new_head
 from tests.distributed.definition import difference, plain_model, row_scores, scored
 from tests.distributed.processes import on_ranks
-from tests.distributed.valuing import KL_COEF, MODES, SETTINGS, TEMPERATURE, new_head
 
 # The third response is empty; the sixth row is quarantined.
 SIZES = [(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)]
@@ -26,7 +26,7 @@ RATE = 0.05
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny sequence classifier with weights of its own, as a folder."""
+    """A tiny sequence classifier, as a folder."""
     settings = {key: value for key, value in MODEL.items() if key != "model_type"}
     config = AutoConfig.for_model(MODEL["model_type"], vocab_size=len(tiny_tokenizer()), num_labels=1, **settings)
     with torch.random.fork_rng(devices=[]):
@@ -38,7 +38,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values_of(model: torch.nn.Module, head: Tensor, tokens: Tensor) -> Tensor:
-    """Return the value of what lies before each token of a row, f64 [L]."""
+    """Return the value before each token of a row, f64 [L]."""
     hidden = model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
     return torch.cat([hidden.new_zeros(1), (hidden @ head.double().T)[:, 0]])[:-1]
 
@@ -54,7 +54,7 @@ def advantages_of(values: list[float], rewards: list[float]) -> list[float]:
 
 
 def by_definition(classifier: Path) -> dict[str, np.ndarray]:
-    """Return what each combination has to give, of each row alone."""
+    """Return the expected columns, from one row at a time."""
     model, rewarder = plain_model(), AutoModelForSequenceClassification.from_pretrained(classifier).double()
     rewarder.config.pad_token_id = tiny_tokenizer().pad_token_id
     head = new_head(MODEL["hidden_size"])
@@ -86,7 +86,7 @@ def test_advantages_are_those_of_each_row_alone_in_all_combinations_of_modes(
     size: int, classifier: Path, tmp_path: Path
 ) -> None:
     truth = by_definition(classifier)
-    combinations = on_ranks(tmp_path, size, valuing.all_combinations, BATCH, str(classifier))[0]
+    combinations = on_ranks(tmp_path, size, critics.all_combinations, BATCH, str(classifier))[0]
     assert set(combinations) == set(itertools.product(MODES, MODES, MODES))
     assert np.abs(truth["advantages"]).max() > 0.5
     for key, found in combinations.items():
@@ -147,7 +147,7 @@ def test_an_update_is_that_of_the_definition_however_its_batch_is_cut(tmp_path: 
     assert 0.1 < truth["critic/clip_fraction"] < 0.9
     cases = list(itertools.product(MODES, (1, 2, 4)))
     for size in (1, 2):
-        outcomes = on_ranks(tmp_path, size, valuing.updates, batch, cases, RATE)[0]
+        outcomes = on_ranks(tmp_path, size, critics.updates, batch, cases, RATE)[0]
         for case, (metrics, arrays) in zip(cases, outcomes, strict=True):
             assert metrics == [pytest.approx(truth, rel=1e-5, abs=1e-7)], (case, size)
             found = {name: torch.from_numpy(array) for name, array in arrays.items()}

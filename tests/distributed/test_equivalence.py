@@ -100,7 +100,7 @@ Updates = dict[tuple[Case, str, int], tuple[list[dict[str, float]], list[Outcome
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Updates:
-    """Every case under every batching on one rank and on two, each number of ranks in one set of processes."""
+    """Update in every case under every batching, on one rank and on two."""
     found: Updates = {}
     keys = list(itertools.product(CASES, BATCHINGS))
     for size in (1, 2):

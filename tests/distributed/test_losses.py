@@ -50,7 +50,7 @@ Found = dict[tuple[str, str, str, int, int], tuple[dict[str, float], dict[str, t
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All updates, those of a loss and a number of ranks in one set of processes."""
+    """Take all updates; those of one loss and one number of ranks share their processes."""
     found: Found = {}
     for size, loss in itertools.product((1, 2), SETTINGS):
         keys = list(itertools.product([loss], AGGREGATIONS, BATCHINGS, MICROBATCHES))

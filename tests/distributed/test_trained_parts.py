@@ -1,4 +1,4 @@
-"""Adapters, frozen weights and 8-bit moments on one rank and on two: steps, resuming, and what others get."""
+"""Adapters, frozen weights and 8-bit moments on one rank and on two: steps, resuming and exports."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def shards_of(batching: Batching, size: int) -> list[BatchedDataDict]:
 
 
 class Adapted:
-    """Two steps of plain descent on A and B by the chain rule, from gradients of the plain model at W + s·B·A."""
+    """Gradient descent on A and B by the chain rule, from gradients of the base model at W + s·B·A."""
 
     def __init__(self) -> None:
         self.model = plain_model()
@@ -86,7 +86,7 @@ def test_adapters_take_the_steps_of_the_definition_however_rows_are_batched(tmp_
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_others_get_merged_weights_and_a_plain_folder_without_disturbing_training(tmp_path: Path, size: int):
+def test_exports_are_merged_and_do_not_disturb_training(tmp_path: Path, size: int):
     shards, folder = shards_of(BATCHINGS["packed"], size), tmp_path / "model"
     weights = on_ranks(tmp_path, size, actors.export, config_of(LORA, learning_rate=0.01), shards, folder)[0]
     base = {name: weight.detach().float() for name, weight in plain_model().named_parameters()}
@@ -159,7 +159,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, size: int)
     assert not any(torch.equal(before.weights[name], after.weights[name]) for name in after.gradients)
 
 
-def test_adapters_go_on_alike_from_a_checkpoint_on_fewer_ranks(tmp_path: Path):
+def test_adapters_resume_from_a_checkpoint_on_fewer_ranks(tmp_path: Path):
     config, folder = config_of(LORA), tmp_path / "actor"
     shards = [shards_of(BATCHINGS["packed"], size) for size in (1, 2)]
     two = on_ranks(tmp_path, 2, actors.save_and_go_on, config, shards[1], folder)

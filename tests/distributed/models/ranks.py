@@ -1,4 +1,4 @@
-"""What each rank of the sharding tests runs."""
+"""Functions that each rank of the sharding tests runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
 
 ROWS = tiny_rows([9, 3, 13, 6, 1, 4])
 
-# Rows of each microbatch, by rank; rank 1's last is a filler.
+# Rows of each microbatch, by rank; rank 1's last is a dummy microbatch.
 MICROBATCHES = [[[0], [2, 4], [5]], [[1, 3], [0, 5], []]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step left behind."""
+    """The result of one optimizer step."""
 
     norm: float
     gradients: dict[str, Tensor]
@@ -30,7 +30,7 @@ class Step:
     logprobs: Tensor
 
 
-def filler() -> ModelInputs:
+def dummy_inputs() -> ModelInputs:
     empty = torch.zeros(0, dtype=torch.int64)
     whole = pack_rows([torch.zeros(8, dtype=torch.int64)])
     return ModelInputs(whole.input_ids, whole.position_ids, whole.packed, slots=empty, row_lengths=empty)
@@ -46,7 +46,7 @@ def optimizer_step(policy: Policy, microbatches: list[list[int]], *, max_norm: f
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
     for index, rows in enumerate(microbatches):
         set_gradient_sync(policy, last=index == len(microbatches) - 1)
-        scores = policy(pack_rows([ROWS[row] for row in rows]) if rows else filler(), temperature=0.8)
+        scores = policy(pack_rows([ROWS[row] for row in rows]) if rows else dummy_inputs(), temperature=0.8)
         (scores.logprobs.sum() + 0.1 * scores.entropy.sum()).backward()
     norm = clip_grad_norm(policy, max_norm)
     gradients = {
@@ -69,7 +69,7 @@ def sharded_step(mesh: Any, rank: int, precision: str, reshard: bool, checkpoint
 
 
 def load_and_save(mesh: Any, rank: int) -> tuple[bool, bool, str]:
-    """Load other weights after a forward; say whether they arrived and are used, and what a misfit says."""
+    """Load other weights after a forward; return whether they are in use, and the error of a mismatch."""
     policy, other = new_policy(), new_policy()
     shard_model(policy, mesh)
     with torch.no_grad():

@@ -32,7 +32,7 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path: Path, reshard: bool, c
         assert torch.allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-10)
 
 
-def test_bfloat16_keeps_fp32_weights_and_sums_and_is_near(tmp_path: Path):
+def test_bfloat16_keeps_fp32_weights_and_sums_and_stays_close(tmp_path: Path):
     expected = one_process(torch.float32)
     for found in on_ranks(tmp_path, 2, ranks.sharded_step, "bf16", True, False, 1e9):
         assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
@@ -50,7 +50,7 @@ def test_a_sharded_policy_passes_the_isolation_check(tmp_path: Path, precision: 
     assert on_ranks(tmp_path, 2, canary, precision) == [True, True]
 
 
-def test_weights_of_an_unsharded_policy_go_out_and_in_with_tied_ones_once():
+def test_weights_of_an_unsharded_policy_round_trip_with_tied_ones_once():
     policy, other = new_policy(), new_policy()
     state = {name: 2 * tensor for name, tensor in full_state_dict(policy).items()}
     assert "lm_head.weight" not in state

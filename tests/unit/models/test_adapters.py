@@ -1,4 +1,4 @@
-"""LoRA against its definition: the same model with W + (alpha / rank)·B·A in the place of W."""
+"""LoRA against its definition: the same model with W + (alpha / rank)·B·A as weights."""
 
 import copy
 
@@ -19,7 +19,7 @@ LORA = Lora(rank=3, alpha=6.0)
 
 
 def adapted(kind: str = "qwen2", settings: Lora = LORA, *, wild: bool = True) -> Policy:
-    """Return a policy with adapters, whose matrices B are random where it is to be wild."""
+    """Return a policy with adapters; `wild` makes their matrices B random."""
     model = tiny_model(kind)
     add_adapters(model, settings, seed=5)
     model.double()
@@ -32,7 +32,7 @@ def adapted(kind: str = "qwen2", settings: Lora = LORA, *, wild: bool = True) ->
 
 
 def of_kind(policy: Policy, part: str) -> dict[str, Tensor]:
-    """Return the matrices A or B by the names that their layers have in the plain model."""
+    """Return the matrices A or B by their layers' names in the base model."""
     return {
         name.replace(f".{part}.default", ""): weight
         for name, weight in policy.model.named_parameters()
@@ -41,7 +41,7 @@ def of_kind(policy: Policy, part: str) -> dict[str, Tensor]:
 
 
 def by_definition(kind: str, policy: Policy):
-    """Return the plain model with the adapters' products added to its weights."""
+    """Return the base model with the adapters merged into its weights."""
     model = tiny_model(kind, implementation="eager" if kind == "gemma2" else "sdpa")
     weights = dict(model.named_parameters())
     down, up = of_kind(policy, "lora_A"), of_kind(policy, "lora_B")
@@ -52,7 +52,7 @@ def by_definition(kind: str, policy: Policy):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapted_model_packed_or_padded_scores_as_one_with_the_product_in_its_weights(kind: str):
+def test_an_adapted_model_packed_or_padded_scores_like_the_merged_model(kind: str):
     policy = adapted(kind)
     model = by_definition(kind, policy)
     expected = torch.cat([reference_scores(model, row)[0] for row in ROWS])
@@ -66,7 +66,7 @@ def test_an_adapted_model_packed_or_padded_scores_as_one_with_the_product_in_its
         assert torch.allclose(merged[name], weight, rtol=0, atol=1e-14), name
 
 
-def test_gradients_flow_into_adapters_alone_and_are_those_of_the_product():
+def test_only_adapters_get_gradients_and_they_are_those_of_the_product():
     policy = adapted()
     model = by_definition("qwen2", policy)
     for lm in (policy, Policy(model)):
@@ -84,7 +84,7 @@ def test_gradients_flow_into_adapters_alone_and_are_those_of_the_product():
     assert len(others) == len(list(model.named_parameters()))
 
 
-def test_new_adapters_leave_a_model_as_it_was_bit_for_bit_and_are_the_same_for_the_same_seed():
+def test_new_adapters_change_no_score_and_depend_on_the_seed_only():
     policy, plain = adapted(wild=False), Policy(tiny_model(), chunk=5)
     assert torch.equal(policy(pack_rows(ROWS)).logprobs, plain(pack_rows(ROWS)).logprobs)
     assert all(torch.equal(weight, full_state_dict(plain)[name]) for name, weight in full_state_dict(policy).items())
@@ -96,7 +96,7 @@ def test_new_adapters_leave_a_model_as_it_was_bit_for_bit_and_are_the_same_for_t
         assert torch.equal(weight, of_kind(again, "lora_A")[name])
 
 
-def test_targets_choose_layers_of_the_decoder_and_never_the_head():
+def test_targets_match_decoder_layers_and_never_the_head():
     model = tiny_model("llama")
     assert len(adapter_layers(model, LORA)) == 14
     chosen = adapter_layers(model, Lora(rank=1, targets=("*.[qv]_proj", "model.layers.1.mlp.*")))
@@ -112,12 +112,12 @@ def test_targets_choose_layers_of_the_decoder_and_never_the_head():
 
 
 @pytest.mark.parametrize(("target", "near"), [("lm_head", ""), ("q_porj", r"self_attn\.q_proj")])
-def test_a_target_of_no_layer_is_an_error_that_lists_near_ones(target: str, near: str):
+def test_a_target_without_a_layer_is_an_error_that_lists_the_nearest(target: str, near: str):
     with pytest.raises(ModelError, match=rf"actor\.lora\.targets contains '{target}', .*{near}"):
         adapter_layers(tiny_model(), Lora(rank=1, targets=(target,)))
 
 
-def test_no_target_at_all_is_an_error():
+def test_empty_targets_are_an_error():
     with pytest.raises(ModelError, match=r"actor\.lora\.targets is \[\], so no layer would get an adapter"):
         adapter_layers(tiny_model(), Lora(rank=1, targets=()))
 
@@ -129,7 +129,7 @@ def test_a_model_whose_decoder_has_no_linear_layer_is_refused():
         adapter_layers(model, LORA)
 
 
-def test_dropout_acts_in_training_alone_and_follows_from_its_numbers():
+def test_dropout_is_active_in_training_only_and_follows_from_its_seed():
     settings = LORA.model_copy(update={"dropout": 0.5})
     policy, plain = adapted("qwen2", settings), adapted("qwen2")
     inputs = pack_rows(ROWS)

@@ -69,7 +69,7 @@ def test_each_token_sees_its_own_segment_back_to_the_window(segments, window, so
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 3])
-def test_padded_rows_attend_each_by_itself(window: int | None, softcap: float | None):
+def test_padded_rows_attend_within_themselves(window: int | None, softcap: float | None):
     leaves = states(6, rows=3)
     found, _ = attention(LAYER, *leaves, None, scaling=0.3, sliding_window=window, softcap=softcap)
     for row in range(3):
@@ -77,7 +77,7 @@ def test_padded_rows_attend_each_by_itself(window: int | None, softcap: float | 
         assert torch.allclose(found[row], expected[0], rtol=0, atol=1e-12)
 
 
-def test_the_tail_of_padding_gets_finite_output_and_touches_no_gradient():
+def test_padding_gets_finite_output_and_affects_no_gradient():
     leaves = states(9)
     found, _ = attention(LAYER, *leaves, None, packed=Segments.from_lengths([4, 5]))
     assert found.isfinite().all()
@@ -85,7 +85,7 @@ def test_the_tail_of_padding_gets_finite_output_and_touches_no_gradient():
         assert gradient[:, :, 4:].eq(0).all()
 
 
-def test_soft_capped_dropout_scales_what_is_kept():
+def test_dropout_with_a_soft_cap_rescales_the_remaining_weights():
     torch.manual_seed(0)
     query, key, _ = states(64)
     value = torch.ones_like(key)
@@ -94,7 +94,7 @@ def test_soft_capped_dropout_scales_what_is_kept():
     assert abs(found.mean() - 1) < 0.1
 
 
-def test_segments_of_lengths_leave_out_empty_ones():
+def test_segments_leave_out_empty_ones():
     segments = Segments.from_lengths([0, 3, 0, 2])
     assert segments.lengths == (3, 2)
     assert segments.cu_seqlens.dtype == torch.int32
@@ -102,12 +102,12 @@ def test_segments_of_lengths_leave_out_empty_ones():
 
 
 @pytest.mark.parametrize("option", [{"s_aux": torch.ones(4)}, {"position_bias": torch.ones(1)}])
-def test_an_option_that_would_be_ignored_is_refused_by_name(option: dict):
+def test_an_unsupported_option_is_refused_by_name(option: dict):
     with pytest.raises(ModelError, match=next(iter(option))):
         attention(LAYER, *states(4), None, **option)
 
 
-def test_masks_caches_borders_elsewhere_and_layers_that_look_ahead_are_refused():
+def test_masks_caches_wrong_segments_and_non_causal_layers_are_refused():
     query, key, value = states(4)
     with pytest.raises(ModelError, match="mask"):
         attention(LAYER, query, key, value, torch.ones(1, 1, 4, 4))

@@ -20,7 +20,7 @@ def test_supported_models_pass(kind: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("initializer_range", [0.02, 0.25])
-def test_a_model_whose_attention_knows_no_borders_is_refused(initializer_range: float):
+def test_a_model_whose_attention_ignores_segments_is_refused(initializer_range: float):
     def borderless(*states: object, **options: object) -> object:
         options.pop("packed", None)
         return attention_module.attention(*states, **options)
@@ -31,7 +31,7 @@ def test_a_model_whose_attention_knows_no_borders_is_refused(initializer_range: 
         check_isolation(Policy(model), "cpu", VOCABULARY)
 
 
-def test_a_leak_into_the_next_sequence_is_seen_at_any_size(monkeypatch):
+def test_a_leak_into_another_sequence_is_detected_at_any_size(monkeypatch):
     whole = attention_module._attend
 
     def leaking(query, key, value, rules):
@@ -51,7 +51,7 @@ def test_a_leak_into_the_next_sequence_is_seen_at_any_size(monkeypatch):
         check_isolation(Policy(tiny_model(dtype=torch.float32)), "cpu", VOCABULARY)
 
 
-def test_positions_that_do_not_restart_are_seen(monkeypatch):
+def test_positions_that_do_not_restart_are_detected(monkeypatch):
     policy = Policy(tiny_model(dtype=torch.float32))
     base = policy.model.base_model
     # Rotary attention is relative, so a shift of all positions changes nothing: stretch them with the slot instead.
@@ -66,14 +66,14 @@ def test_positions_that_do_not_restart_are_seen(monkeypatch):
         check_isolation(policy, "cpu", VOCABULARY)
 
 
-def test_a_head_that_does_more_than_ours_is_seen():
+def test_a_head_with_further_operations_is_detected():
     policy = Policy(tiny_model("gemma2", dtype=torch.float32))
     policy._softcap = None
     with pytest.raises(IsolationError, match="through the model's own head"):
         check_isolation(policy, "cpu", VOCABULARY)
 
 
-def test_a_model_that_asks_for_what_attention_can_not_do_is_refused_with_the_reason():
+def test_a_model_with_unsupported_attention_is_refused_with_the_reason():
     policy = Policy(tiny_model(dtype=torch.float32))
     policy.model.get_submodule("model.layers.0.self_attn").is_causal = False
     with pytest.raises(IsolationError, match="Qwen2Attention is not causal"):

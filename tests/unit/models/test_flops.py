@@ -18,14 +18,14 @@ def counted(model: torch.nn.Module, tokens: int) -> int:
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tokens", [8, 32])
-def test_a_dense_models_cost_is_what_torch_counts(kind: str, tokens: int) -> None:
+def test_the_cost_of_a_dense_model_is_what_torch_counts(kind: str, tokens: int) -> None:
     model = tiny_model(kind, implementation="eager")
     cost = sequence_cost(model)
     # torch counts all pairs of tokens, of which causal attention needs half.
     assert counted(model, tokens) == cost.linear * tokens + 2 * cost.quadratic * tokens**2
 
 
-def test_a_mixture_of_experts_costs_what_its_tokens_meet() -> None:
+def test_a_mixture_of_experts_costs_its_routed_share() -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
     settings = shape | experts | {"vocab_size": 53, "head_dim": 8, "mlp_only_layers": []}
@@ -42,7 +42,7 @@ def test_windowed_layers_are_linear_in_length() -> None:
     assert sequence_cost(tiny_model("mistral")).quadratic == 0
 
 
-def test_a_config_with_names_of_its_own_is_understood() -> None:
+def test_a_config_with_aliases_is_understood() -> None:
     config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=53)
     with torch.device("meta"):
         cost = sequence_cost(AutoModelForCausalLM.from_config(config))

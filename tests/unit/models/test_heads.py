@@ -1,4 +1,4 @@
-"""A head's numbers against one row at a time through the wrapped model alone."""
+"""Outputs of scalar heads against the wrapped model alone, one row at a time."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def alone(model: torch.nn.Module, head: torch.nn.Linear, row: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_numbers_are_those_of_each_row_alone_read_before_or_at_the_token(kind: str, layout: str):
+def test_scalars_are_those_of_each_row_alone_read_before_or_at_the_token(kind: str, layout: str):
     model = tiny_model(kind).base_model
     reference = tiny_model(kind, implementation="eager" if kind == "gemma2" else "sdpa").base_model
     critic, head = ScalarHeadModel(model, head_of(model)), head_of(reference)
@@ -41,7 +41,7 @@ def test_numbers_are_those_of_each_row_alone_read_before_or_at_the_token(kind: s
     assert torch.allclose(critic(inputs, before_token=True).double(), shifted.double(), rtol=0, atol=tolerance)
 
 
-def test_a_new_critic_says_nothing_of_anything_and_learns():
+def test_a_new_critic_predicts_zero_and_learns():
     critic = ScalarHeadModel(tiny_model("qwen2").base_model)
     numbers = critic(pack_rows(ROWS), before_token=True)
     assert numbers.eq(0).all()
@@ -50,7 +50,7 @@ def test_a_new_critic_says_nothing_of_anything_and_learns():
     assert critic.head.weight.grad.abs().max() > 0
 
 
-def test_a_critic_is_checked_for_isolation_though_its_head_is_new(monkeypatch):
+def test_the_isolation_check_sees_a_leak_behind_a_new_head(monkeypatch):
     critic = ScalarHeadModel(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02).base_model)
     check_isolation(critic, "cpu", VOCABULARY)
     hidden = critic.hidden_states

@@ -21,7 +21,7 @@ def inputs_of(rows: list[torch.Tensor], layout: Layout) -> ModelInputs:
     return to_model_inputs(view_of(rows, layout), device="cpu", pad_token_id=52)
 
 
-def test_packed_rows_lie_side_by_side_with_alignment_and_tail():
+def test_packed_rows_are_contiguous_with_alignment_and_padding():
     inputs = inputs_of([torch.tensor([5, 6, 7]), torch.tensor([8])], packed_layout([3, 1], pad_to_multiple=2, length=8))
     assert inputs.input_ids.tolist() == [[5, 6, 7, 52, 8, 52, 52, 52]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 0, 1]]
@@ -32,7 +32,7 @@ def test_packed_rows_lie_side_by_side_with_alignment_and_tail():
     assert inputs.has_context().tolist() == [False, True, True, False]
 
 
-def test_padded_rows_lie_below_each_other():
+def test_padded_rows_have_one_row_each():
     inputs = inputs_of([torch.tensor([5, 6, 7]), torch.tensor([8])], padded_layout([3, 1], 4))
     assert inputs.input_ids.tolist() == [[5, 6, 7, 52], [8, 52, 52, 52]]
     assert inputs.packed is None
@@ -59,13 +59,13 @@ def test_every_layout_gives_the_scores_of_the_rows_alone(lengths: list[int], mul
 
 
 @pytest.mark.parametrize("layout", [packed_layout([], length=4), padded_layout([], 4)])
-def test_a_filler_has_slots_and_no_tokens(layout: Layout):
+def test_a_dummy_microbatch_has_slots_and_no_tokens(layout: Layout):
     inputs = inputs_of([], layout)
     assert inputs.input_ids.tolist() == [[52] * 4]
     assert inputs.num_tokens == inputs.row_lengths.shape[0] == 0
 
 
-def test_moving_keeps_everything():
+def test_moving_to_a_device_changes_no_value():
     inputs = pack_rows(tiny_rows([3, 2]))
     moved = inputs.to("cpu")
     assert torch.equal(moved.input_ids, inputs.input_ids)

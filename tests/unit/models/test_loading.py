@@ -31,7 +31,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(HfApi, "model_info", model_info)
 
 
-def test_a_new_model_takes_the_tokenizers_ids_and_the_seed_and_leaves_random_state_alone():
+def test_a_new_model_uses_the_tokenizers_ids_and_the_seed_and_leaves_random_state_alone():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -68,7 +68,7 @@ def test_a_saved_model_comes_back_in_fp32_with_the_same_weights(tmp_path: Path):
         (TINY | {"hidden_size": "wide"}, "is not a valid qwen2 config"),
     ],
 )
-def test_a_config_that_makes_no_model_is_named(settings: dict, message: str):
+def test_an_invalid_config_is_named(settings: dict, message: str):
     with pytest.raises(ModelError, match=message):
         build_causal_lm(Model(config=settings))
 
@@ -101,7 +101,7 @@ def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
 
 @pytest.fixture
 def silent_server():
-    """Listens and never answers."""
+    """Accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -124,7 +124,7 @@ def test_a_hub_name_fails_fast_when_nobody_answers(monkeypatch, silent_server: s
     check_that_a_hub_name_fails_fast()
 
 
-def test_a_hub_name_fails_fast_when_told_to_stay_offline(monkeypatch):
+def test_a_hub_name_fails_fast_in_offline_mode(monkeypatch):
     unreachable(monkeypatch, OfflineModeIsEnabled("offline"))
     check_that_a_hub_name_fails_fast()
 
@@ -142,6 +142,6 @@ def test_remote_code_needs_a_pinned_revision(monkeypatch):
         build_causal_lm(Model(path="nobody/nothing-here", trust_remote_code=True))
 
 
-def test_a_tokenizer_has_to_come_from_somewhere():
+def test_a_missing_tokenizer_is_an_error():
     with pytest.raises(ModelError, match=r"neither model\.tokenizer nor model\.path"):
         load_tokenizer(Model())

@@ -109,7 +109,7 @@ def test_bfloat16_inputs_give_fp32_results_near_the_exact_ones():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most numbers that any operation returned in one tensor."""
+    """Records the size of the largest tensor that any operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch, chunk: int, m
 
 
 @pytest.mark.parametrize(("options", "message"), [({"temperature": 0.0}, "temperature"), ({"chunk": 0}, "chunk")])
-def test_impossible_settings_are_named(options: dict, message: str):
+def test_invalid_settings_are_named(options: dict, message: str):
     hidden, weight, _, labels = case(tokens=2, words=3, size=2)
     with pytest.raises(ValueError, match=message):
         linear_logprobs(hidden, weight, labels, **options)

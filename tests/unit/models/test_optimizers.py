@@ -18,7 +18,7 @@ def model() -> nn.Module:
 
 
 def gradients(lm: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Give every trained weight a gradient, and return them."""
+    """Set and return a gradient for every trainable weight."""
     generator = torch.Generator().manual_seed(seed)
     for weight in lm.parameters():
         if weight.requires_grad:
@@ -27,7 +27,7 @@ def gradients(lm: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def steps(lm: nn.Module, settings: Optimizer, rates: tuple[float, ...]) -> list[dict[str, Tensor]]:
-    """Take one step at each rate; return the gradients that they went by."""
+    """Take one step at each rate; return the gradients used."""
     optimizer, used = build_optimizer(lm, settings), []
     for number, rate in enumerate(rates):
         used.append(gradients(lm, number))
@@ -50,12 +50,12 @@ def adamw(weight: Tensor, used: list[Tensor], rates: tuple[float, ...], decay: f
 
 
 def decays(name: str, no_decay: tuple[str, ...]) -> bool:
-    """Say by its name alone, for a Qwen 2, whether a weight is decayed."""
+    """Whether a weight of a Qwen 2 is decayed, by its name."""
     return not (name.endswith(".bias") or "norm" in name or name in no_decay)
 
 
 @pytest.mark.parametrize("no_decay", [(), ("model.embed_tokens.weight",)])
-def test_steps_are_adamws_with_decay_on_matrices_alone_but_for_those_that_are_named(no_decay: tuple[str, ...]):
+def test_steps_are_adamw_with_decay_on_matrices_except_no_decay(no_decay: tuple[str, ...]):
     lm, rates = model(), (0.01, 0.004)
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
     used = steps(lm, SETTINGS.model_copy(update={"no_decay": no_decay}), rates)
@@ -69,7 +69,7 @@ def test_steps_are_adamws_with_decay_on_matrices_alone_but_for_those_that_are_na
 
 @pytest.mark.usefixtures("eight_bit")
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
-def test_frozen_weights_stay_bit_for_bit_without_gradient_or_state_and_the_others_move(name: str):
+def test_frozen_weights_never_change_and_have_no_gradient_or_state(name: str):
     lm = model()
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
     settings = SETTINGS.model_copy(update={"name": name, "freeze": ("model.layers.0.*", "lm_head.weight")})
@@ -86,13 +86,13 @@ def test_frozen_weights_stay_bit_for_bit_without_gradient_or_state_and_the_other
 
 
 @pytest.mark.parametrize("frozen", [("*",), ("model.*", "lm_head.*")])
-def test_to_freeze_everything_is_an_error(frozen: tuple[str, ...]):
+def test_freezing_everything_is_an_error(frozen: tuple[str, ...]):
     with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze=.* freezes all \d+ weights"):
         freeze(model(), SETTINGS.model_copy(update={"freeze": frozen}), "critic.optimizer")
 
 
 @pytest.mark.parametrize("key", ["freeze", "no_decay"])
-def test_a_pattern_of_no_weight_is_an_error_that_lists_near_ones(key: str):
+def test_a_pattern_without_a_match_is_an_error_that_lists_the_nearest(key: str):
     with pytest.raises(
         ModelError, match=rf"actor\.optimizer\.{key} contains 'model\.layer\.0.*nearest are model\.layers"
     ):
@@ -100,7 +100,7 @@ def test_a_pattern_of_no_weight_is_an_error_that_lists_near_ones(key: str):
 
 
 @pytest.mark.usefixtures("eight_bit")
-def test_moments_in_8_bits_are_bytes_and_make_steps_near_those_in_32():
+def test_8_bit_moments_are_bytes_and_give_nearly_the_steps_of_32_bits():
     wide = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     rates = (0.01,) * 5
     exact, rough = wide, copy.deepcopy(wide)

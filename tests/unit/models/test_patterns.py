@@ -10,7 +10,7 @@ NAMES = [
 ]
 
 
-def test_a_pattern_is_a_whole_name_in_which_a_star_also_stands_for_dots():
+def test_a_pattern_matches_whole_names_and_a_star_matches_dots():
     assert match_patterns(["lm_head.weight", "model.layers.1.*"], NAMES, "k") == {
         "lm_head.weight",
         *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"),
@@ -30,7 +30,7 @@ def test_a_pattern_is_a_whole_name_in_which_a_star_also_stands_for_dots():
         ("zzz", r"model\.embed_tokens\.weight"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_named_with_what_is_near_it(pattern: str, near: str):
+def test_a_pattern_without_a_match_is_named_with_the_nearest_names(pattern: str, near: str):
     message = rf"actor\.x contains '{pattern.replace('*', '.')}', .* none of 38 names.*{near}"
     with pytest.raises(ModelError, match=message):
         match_patterns(["*", pattern], NAMES, "actor.x")

@@ -25,7 +25,7 @@ def reference_model(kind: str):
 
 
 def weigh(logprobs: Tensor, entropy: Tensor) -> Tensor:
-    """Return a loss in which every token's two scores matter differently."""
+    """Return a loss with a different weight for each score of each token."""
     weights = torch.arange(1, logprobs.shape[0] + 1, dtype=logprobs.dtype)
     return (weights * logprobs).sum() + (weights.flip(0) * entropy.square()).sum()
 
@@ -50,7 +50,7 @@ def test_scores_and_gradients_equal_those_of_each_row_alone(kind: str, layout: s
         assert error < tolerance, name
 
 
-def test_the_comparison_sees_a_missing_border_a_missing_window_and_a_missing_soft_cap():
+def test_the_comparison_detects_a_missing_segment_window_or_soft_cap():
     def scores(kind: str, inputs: ModelInputs, **changes: object) -> Tensor:
         return Policy(tiny_model(kind, **changes))(inputs).logprobs
 
@@ -74,7 +74,7 @@ def test_packed_equals_padded_for_any_lengths(lengths: list[int], extra: int):
     assert torch.allclose(packed.entropy, padded.entropy, rtol=0, atol=1e-12)
 
 
-def test_scores_are_zero_at_first_tokens_and_where_not_selected_and_the_same_elsewhere():
+def test_scores_are_zero_at_first_and_unselected_tokens_and_unchanged_elsewhere():
     policy = Policy(tiny_model())
     every = policy(pack_rows(ROWS))
     select = torch.rand(29, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -89,16 +89,16 @@ def test_scores_are_zero_at_first_tokens_and_where_not_selected_and_the_same_els
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_filler_gives_every_weight_a_gradient_of_exactly_zero(packed: bool):
+def test_a_dummy_microbatch_gives_every_weight_a_gradient_of_exactly_zero(packed: bool):
     policy = Policy(tiny_model())
-    filler = ModelInputs(
+    dummy = ModelInputs(
         input_ids=torch.zeros(1, 8, dtype=torch.int64),
         position_ids=torch.arange(8).unsqueeze(0),
         packed=Segments.from_lengths([8]) if packed else None,
         slots=torch.zeros(0, dtype=torch.int64),
         row_lengths=torch.zeros(0, dtype=torch.int64),
     )
-    scores = policy(filler)
+    scores = policy(dummy)
     assert scores.logprobs.shape == scores.entropy.shape == (0,)
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
     found = gradients(policy)

@@ -1,4 +1,4 @@
-"""Tiny models of each supported kind, wild enough (initialiser, soft caps, windows) that a slip shows."""
+"""Tiny models of each supported kind, with large enough weights, soft caps and windows to expose mistakes."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[str, dict]] = {
 def tiny_model(
     kind: str = "qwen2", *, implementation: str = "rlpack", dtype: torch.dtype = torch.float64, **changes: object
 ) -> PreTrainedModel:
-    """Return a model with the same weights for the same kind, whatever the attention."""
+    """Return a model whose weights depend on its kind only, not on the attention."""
     attention.register()
     model_type, settings = KINDS[kind]
     shape = {
@@ -67,7 +67,7 @@ def pad_rows(rows: list[Tensor], width: int) -> ModelInputs:
 
 
 def reference_scores(model: PreTrainedModel, row: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies [L] of one row through the model's own attention and head, from the definition."""
+    """Return log-probs and entropies [L] of one row through the model's own attention and head, by definition."""
     scores = (model(row[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
     zero = scores.new_zeros(1)
     logprobs = torch.cat([zero, scores[:-1].gather(1, row[1:, None])[:, 0]])

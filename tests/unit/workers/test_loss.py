@@ -1,4 +1,4 @@
-"""Losses travel to the ranks, declare the columns that they read, and need no role of their own."""
+"""Losses are picklable, declare the columns that they read, and need no change in a role."""
 
 import pickle
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class TargetLoss(LogprobLoss):
         return MicrobatchLoss(loss, {"loss": loss.detach(), "target_mean": (weight * targets).sum()})
 
 
-def test_a_users_loss_trains_an_actor_that_knows_nothing_of_it():
+def test_a_custom_loss_trains_an_unchanged_actor():
     actor, loss = actor_of(tiny_config()), pickle.loads(pickle.dumps(TargetLoss(temperature=0.5)))
     batch = lesson()
     batch = batch.union({"targets": torch.tensor([-1.0, -2.0, -3.0])}).keep(loss.reads)
@@ -48,7 +48,7 @@ def test_a_users_loss_trains_an_actor_that_knows_nothing_of_it():
 @pytest.mark.parametrize(
     "loss", [SFTLoss(), PolicyGradientLoss(Algorithm(loss="kl_cov"), temperature=0.8), ValueLoss(clip=0.2)]
 )
-def test_losses_survive_the_way_to_a_rank(loss: LogprobLoss | ValueLoss):
+def test_losses_are_picklable_after_use(loss: LogprobLoss | ValueLoss):
     if isinstance(loss, PolicyGradientLoss):
         assert loss.needs_statistics  # which looks the function up
     assert pickle.loads(pickle.dumps(loss)) == loss

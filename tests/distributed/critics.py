@@ -1,4 +1,4 @@
-"""What each rank of the critic's tests runs: roles under batchings of their own, and what they bring back."""
+"""Functions that each rank of the critic's tests runs, with roles in different batching modes."""
 
 import itertools
 from typing import Any
@@ -36,7 +36,7 @@ SETTINGS = Critic(gamma=0.97, gae_lambda=0.9, value_clip=0.1)
 
 
 def new_head(width: int) -> Tensor:
-    """Return weights of a value head that says something."""
+    """Return nonzero weights of a value head."""
     return torch.randn(1, width, generator=torch.Generator().manual_seed(11)) / width**0.5
 
 
@@ -50,7 +50,7 @@ def _set_head(critic: ScalarHeadModel) -> None:
 
 
 def config_of(mode: str, classifier: str) -> Config:
-    """Return a run whose critic, reference and model of rewards all batch in one mode."""
+    """Return a run whose critic, reference and reward model batch in one mode."""
     batching = MODES[mode]
     return tiny_config(
         recipe="ppo",
@@ -74,7 +74,7 @@ def _run(method: Any, batch: BatchedDataDict, batching: Batching, *args: Any) ->
 def all_combinations(
     mesh: Any, rank: int, batch: BatchedDataDict, classifier: str
 ) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Return advantages and returns for every combination of the modes of critic, reference and model of rewards."""
+    """Return advantages and returns for every combination of the modes of critic, reference and reward model."""
     context = RankContext("main", rank, ParallelLayout(dp_shard=mesh.size()))
     columns: dict[tuple[str, str], BatchedDataDict] = {}
     critics: dict[str, tuple[CriticWorker, Batching]] = {}
@@ -113,7 +113,7 @@ def all_combinations(
 def updates(
     mesh: Any, rank: int, batch: BatchedDataDict, cases: list[tuple[str, int]], rate: float
 ) -> list[tuple[list[dict[str, float]], dict[str, Any]]]:
-    """Update a new critic by plain descent in each mode, cut into at least so many microbatches."""
+    """Update a new critic by plain gradient descent in each mode, with at least the given number of microbatches."""
     found = []
     for mode, microbatches in cases:
         config = config_of(mode, "none")
