@@ -1,4 +1,4 @@
-"""Every algorithm learns, in twenty short steps; `make test-recipes` has them learn the whole task."""
+"""Every algorithm learns in twenty short steps; `make test-recipes` lets them learn the whole task."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.end_to_end.settings import EASY
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 20
 TASK = (*EASY, "data.generator.noise=0.5")
-# What only this recipe does, or has in its records.
+# Metrics that distinguish a recipe.
 OWN = {
     "ppo": ("critic/loss", "critic/explained_variance", "critic/grad_norm", "reference/kl"),
     "dapo": ("sampling/rounds", "sampling/informative_fraction"),
@@ -25,7 +25,7 @@ OWN = {
 
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a model that has seen demonstrations, from which every recipe starts."""
+    """Return the folder of a supervised model, from which every recipe starts."""
     run = done(
         tmp_path_factory.mktemp("supervised"),
         *TASK,
@@ -64,8 +64,8 @@ def test_a_recipe_learns(tmp_path, supervised: Path, recipe: str) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     assert steps(run.run_dir, "train") == list(range(1, STEPS + 1))
     for record in records(run.run_dir):
-        figures = {name: value for name, value in record.items() if name not in {"step", "phase", "time_s"}}
-        assert unknown_names(figures) == []
-        assert all(math.isfinite(value) for value in figures.values()), record
+        metrics = {name: value for name, value in record.items() if name not in {"step", "phase", "time_s"}}
+        assert unknown_names(metrics) == []
+        assert all(math.isfinite(value) for value in metrics.values()), record
     for name in OWN[recipe]:
         assert len(curve(run.run_dir, name)) == STEPS

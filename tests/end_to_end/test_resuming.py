@@ -1,4 +1,4 @@
-"""A run that is stopped in every way and resumed each time ends as one that nothing stopped, bit for bit."""
+"""A run that is stopped in several ways and resumed ends as an uninterrupted one, bit for bit."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ OVERRIDES = (*UNEVEN, *REFERENCE, "trainer.steps=9", "resume=auto")
 
 @dataclass
 class Stop:
-    """What a command that was stopped came to: exit code, texts, committed steps, last step logged, survivors."""
+    """The outcome of a stopped command: exit code, output, committed steps, last logged step, surviving processes."""
 
     code: int
     out: str
@@ -30,7 +30,7 @@ class Stop:
 
 @dataclass
 class Stopped:
-    """One run, stopped three times and resumed each time, and what the last command said."""
+    """One run, stopped and resumed three times, and the output of the last command."""
 
     run_dir: Path
     in_warm_up: Stop
@@ -40,10 +40,10 @@ class Stopped:
 
 
 def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
-    """Go on with the run, stop it once `step` of `phase` is logged, and see what is left."""
+    """Continue the run, stop it once `step` of `phase` is logged, and return the outcome."""
     with started(folder, *OVERRIDES) as command:
         command.wait_for(phase, step)
-        assert len(command.processes()) > 2  # the driver, Ray's own, and the ranks: they can be told by their mark
+        assert len(command.processes()) > 2  # driver, Ray's processes and ranks, all with the command's mark
         if how == "kill":
             command.process.kill()
         elif how == "scheduler":
@@ -80,13 +80,13 @@ def test_ctrl_c_or_sigterm_finishes_the_step_and_ends_with_130_and_one_line(stop
     assert "report: " in ended.out
 
 
-def test_ctrl_c_in_the_warm_up_commits_the_step_that_was_under_way(stopped):
+def test_ctrl_c_in_the_warm_up_commits_the_step_in_progress(stopped):
     ended = stopped.in_warm_up
     assert 4 <= ended.logged < 40
     assert (ended.sft_warmup[-1], ended.train) == (ended.logged, [])
 
 
-def test_sigterm_in_training_commits_the_step_that_was_under_way(stopped):
+def test_sigterm_in_training_commits_the_step_in_progress(stopped):
     ended = stopped.in_training
     assert 2 <= ended.logged < 9
     assert ended.train[-1] == ended.logged
@@ -102,9 +102,9 @@ def test_no_process_outlives_the_command(stopped, when):
     assert getattr(stopped, when).left == []
 
 
-def test_a_resumed_run_says_where_it_goes_on(stopped):
-    found = [re.search(r"resumed after step (\d+) of (\w+) from", text) for text in (stopped.killed.out, stopped.out)]
-    assert [(int(match[1]), match[2]) for match in found if match] == [
+def test_a_resumed_run_prints_where_it_continues(stopped):
+    matches = [re.search(r"resumed after step (\d+) of (\w+) from", text) for text in (stopped.killed.out, stopped.out)]
+    assert [(int(match[1]), match[2]) for match in matches if match] == [
         (stopped.in_training.logged, "train"),
         (stopped.killed.train[-1], "train"),
     ]
@@ -116,27 +116,27 @@ def test_every_step_is_logged_once(stopped):
     assert steps(stopped.run_dir, "evaluation") == [0, 2, 4, 6, 8, 9]
 
 
-def test_every_figure_of_every_step_is_that_of_the_uninterrupted_run(stopped, uninterrupted):
-    found, expected = records(stopped.run_dir), records(uninterrupted.run_dir)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+def test_every_metric_of_every_step_is_that_of_the_uninterrupted_run(stopped, uninterrupted):
+    resumed, expected = records(stopped.run_dir), records(uninterrupted.run_dir)
+    assert len(resumed) == len(expected)
+    for one, other in zip(resumed, expected, strict=True):
         assert without_times(one) == without_times(other)
 
 
-def test_time_goes_on_and_never_back(stopped):
+def test_time_never_decreases(stopped):
     times = [record["time_s"] for record in records(stopped.run_dir)]
     assert times == sorted(times)
 
 
 def test_the_weights_are_those_of_the_uninterrupted_run_bit_for_bit(stopped, uninterrupted):
-    found, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in (stopped, uninterrupted))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    resumed, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in (stopped, uninterrupted))
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
-def test_the_rollouts_kept_are_those_of_the_uninterrupted_run(stopped, uninterrupted):
-    found, expected = ((run.run_dir / "samples.jsonl").read_text() for run in (stopped, uninterrupted))
-    assert found == expected
+def test_the_logged_samples_are_those_of_the_uninterrupted_run(stopped, uninterrupted):
+    resumed, expected = ((run.run_dir / "samples.jsonl").read_text() for run in (stopped, uninterrupted))
+    assert resumed == expected
 
 
 def test_the_reference_stays_the_policy_that_training_began_with(stopped, uninterrupted):
