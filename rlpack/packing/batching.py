@@ -82,11 +82,17 @@ class Batching:
 
     @property
     def alignment(self) -> int:
-        """Multiple that slots are rounded up to; also the smallest length of a microbatch, and that of a dummy one."""
+        """Multiple that slots are rounded up to.
+
+        It is also the smallest length of a microbatch, and the length of a dummy one.
+        """
         return self.pad_to_multiple if self.mode == "packed" else self.length_multiple
 
     def slots_of(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the slots of each row, int64 [B]: its length, aligned; a padded row takes at least one alignment."""
+        """Return the slots of each row, its aligned length, int64 [B].
+
+        A padded row takes at least one alignment.
+        """
         slots = align(lengths, self.alignment)
         return slots if self.mode == "packed" else np.maximum(slots, self.alignment)
 

@@ -28,7 +28,9 @@ _MIN_WORK, _WORK_PER_ROW = 2**20, 64
 
 
 def pack_items(batching: Batching, items: RowSets, seed: int) -> tuple[np.ndarray, bool]:
-    """Return labels of as few bins as the mode's packer finds, and whether its search hit its limit.
+    """Pack items into as few bins as the mode's packer finds.
+
+    Returns the labels, and whether the search hit its limit.
 
     Packed bins are filled by `batching.algorithm`, dynamic ones by decreasing width, fixed ones in arrival order.
     """
@@ -47,7 +49,10 @@ def pack_items(batching: Batching, items: RowSets, seed: int) -> tuple[np.ndarra
 
 
 def split_bins(batching: Batching, items: RowSets, labels: np.ndarray, num_bins: int) -> np.ndarray:
-    """Return labels of `num_bins` bins: the costliest bin of several items is halved as long as there is one."""
+    """Split bins until there are `num_bins`; return the labels.
+
+    The costliest bin of several items is halved, as long as there is one.
+    """
     sizes = np.bincount(labels)
     if sizes.size >= num_bins:
         return labels
@@ -60,7 +65,9 @@ def split_bins(batching: Batching, items: RowSets, labels: np.ndarray, num_bins:
 
 
 def bin_step(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
-    """Return the microbatches of one optimizer step as cells of a grid of indices × ranks.
+    """Form the microbatches of one optimizer step.
+
+    They are cells of a grid of indices × ranks.
 
     Args:
         request: the request.
@@ -92,7 +99,7 @@ def _bin_in_order(request: PlanRequest, items: RowSets) -> tuple[np.ndarray, int
 
 
 def _bin_by_cost(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
-    """Form bins that make the step short, and line up those of similar cost."""
+    """Form bins for a short step; align those of similar cost."""
     sharing = items.select(~oversized) if oversized.any() else items
     packed, hit_limit = pack_items(request.batching, sharing, request.seed)
     num_bins = _num_bins(packed) + int(oversized.sum())
@@ -110,7 +117,9 @@ def _best_bins(
     packed: np.ndarray,
     num_indices: int,
 ) -> np.ndarray:
-    """Return the labels of the candidate with the lowest lock-step cost; stop at one that is good enough.
+    """Return the labels of the candidate with the lowest lock-step cost.
+
+    The search stops at one that is good enough.
 
     `sharing` are the items that are not oversized, and `packed` their labels in as few bins as the packer finds.
     """
@@ -142,7 +151,7 @@ def _best_bins(
 
 
 def _with_oversized(shared: np.ndarray, oversized: np.ndarray) -> np.ndarray:
-    """Return labels of all items: those that share bins, then a bin for each oversized one."""
+    """Return labels of all items, with a bin for each oversized one."""
     labels = np.empty(oversized.size, dtype=np.int64)
     labels[~oversized] = shared
     labels[oversized] = _num_bins(shared) + np.arange(int(oversized.sum()))
@@ -150,7 +159,9 @@ def _with_oversized(shared: np.ndarray, oversized: np.ndarray) -> np.ndarray:
 
 
 def _cells_by_cost(costs: np.ndarray, ranks: int, num_indices: int) -> np.ndarray:
-    """Return the cell of each bin, int64 [K]: bins of similar cost share an index.
+    """Return the cell of each bin, by cost, int64 [K].
+
+    Bins of similar cost share an index.
 
     A pipeline fills with its first microbatch and drains with its last, while some of its stages are idle: the lightest
     bins go there.
@@ -162,7 +173,7 @@ def _cells_by_cost(costs: np.ndarray, ranks: int, num_indices: int) -> np.ndarra
 
 
 def _num_indices(batching: Batching, per_rank: int) -> int:
-    """Return the number of microbatches per rank that meets the minimum and the divisor."""
+    """Round microbatches per rank up to the minimum and the divisor."""
     return int(align(np.array(max(per_rank, batching.min_microbatches)), batching.divisible_by))
 
 
@@ -175,7 +186,10 @@ def _good_enough(request: PlanRequest, items: RowSets, num_indices: int) -> floa
 
 
 def _work(request: PlanRequest) -> int:
-    """Return how many exchanges one optimizer step may try, so that a plan's time grows with its rows."""
+    """Return how many exchanges one optimizer step may try.
+
+    The planning time then grows linearly with the rows.
+    """
     return max(_MIN_WORK, _WORK_PER_ROW * request.lengths.size) // max(1, request.num_steps)
 
 

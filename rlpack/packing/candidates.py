@@ -25,7 +25,9 @@ _SLOTS_FOR_EVENNESS = 250
 def candidates(
     batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int
 ) -> Iterator[np.ndarray]:
-    """Yield labels of at most `num_bins` bins within the budget, the most promising first.
+    """Yield labels of at most `num_bins` bins, most promising first.
+
+    No bin is above the budget.
 
     Args:
         batching: the mode and the budget.
@@ -47,7 +49,9 @@ def candidates(
 
 
 def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
-    """Return a lower bound of Σ_i max_rank cost(rank, i), however packed rows are dealt.
+    """Return a lower bound of Σ_i max_rank cost(rank, i).
+
+    It holds however packed rows are dealt.
 
     An index costs at least its costliest row. The first k indices cost at least what the longest rows 1, R + 1, … of R
     ranks cost, as long as no two of these fit together; their R · k bins hold at most as many of the costliest rows as
@@ -71,7 +75,7 @@ def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
 def _not_levelled(
     batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int
 ) -> Iterator[np.ndarray]:
-    """Yield labels of packed bins of which none or only the last are levelled."""
+    """Yield labels with no bins levelled, or only the last."""
     yield packed
     tail = _level_tail(batching, items, packed, num_bins, ranks)
     if tail is not None:
@@ -83,7 +87,10 @@ def _not_levelled(
 
 
 def _level(batching: Batching, items: RowSets, num_bins: int) -> np.ndarray | None:
-    """Return labels of packed bins: the costliest items first, each to the cheapest bin; None if one doesn't fit."""
+    """Return labels of packed bins of similar cost.
+
+    Each item goes to the cheapest bin, costliest items first. None if one doesn't fit.
+    """
     order = decreasing(items.costs)
     placed = kernels.spread(items.slots[order], items.costs[order], num_bins, batching.budget)
     if placed.size and placed.min() < 0:
@@ -95,7 +102,7 @@ def _level(batching: Batching, items: RowSets, num_bins: int) -> np.ndarray | No
 
 
 def _level_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int) -> np.ndarray | None:
-    """Return labels that keep the costliest bins, and level the rest over the last index of all ranks.
+    """Keep the costliest bins and level the rest over the last index.
 
     None if there is nothing to keep, or if levelling breaks the budget.
     """
@@ -115,7 +122,9 @@ def _level_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins
 
 
 def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[np.ndarray]:
-    """Yield runs of similar width: those with the fewest slots, then evener ones with hardly more.
+    """Yield runs of similar width.
+
+    First those with the fewest slots, then more even ones with hardly more slots.
 
     A tighter budget makes them more even.
     """
@@ -135,7 +144,7 @@ def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[n
 
 
 def _tightest_budget(batching: Batching, counts: np.ndarray, widths: np.ndarray, num_bins: int) -> int:
-    """Return about the smallest budget under which `num_bins` runs hold all rows, found by bisection."""
+    """Bisect the smallest budget at which `num_bins` runs hold all rows."""
     high = min(batching.budget, int(counts.sum() * widths[0]))
     low = 0
     while low + 1 < high and (high - low) * 1000 > high:

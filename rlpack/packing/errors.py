@@ -2,4 +2,7 @@
 
 
 class PackingError(ValueError):
-    """Invalid lengths, budget or options; the message names the value, the limit and the fix."""
+    """Invalid lengths, budget or options.
+
+    The message names the value, the limit and the fix.
+    """

@@ -19,7 +19,7 @@ Integers = Sequence[int] | np.ndarray | Iterable[Any]
 
 @runtime_checkable
 class _ArrayLike(Protocol):
-    """An object that NumPy converts at once: an array, a series, a tensor."""
+    """An array, series or tensor that NumPy converts at once."""
 
     def __array__(self) -> np.ndarray: ...
 
@@ -74,7 +74,9 @@ def check_integers(values: Integers, name: str) -> np.ndarray:
 
 
 def to_list_or_array(values: Any, name: str) -> list[Any] | np.ndarray:
-    """Return `values` as a list; an array or a tensor as an array [B] of one dtype.
+    """Return `values` as a list, or as an array [B].
+
+    An array or a tensor becomes an array of one dtype.
 
     Raises:
         PackingError: they are neither one-dimensional nor iterable.

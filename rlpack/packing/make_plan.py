@@ -40,7 +40,7 @@ def make_plan(
     cost: Cost | None = None,
     seed: int = 0,
 ) -> MicrobatchPlan:
-    """Return which rows share a microbatch, on which rank, in which optimizer step.
+    """Plan which rows share a microbatch, rank and optimizer step.
 
     >>> plan = make_plan([3, 6, 2, 3], Batching(max_tokens=8), dp_size=2)
     >>> [[mb.rows.tolist() for mb in plan.microbatches(rank, step=0)] for rank in range(2)]
@@ -88,9 +88,10 @@ def _bin_steps(rows: Rows) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _deal_to_ranks(rows: Rows, cells: np.ndarray) -> np.ndarray:
-    """Return the rank and index of each item, int64 [2, I], so that ranks get similar totals of slots.
+    """Return the rank and index of each item, int64 [2, I].
 
-    Indices whose microbatches differ most are dealt first, while there is time to make up for it.
+    Ranks get similar totals of slots: the indices whose microbatches differ most are dealt first, so that later ones
+    can compensate.
     """
     ranks, mode = rows.request.dp_size, rows.request.batching.mode
     index, column = cells // ranks, cells % ranks
@@ -106,19 +107,22 @@ def _deal_to_ranks(rows: Rows, cells: np.ndarray) -> np.ndarray:
 
 
 def _lay_out(rows: Rows, placement: np.ndarray, step_bounds: np.ndarray, search_limit_hits: int) -> MicrobatchPlan:
-    """Return the plan under which each item is at `placement`, its rank and index, int64 [2, I]; −1 if dropped."""
+    """Return the plan for a placement of items.
+
+    `placement` is the rank and index of each item, int64 [2, I]; −1 if it is dropped.
+    """
     request, batching = rows.request, rows.request.batching
     rank, index = placement[:, rows.item]
-    kept = np.flatnonzero(~rows.dropped)
+    planned = np.flatnonzero(~rows.dropped)
     shape = (request.dp_size, int(step_bounds[-1]))
-    microbatch = rank[kept] * shape[1] + index[kept]
-    order = kept[ascending(microbatch)]
+    microbatch = rank[planned] * shape[1] + index[planned]
+    order = planned[ascending(microbatch)]
     inverse = np.full(rows.item.size, -1)
     inverse[order] = np.arange(order.size)
     counts = np.bincount(microbatch, minlength=shape[0] * shape[1]).astype(np.int64)
     widths = np.zeros_like(counts)
     widen = np.add if batching.mode == "packed" else np.maximum
-    widen.at(widths, microbatch, batching.slots_of(rows.lengths[kept]))
+    widen.at(widths, microbatch, batching.slots_of(rows.lengths[planned]))
     counts, widths = counts.reshape(shape), np.maximum(widths, batching.alignment).reshape(shape)
     return MicrobatchPlan(
         request=request,

@@ -31,7 +31,9 @@ class Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's part of a plan, small enough to travel with the rank's shard.
+    """One rank's part of a plan.
+
+    It is small enough to travel with the rank's shard.
 
     Attributes:
         batching: the mode, the budget and the alignments.
@@ -59,7 +61,9 @@ class RankPlan:
         return self.step_bounds.size - 1
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Return the microbatches of an optimizer step; their rows index this rank's `rows`.
+        """Return the microbatches of an optimizer step.
+
+        Their rows index this rank's `rows`.
 
         Raises:
             PackingError: there is no such step.
@@ -80,7 +84,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchPlan:
-    """The microbatches of one batch, on all ranks and in all optimizer steps.
+    """The microbatches of one batch, over all ranks and optimizer steps.
 
     Attributes:
         request: the checked arguments of `make_plan`; if groups were split, with their new ids.
@@ -153,7 +157,9 @@ class MicrobatchPlan:
         )
 
     def microbatches(self, rank: int, step: int) -> list[Microbatch]:
-        """Return the microbatches of an optimizer step on one rank; their rows index the batch.
+        """Return the microbatches of an optimizer step on one rank.
+
+        Their rows index the batch.
 
         Raises:
             PackingError: there is no such rank or step.

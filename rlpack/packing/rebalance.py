@@ -35,7 +35,10 @@ _PAIRS = 2**11
 
 
 class _Exchange(NamedTuple):
-    """An exchange: positions of the items among the members of their bins; -1 is none."""
+    """An exchange of items between two bins.
+
+    Items are positions among the members of their bins; -1 is none.
+    """
 
     gain: float
     receiver: int
@@ -45,7 +48,10 @@ class _Exchange(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two bins: the donor is `gap` further above its goal than the receiver."""
+    """Two bins that may exchange items.
+
+    The donor is `gap` further above its goal than the receiver.
+    """
 
     donor: int
     receiver: int
@@ -54,7 +60,10 @@ class _Pair(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """The items of each bin, cheapest first, in one array with room to grow."""
+    """The items of each bin, cheapest first.
+
+    They are in one array with room to grow.
+    """
 
     items: np.ndarray
     start: np.ndarray
@@ -104,7 +113,7 @@ def rebalance(
         if not num_exchanges:
             break
         cost = lockstep_cost(loads, ranks)
-        # The squares may keep shrinking while the costliest bin of each index, which alone counts, stays the same.
+        # The squares may keep shrinking while the costliest bin of each index, which sets the cost, stays the same.
         idle = 0 if cost + cost // _CLOSE < lowest else idle + 1
         if cost < lowest:
             lowest, labels = cost, _labels(members, labels.size)
@@ -134,7 +143,9 @@ def _labels(members: _Members, size: int) -> np.ndarray:
 
 
 def _goals(members: _Members, costs: np.ndarray, loads: np.ndarray, by_cost: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the goal of each bin, int64 [K]: the cost of its index's costliest item, or its mean if higher.
+    """Return the goal of each bin, int64 [K].
+
+    It is the cost of its index's costliest item, or the mean of the index if that is higher.
 
     No exchange makes an index cheaper than its costliest item. Filling its bins up to that cost is free and unloads the
     other indices. `by_cost` has the bins, costliest first.
@@ -166,13 +177,15 @@ def _sweep(
     targets: tuple[np.ndarray, np.ndarray],
     limits: tuple[int, int],
 ) -> tuple[int, int]:
-    """Let each bin above its goal, the furthest first, make its best exchange.
+    """Let each bin above its goal make its best exchange.
+
+    The bin furthest above its goal comes first.
 
     `targets` are the goals, and the bins by decreasing excess over them; `limits` are the slots of a bin, and the
     number of exchanges to try. Members, used slots and loads are updated in place.
 
     Returns:
-        The number of exchanges made, and the number that may still be tried.
+        The number of exchanges, and the number that may still be tried.
     """
     goals, queue = targets
     capacity, work = limits
@@ -206,7 +219,9 @@ def _sweep(
 def _one_for_one(
     members: _Members, slots: np.ndarray, costs: np.ndarray, used: np.ndarray, pair: _Pair, best: _Exchange
 ) -> _Exchange:
-    """Return the best exchange of one item for nothing or for one item, or `best`.
+    """Return the best exchange of one item for at most one.
+
+    That is `best` if no other is better.
 
     Moving a cost of d over a gap of g reduces the sum of squares by 2·d·(g − d), which is largest at d = g / 2.
     """
@@ -286,7 +301,10 @@ def _exchange(
 
 @compiled
 def _remove(members: _Members, label: int, position: int) -> int:
-    """Remove and return the member at a position of a bin; -1 if the position is -1."""
+    """Remove and return the member at a position of a bin.
+
+    Returns -1 if the position is -1.
+    """
     if position < 0:
         return -1
     first, last = members.start[label] + position, members.start[label] + members.sizes[label] - 1

@@ -32,7 +32,10 @@ class RowSets:
 
     @classmethod
     def of_rows(cls, slots: np.ndarray, cost: Cost | None) -> "RowSets":
-        """Return one set per row; without a cost model, a row costs its slots."""
+        """Return one set per row.
+
+        Without a cost model, a row costs its slots.
+        """
         costs = integer_costs(slots if cost is None else cost.of(slots))
         return cls(np.ones_like(slots), slots, slots, costs, costs)
 
@@ -48,7 +51,10 @@ class RowSets:
         )
 
     def merge(self, labels: np.ndarray) -> "RowSets":
-        """Return the union of the sets of each label, int64 [I]; labels count from 0."""
+        """Return the union of the sets of each label.
+
+        `labels`, int64 [I], count from 0.
+        """
         return RowSets(
             counts=_sums(labels, self.counts),
             widths=_maxima(labels, self.widths),
@@ -70,11 +76,17 @@ class RowSets:
         return _sums(labels, self.counts) * _maxima(labels, self.unit_costs)
 
     def slots_in(self, mode: Mode) -> np.ndarray:
-        """Return the slots of each set as one microbatch, padding included, int64 [I]."""
+        """Return the slots of each set as one microbatch, int64 [I].
+
+        They include padding.
+        """
         return self.slots if mode == "packed" else self.counts * self.widths
 
     def costs_in(self, mode: Mode) -> np.ndarray:
-        """Return the integer cost of each set as one microbatch, padding included, int64 [I]."""
+        """Return the cost of each set as one microbatch, int64 [I].
+
+        It is an integer cost and includes padding.
+        """
         return self.costs if mode == "packed" else self.counts * self.unit_costs
 
 

@@ -22,7 +22,9 @@ from rlpack.packing.row_sets import RowSets
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a batch and the items they are planned as: single rows, or groups that stay together.
+    """The rows of a batch and the items they are planned as.
+
+    An item is a single row, or a group that stays together.
 
     Attributes:
         request: the request; if groups were split, with their new ids.
@@ -61,7 +63,7 @@ class Rows:
 
 
 def resolve_rows(request: PlanRequest, *, split_groups: bool = False) -> Rows:
-    """Truncate overlong rows, gather rows into items, and find the items that are above the budget.
+    """Truncate overlong rows and gather rows into items.
 
     Raises:
         PackingError: a row or group is above the budget and `overlong` is "error", a group spans two optimizer steps,
@@ -119,7 +121,7 @@ def _check_steps(request: PlanRequest, groups: np.ndarray, item: np.ndarray) -> 
 
 
 def _split_groups(request: PlanRequest, rows: RowSets, item: np.ndarray) -> tuple[np.ndarray, int]:
-    """Split each group above the budget into as few items as the mode's packer finds.
+    """Split each group above the budget into as few items as possible.
 
     Its rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
     as a whole.
@@ -135,13 +137,13 @@ def _split_groups(request: PlanRequest, rows: RowSets, item: np.ndarray) -> tupl
         over[item[oversized]] = False
     members, pieces, unused = bins_of(item), item.copy(), groups.size
     for group in np.flatnonzero(over).tolist():
-        alone = oversized[members[group]]
-        sharing = members[group][~alone]
+        own = oversized[members[group]]
+        sharing = members[group][~own]
         labels, _ = pack_items(batching, rows.select(sharing), request.seed)
         num_bins = int(labels.max(initial=-1)) + 1
         pieces[sharing] = unused + labels
-        pieces[members[group][alone]] = unused + num_bins + np.arange(alone.sum())
-        unused += num_bins + int(alone.sum())
+        pieces[members[group][own]] = unused + num_bins + np.arange(own.sum())
+        unused += num_bins + int(own.sum())
     return by_first_row(pieces), int(over.sum())
 
 
@@ -153,7 +155,10 @@ def _is_above_limits(request: PlanRequest, groups: RowSets) -> np.ndarray:
 
 
 def _check_items(rows: Rows) -> None:
-    """Raise a `PackingError` for an item that no microbatch can hold, unless it is dropped or gets its own."""
+    """Raise a `PackingError` for an item that no microbatch can hold.
+
+    Items that are dropped or get their own microbatch are allowed.
+    """
     request, batching = rows.request, rows.request.batching
     if batching.mode == "fixed" and request.groups is not None:
         counts = np.where(rows.dropped_items, 0, rows.items.counts)

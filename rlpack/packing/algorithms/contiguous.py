@@ -23,7 +23,7 @@ _LARGEST = 2**62
 
 
 def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacity: int) -> np.ndarray:
-    """Return the part of each item, int64 [I], with the least Σ rows × width.
+    """Return the parts with the least Σ rows × width, int64 [I].
 
     Args:
         counts: rows of each item, int64 [I].
@@ -52,7 +52,10 @@ def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacit
 
 
 def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
-    """Return a path of `parts` parts that starts like `many` and ends like `few`, both of least cost."""
+    """Return a path of `parts` parts of least cost.
+
+    It starts like `many` and ends like `few`, which have least cost too.
+    """
     ahead = parts - (few.size - 1)
     for at in range(few.size - 1):
         if few[at] <= many[at + ahead] and many[at + ahead + 1] <= few[at + 1]:
@@ -62,7 +65,10 @@ def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
 
 @compiled
 def _path(starts: np.ndarray) -> np.ndarray:
-    """Return the bounds of the parts, from 0 to the number of items, given the best start of each end."""
+    """Return the bounds of the parts, given each end's best start.
+
+    They go from 0 to the number of items.
+    """
     size = starts.size - 1
     count, at = 0, size
     while at > 0:
@@ -78,10 +84,10 @@ def _path(starts: np.ndarray) -> np.ndarray:
 
 @compiled
 def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, fewest: bool) -> np.ndarray:
-    """Return, for each end, the start of the last part on the cheapest path, int64 [I + 1].
+    """Return the best start of each end, int64 [I + 1].
 
-    A part costs its slots plus `price`; ties go to the path with the fewest parts, or with the most. The queue holds
-    starts, and the first end for which each of them is best.
+    That is the start of the last part on the cheapest path to the end. A part costs its slots plus `price`; ties go to
+    the path with the fewest parts, or with the most. The queue holds starts, and the first end for which each is best.
     """
     size = widths.size
     costs, parts = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
@@ -123,7 +129,9 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, few
 def _wins(
     rows: np.ndarray, widths: np.ndarray, start: int, other: int, end: int, gap: int, tie: bool, capacity: int
 ) -> bool:
-    """Return whether the later of two starts is better for an end; over the budget, it always is.
+    """Return whether the later of two starts is better for an end.
+
+    If the earlier one is over the budget, it always is.
 
     `gap` is the extra cost of the path to it, `tie` whether it wins at equal cost.
     """
@@ -138,5 +146,5 @@ def _wins(
 
 @compiled
 def _slots(rows: np.ndarray, widths: np.ndarray, start: int, end: int) -> int:
-    """Return the slots of the part from item `start` up to, but excluding, item `end`."""
+    """Return the slots of the part of items [start, end)."""
     return (rows[end] - rows[start]) * widths[start]

@@ -35,7 +35,9 @@ def modified_first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int) -> int:
-    """Return the longest unplaced row from `first` on that fits into `room`, or the number of rows.
+    """Return the longest unplaced row that fits, from `first` on.
+
+    That is the number of rows if none fits into `room`.
 
     `skip` leads from a placed row towards the next unplaced one: a disjoint-set forest with path halving.
     """

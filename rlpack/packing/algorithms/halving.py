@@ -21,7 +21,9 @@ def halve_costliest(
     costs: np.ndarray,
     packed: bool,
 ) -> np.ndarray:
-    """Return labels of `count` bins, int64 [I], as long as a bin of several items is left to halve.
+    """Halve the costliest bin until there are `count`; return the labels.
+
+    It stops early if no bin of several items is left.
 
     Args:
         labels: bin of each item, int64 [I].
@@ -69,7 +71,9 @@ def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed:
 
 @compiled
 def _halve(members: np.ndarray, costs: np.ndarray) -> int:
-    """Reorder packed members into two parts of similar cost; return the size of the first, at least 1.
+    """Reorder packed members into two parts of similar cost.
+
+    Returns the size of the first part, at least 1.
 
     Members come costliest first, and each goes to the cheaper part. One that costs nothing, or that finds both parts
     equal, goes to the part with fewer members: if all members without cost were in one part, it would have to be halved
@@ -95,9 +99,9 @@ def _halve(members: np.ndarray, costs: np.ndarray) -> int:
 
 @compiled
 def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) -> int:
-    """Return the size of the first of two padded parts for which the costlier part is cheapest.
+    """Return where to cut padded members into two parts.
 
-    Ties go to the cut nearest to the middle.
+    That is the size of the first part for which the costlier part costs least; ties go to the middlemost cut.
     """
     total = members.size
     behind = np.zeros(total, dtype=np.int64)

@@ -12,7 +12,10 @@ from rlpack.packing.make_plan import make_plan
 
 
 def warm_up_jit() -> None:
-    """Load every compiled loop of the planner, compiling those that are not cached yet."""
+    """Load every compiled loop of the planner.
+
+    Those that are not cached yet are compiled.
+    """
     # Three of these rows fill a bin: the packers leave a gap for the search, and levelled bins leave rows to exchange.
     lengths = trace("triplets", 96, longest=64, seed=1)
     packed = Batching(max_tokens=128, algorithm="optimal", divisible_by=3)

@@ -12,7 +12,10 @@ from rlpack.packing.algorithms.jit import compiled
 
 @compiled
 def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row: the last one, or a new one if the last has no room."""
+    """Return the bin of each row, by next-fit.
+
+    That is the last bin, or a new one if the last has no room.
+    """
     labels = np.zeros(sizes.size, dtype=np.int64)
     label, used = 0, 0
     for row in range(sizes.size):
@@ -26,7 +29,10 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, packed in `order`: the first with room, found in a max-tree of free room."""
+    """Return the bin of each row, by first-fit in `order`.
+
+    The first bin with room is found in a max-tree of free room.
+    """
     labels = np.zeros(sizes.size, dtype=np.int64)
     leaves = 1
     while leaves < order.size:
@@ -50,7 +56,7 @@ def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray
 
 @compiled
 def spread(slots: np.ndarray, costs: np.ndarray, count: int, capacity: int) -> np.ndarray:
-    """Return the bin of each row: the cheapest of `count` bins that has room for it.
+    """Return the bin of each row, the cheapest with room.
 
     Rows are placed in order; all rows from the first that fits nowhere get −1. A bin without room for a row is set
     aside, in a heap by free room, until a row fits into it.
@@ -100,7 +106,9 @@ def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tup
 
 @compiled
 def deal(slots: np.ndarray) -> np.ndarray:
-    """Return the rank of each microbatch, int64 [indices, ranks], one per rank at every index.
+    """Return the rank of each microbatch, int64 [indices, ranks].
+
+    Every rank gets one microbatch of each index.
 
     Indices are rank_of by decreasing spread of their `slots`, int64 [indices, ranks]; at each, the microbatch with the
     most slots goes to the rank with the fewest slots so far.

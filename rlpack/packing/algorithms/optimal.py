@@ -42,7 +42,9 @@ class _Stock(NamedTuple):
 
 
 def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -> tuple[np.ndarray, bool]:
-    """Return labels of at most as many bins, and whether the search hit its limit above `fewest` bins.
+    """Search for fewer bins.
+
+    Returns the labels, and whether the search hit its limit with more than `fewest` bins.
 
     Args:
         labels: bin of each row, int64 [B].
@@ -76,7 +78,10 @@ def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -
 
 
 def _opened(labels: np.ndarray, sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
-    """Return which bins to empty, bool [K]: those with room, and one to three times as many full ones."""
+    """Return which bins to empty, bool [K].
+
+    Those are all with room, and one to three times as many full ones.
+    """
     used = np.bincount(labels, weights=sizes)
     opened = (capacity - used) * _FULL >= capacity
     full = np.flatnonzero(~opened)
@@ -86,7 +91,10 @@ def _opened(labels: np.ndarray, sizes: np.ndarray, capacity: int, seed: int) -> 
 
 
 def _filled(sizes: np.ndarray, capacity: int, split: int) -> tuple[np.ndarray, int]:
-    """Return the bin of each row after filling bins one by one, and the number of rows tried."""
+    """Fill bins one by one.
+
+    Returns the bin of each row, and the number of rows tried.
+    """
     distinct, counts = np.unique(sizes, return_counts=True)
     stock = _Stock(distinct, counts.astype(np.int64), np.arange(distinct.size + 1))
     size_of, bin_of = np.zeros((2, sizes.size), dtype=np.int64)
@@ -98,7 +106,10 @@ def _filled(sizes: np.ndarray, capacity: int, split: int) -> tuple[np.ndarray, i
 
 @compiled
 def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of: np.ndarray) -> int:
-    """Pack all rows; write the size (its index) and bin of each, in the order of packing."""
+    """Pack all rows; return the number of rows tried.
+
+    Writes the size (its index) and bin of each row, in the order of packing.
+    """
     chosen = np.zeros(size_of.size, dtype=np.int64)
     placed, label, tried, smallest = 0, 0, 0, 0
     while placed < size_of.size:
@@ -126,7 +137,7 @@ def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of:
 
 @compiled
 def _highest(stock: _Stock, at: int, forget: bool) -> int:
-    """Return the highest size up to the `at`-th that has remaining rows, or 0.
+    """Return the highest remaining size up to the `at`-th, or 0.
 
     With `forget`, sizes without rows are skipped permanently; a search, which returns its rows, does not forget.
     """
@@ -156,7 +167,10 @@ def _times(stock: _Stock, pattern: np.ndarray) -> int:
 
 @compiled
 def _complete(stock: _Stock, room: int, spare: int, split: int, best: np.ndarray) -> tuple[int, int]:
-    """Write sizes that leave the least of `room` into `best`; return their number and the number tried."""
+    """Write sizes that leave the least of `room` into `best`.
+
+    Returns their number, and the number of rows tried.
+    """
     path = np.zeros(room // stock.sizes[0] + 1, dtype=np.int64)
     depth, count, least, tried, leaf = 0, 0, room, 0, False
     first = min(stock.sizes.size, np.searchsorted(stock.sizes, room // split) + 1)

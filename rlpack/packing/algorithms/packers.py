@@ -55,7 +55,9 @@ def pack(
 
 
 def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int = 0) -> np.ndarray:
-    """Return the bin of each row, int64 [B]; bins count from 0 without gaps.
+    """Return the bin of each row, int64 [B].
+
+    Bins count from 0 without gaps.
 
     `sizes`, int64 [B], are not checked.
 
@@ -68,7 +70,9 @@ def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int =
 
 
 def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
-    """Return the ascending rows of each label; `count` adds empty bins at the end.
+    """Return the ascending rows of each label.
+
+    `count` adds empty bins at the end.
 
     >>> [bin.tolist() for bin in bins_of(np.array([0, 1, 0]), count=3)]
     [[0, 2], [1], []]
@@ -100,7 +104,10 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
 
 
 def fewest_bins(sizes: np.ndarray, room: int) -> int:
-    """Return `lower_bound` of sizes, int64 [B], that fit; being sums, they may exceed the limit of a length."""
+    """Return `lower_bound` of sizes, int64 [B], that all fit.
+
+    Unlike lengths, sizes may be sums above the limit of a length.
+    """
     if sizes.size == 0:
         return 0
     ascending = np.sort(sizes)
@@ -148,7 +155,10 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndar
 
 
 def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row by best-fit in `order`, with bins in a list sorted by free room."""
+    """Return the bin of each row, by best-fit in `order`.
+
+    Bins are kept in a list sorted by free room.
+    """
     labels = np.zeros(sizes.size, dtype=np.int64)
     free: list[tuple[int, int]] = []
     count = 0
@@ -166,7 +176,7 @@ def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.n
 
 
 def optimal(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, bool]:
-    """Return the bin of each row, and whether the search for fewer bins hit its limit."""
+    """Return the bin of each row, and whether the search hit its limit."""
     labels = _best_fit_decreasing(sizes, capacity, 0)
     return improve(labels, sizes, capacity, lower_bound(sizes, capacity))
 

@@ -7,7 +7,7 @@ _DIGIT_BITS = 16
 
 
 def ascending(values: np.ndarray) -> np.ndarray:
-    """Return rows from the smallest value to the largest, int64 [B]; ties keep their order.
+    """Return rows by increasing value, int64 [B]; ties keep their order.
 
     >>> ascending(np.array([3, 0, 2**40, 0])).tolist()
     [1, 3, 0, 2]
@@ -24,7 +24,7 @@ def ascending(values: np.ndarray) -> np.ndarray:
 
 
 def decreasing(values: np.ndarray) -> np.ndarray:
-    """Return rows from the largest value to the smallest, int64 [B]; ties keep their order.
+    """Return rows by decreasing value, int64 [B]; ties keep their order.
 
     >>> decreasing(np.array([3, 5, 3])).tolist()
     [1, 0, 2]
@@ -33,7 +33,7 @@ def decreasing(values: np.ndarray) -> np.ndarray:
 
 
 def by_first_row(labels: np.ndarray) -> np.ndarray:
-    """Return labels renumbered from 0 in the order of their first rows, int64 [B].
+    """Renumber labels in the order of their first rows, int64 [B].
 
     >>> by_first_row(np.array([7, 3, 7, 5])).tolist()
     [0, 1, 0, 2]

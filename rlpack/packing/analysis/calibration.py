@@ -33,7 +33,10 @@ class Calibration:
 
     @property
     def cost(self) -> Cost:
-        """Return the cost of a sequence's forward pass in seconds, for a `Device` of speed 1."""
+        """Cost of a sequence's forward pass in seconds.
+
+        Use it with a `Device` of speed 1.
+        """
         return Cost(self.slot_s / FORWARD_AND_BACKWARD, self.square_s / FORWARD_AND_BACKWARD)
 
 

@@ -18,7 +18,7 @@ _LARGEST = 1e280
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a sequence of L slots: `linear · L + quadratic · L²`, in any unit.
+    """The cost of a sequence of L slots: `linear · L + quadratic · L²`.
 
     The linear part models the matrix multiplications of each token, the quadratic part attention. A plan depends only
     on their ratio.
@@ -55,7 +55,9 @@ class Cost:
 
 
 def integer_costs(weights: np.ndarray) -> np.ndarray:
-    """Scale weights to integers by a power of two, so that sums do not depend on the order of summation.
+    """Scale weights to integers by a power of two.
+
+    Sums then do not depend on the order of summation.
 
     The largest becomes about 2**32; integers up to that stay unchanged.
 
@@ -70,5 +72,8 @@ def integer_costs(weights: np.ndarray) -> np.ndarray:
 
 
 def lockstep_cost(costs: np.ndarray, ranks: int) -> int:
-    """Return Σ_i max_rank cost(rank, i) of bins, int64 [K], that are dealt to the ranks in order of cost."""
+    """Return Σ_i max_rank cost(rank, i) of bins.
+
+    `costs`, int64 [K], are dealt to the ranks in decreasing order.
+    """
     return int(np.sort(costs)[::-1][::ranks].sum())

@@ -36,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelSlots:
-    """The part of a packed row on one rank of a context-parallel group.
+    """The part of a packed row on one context-parallel rank.
 
     Attributes:
         slots: the slots of the whole packed row on this rank, in local order, int64 [T / cp].
@@ -112,7 +112,7 @@ def padded_layout(lengths: Integers, length: int) -> Layout:
 
 
 def context_parallel_slots(lengths: Integers, *, cp: int, rank: int, pad_to_multiple: int) -> ContextParallelSlots:
-    """Return the slots of a packed row that context-parallel rank `rank` of `cp` holds.
+    """Return the slots of a packed row on one context-parallel rank.
 
     Each sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp−1−r, so that causal attention costs every
     rank the same.

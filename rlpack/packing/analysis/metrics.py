@@ -116,14 +116,19 @@ def measure(
 
 
 def microbatch_slots(batching: Batching, counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return the slots of each microbatch, padding included, int64 of the shape of `counts`."""
+    """Return the slots of each microbatch, padding included.
+
+    The result is int64, of the shape of `counts`.
+    """
     return widths if batching.mode == "packed" else widths * np.maximum(counts, 1)
 
 
 def microbatch_costs(
     batching: Batching, lengths: np.ndarray, counts: np.ndarray, widths: np.ndarray, cost: Cost | None
 ) -> np.ndarray:
-    """Return the cost of each microbatch, float64 of the shape of `counts`; a dummy one costs 0.
+    """Return the cost of each microbatch; a dummy one costs 0.
+
+    The result is float64, of the shape of `counts`.
 
     Args:
         batching: the mode and the alignment.
@@ -146,18 +151,21 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _overhead(loads: np.ndarray) -> float:
-    """Return Σ of the ranks' maxima over Σ of the ranks' means, minus 1; `loads` is [ranks, ...]."""
+    """Return Σ maximum / Σ mean over ranks, minus 1.
+
+    `loads` is [ranks, ...].
+    """
     longest = float(loads.max(axis=0, initial=0).sum())
     return max(0.0, _ratio(longest * loads.shape[0], float(loads.sum())) - 1.0)
 
 
 def _slots_per_step(slots: np.ndarray, step_bounds: np.ndarray) -> np.ndarray:
-    """Return the slots of each rank in each optimizer step, int64 [ranks, steps]."""
+    """Return the slots per rank and optimizer step, int64 [ranks, steps]."""
     first = step_bounds[:-1]
     return np.add.reduceat(slots, first, axis=1) if first.size else slots[:, :0]
 
 
 def _fewest_microbatches(rows: Rows, capacity: int) -> int:
-    """Return a lower bound on the number of microbatches, over all optimizer steps."""
+    """Return a lower bound on the number of microbatches."""
     slots = np.minimum(rows.items.slots, capacity)
     return sum(fewest_bins(slots[items], capacity) for items in rows.items_of_steps())

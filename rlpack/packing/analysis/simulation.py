@@ -140,7 +140,9 @@ def suggest(
     mini_batch_size: int | None = None,
     modes: Sequence[Mode] = ("packed", "dynamic"),
 ) -> Suggestion:
-    """Return the fastest mode, token budget, alignment and packer that fit into memory.
+    """Return the fastest batching that fits into memory.
+
+    It searches modes, token budgets, alignments and packers.
 
     A tenth of the memory beyond the fixed bytes stays free, as the memory model is incomplete.
 
@@ -187,7 +189,10 @@ def _fastest(suggestions: Sequence[Suggestion]) -> Suggestion:
 
 
 def _candidates(mode: Mode, longest: int, batching: Batching, room: int) -> Iterator[Batching]:
-    """Yield batchings of a mode whose microbatches hold the longest sequence within `room` slots, largest first."""
+    """Yield batchings of a mode, largest token budget first.
+
+    Their microbatches hold the longest sequence, within `room` slots.
+    """
     for alignment in _ALIGNMENTS:
         multiple = alignment * (batching.pad_to_multiple if mode == "packed" else batching.length_multiple)
         least = -(-longest // multiple) * multiple

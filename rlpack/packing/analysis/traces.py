@@ -15,7 +15,10 @@ MAX_ROWS = 2**24
 
 
 def zipf(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return multiples of 64 from a Zipf distribution with exponent 1.5: mostly short, very long tail."""
+    """Return multiples of 64 from a Zipf distribution.
+
+    The exponent is 1.5: mostly short lengths, with a very long tail.
+    """
     return 64 * np.minimum(random.zipf(1.5, rows), longest)
 
 
@@ -58,7 +61,10 @@ def _johnson_capacity(longest: int) -> int:
 
 
 def triplets(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
-    """Return triplets that exactly fill a bin of twice the longest (Falkenauer, 1996), shuffled."""
+    """Return shuffled triplets that exactly fill bins (Falkenauer, 1996).
+
+    A bin has twice the longest length.
+    """
     capacity, count = 2 * longest, -(-rows // 3)
     first = random.integers(int(0.38 * capacity), max(int(0.38 * capacity) + 1, longest), count)
     low, rest = capacity // 4 + 1, capacity - first
@@ -79,7 +85,9 @@ REALISTIC = ("zipf", "lognormal", "bimodal", "prompt_groups")
 
 
 def trace(name: str, rows: int, longest: int, *, seed: int = 0) -> np.ndarray:
-    """Return `rows` lengths from 1 to `longest`, int64 [rows]; deterministic in its arguments.
+    """Return `rows` lengths from 1 to `longest`, int64 [rows].
+
+    The same arguments give the same lengths.
 
     >>> trace("uniform", 4, longest=9, seed=1)
     array([5, 5, 7, 9])
