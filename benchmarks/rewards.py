@@ -1,8 +1,8 @@
-"""Measure how many rewards a second the pool gives, and how long it takes to start and to get over a loss.
+"""Measure the throughput of the reward pool, its start-up time, and its recovery from a hanging function.
 
     python -m benchmarks.rewards [--rows 2048] [--processes 2]
 
-Each figure is the best of three batches; exits with 1 where the trivial function is under 500 rewards/s.
+Each rate is the best of three batches. Exits with 1 if the trivial function is under 500 rewards/s.
 """
 
 import argparse
@@ -18,29 +18,29 @@ _TIMES = 3
 
 
 def length(completion: str) -> float:
-    """Return a reward, as trivial as may be."""
+    """Return a trivial reward."""
     return float(len(completion))
 
 
 def lengths(completions: Sequence[str]) -> list[float]:
-    """Return the same of many rows at once."""
+    """Return the same rewards for many rows at once."""
     return [float(len(completion)) for completion in completions]
 
 
 async def length_later(completion: str) -> float:
-    """Return the same as a coroutine."""
+    """Return the same reward from a coroutine."""
     return float(len(completion))
 
 
 def waits(completion: str) -> float:
-    """Never return where the text says so."""
+    """Hang on the completion "wait"."""
     while completion == "wait":
         pass
     return 1.0
 
 
 def main() -> int:
-    """Print the figures."""
+    """Print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--processes", type=int, default=2)
@@ -63,23 +63,23 @@ def main() -> int:
             sandbox = "strict" if strict else "limits"
             print(f"{target:42} {sandbox}  {rate:9,.0f} rewards/s  ready after {start_s:.2f} s")
             slowest = min(slowest, rate) if target.endswith(":length") else slowest
-    print(f"a row that never ends is over {overtime_s():.2f} s after its deadline, its process replaced")
+    print(f"a hanging row is killed and its process replaced {overtime_s():.2f} s after its deadline")
     print(f"trivial function: {slowest:,.0f} rewards/s, bar {BAR_PER_S:g}")
     return int(slowest < BAR_PER_S)
 
 
 def best(work: Callable[[], object]) -> float:
-    """Return the least seconds that `work` takes."""
-    took = []
+    """Return the shortest time of `work`, in seconds."""
+    times = []
     for _ in range(_TIMES):
         began = time.perf_counter()
         work()
-        took.append(time.perf_counter() - began)
-    return min(took)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def overtime_s(timeout_s: float = 0.5) -> float:
-    """Return how long after the deadline of a hanging row the pool is whole again."""
+    """Return the seconds from the deadline of a hanging row until the pool is complete again."""
     pool = RewardPool({"f": FunctionSpec("benchmarks.rewards:waits", {}, timeout_s)})
     try:
         pool.wait()
