@@ -1,6 +1,7 @@
 """The rules of shape that no linter expresses; CONTRIBUTING.md says what they are for."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def imports_of_files() -> dict[str, set[str]]:
                 names |= {name if name in known else node.module for name in inner}
         imports[module] = (names & known) - {module}
     return imports
+
+
+def test_no_two_modules_and_no_two_public_classes_share_a_name():
+    stems = [path.stem for path in PATHS if path.stem not in {"__init__", "__main__", "errors"}]
+    bodies = [ast.parse(path.read_text(encoding="utf-8")).body for path in PATHS]
+    classes = [node.name for body in bodies for node in body if isinstance(node, ast.ClassDef)]
+    public = [name for name in classes if not name.startswith("_")]
+    assert [name for names in (stems, public) for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_no_files_import_each_other_in_a_cycle():
