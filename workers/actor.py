@@ -51,7 +51,9 @@ class ActorWorker(Worker, Trainable):
         mini_batches=True,
     )
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
-        """Return the column `logprobs`, and sums of it over the response tokens of each row that the plan keeps.
+        """Return the column `logprobs`, and its sums over each row.
+
+        Sums are over the response tokens that the plan keeps.
 
         `response_tokens` counts them, `logprob_sum` adds up their log-probs, and `logprob_gap` their distances from
         `rollout_logprobs` (0 without that column). The microbatches are those of `train_step`, so the first ratio is
@@ -74,7 +76,7 @@ class ActorWorker(Worker, Trainable):
 
     @sharded(reads=("response_mask", "logprobs", "reference_logprobs"), returns=("kl_sum",), mini_batches=True)
     def kl_sums(self, shard: BatchedDataDict, estimator: KLEstimator) -> BatchedDataDict:
-        """Return `kl_sum` f64 [B]: the divergence from the reference, summed over the tokens of each response.
+        """Return `kl_sum` f64 [B]: each response's divergence from the reference.
 
         Args:
             shard: `response_mask`, `logprobs`, `reference_logprobs`.
@@ -150,7 +152,10 @@ class ActorWorker(Worker, Trainable):
         return self._stepper.step(views, microbatch_loss, learning_rate)
 
     def _scores(self, view: MicrobatchView, loss: LogprobLoss, seed: tuple[int, ...]) -> TokenScores:
-        """Return the policy's scores of the tokens that train, with gradient; `seed` is that of adapters' dropout."""
+        """Return scores of the trained tokens, with gradient.
+
+        `seed` is that of adapters' dropout.
+        """
         device = self._scorer.device
         inputs = to_model_inputs(view, device=device, pad_token_id=self._scorer.pad_token_id)
         with dropout_seed(self._settings.lora, device, *seed):

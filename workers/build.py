@@ -49,7 +49,9 @@ def build_model(
 
 
 def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> Policy:
-    """Return the policy of a role, sharded and checked; the actor's gets its adapters and frozen weights.
+    """Return the policy of a role, sharded and checked.
+
+    The actor's gets its adapters and frozen weights.
 
     Args:
         config: the role reads `model`, its compute settings and its batching.

@@ -70,7 +70,9 @@ class CriticWorker(Worker, Trainable):
 
     @sharded(reads=("input_ids", "response_mask"), returns=("values", "value_tokens"), mini_batches=True)
     def values(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `values` f32 [T], 0 outside responses, and `value_tokens`, the response tokens that the plan keeps.
+        """Return `values` f32 [T], 0 outside responses, and `value_tokens` int64 [B].
+
+        `value_tokens` counts each row's response tokens that the plan keeps.
 
         Entry t is the value of the tokens before t. The microbatches are those of `train_step`, so that a step starts
         from exactly the values that advantages were computed with.
@@ -167,7 +169,7 @@ class CriticWorker(Worker, Trainable):
 
     @broadcast
     def export_model(self, folder: str) -> None:
-        """Write a Hugging Face model folder without a head, and the head as `value_head.safetensors`; a collective."""
+        """Write a headless Hugging Face model folder and `value_head.safetensors`; a collective."""
         model, head = full_state_dict(self._critic, keep=self.context.rank == 0), head_state_dict(self._critic)
         if self.context.rank == 0:
             self._critic.model.save_pretrained(folder, state_dict=model)
@@ -185,6 +187,6 @@ class CriticWorker(Worker, Trainable):
 
 
 def _row_moments(name: str, values: Tensor, mask: Ragged) -> dict[str, Ragged | Tensor]:
-    """Return the sums of `values` and of their squares over each row's masked tokens, f64 [B]."""
+    """Return each row's sums of masked values and of their squares, f64 [B]."""
     squares = row_sums(values.double().square(), mask)
     return {f"{name}_sum": row_sums(values, mask), f"{name}_squares": squares}

@@ -66,7 +66,9 @@ class Scorer:
         return logprobs.float().cpu().view(token_ids.shape)
 
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
-        """Return the column `name`: log p(token | tokens before it) of response tokens, f32 [T], 0 elsewhere.
+        """Return log-probs of response tokens as the column `name`, f32 [T].
+
+        Entry t is log p(token t | tokens before it), 0 outside responses.
 
         Rows are in the shard's order. Without a temperature, that of rollouts is used.
         """
@@ -78,7 +80,9 @@ class Scorer:
 def compute_per_token(
     shard: BatchedDataDict, name: str, model: PackedModel, score: Callable[[MicrobatchView], Tensor]
 ) -> BatchedDataDict:
-    """Return the column `name`, f32 [T], computed by `score` microbatch by microbatch; rows in the shard's order.
+    """Return the column `name`, f32 [T], computed microbatch by microbatch.
+
+    Rows are in the shard's order.
 
     Args:
         shard: `response_mask`, and the columns that `score` reads.

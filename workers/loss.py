@@ -86,7 +86,10 @@ class LogprobLoss(ABC):
         raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
     def statistics(self, inputs: Sequence[Any]) -> dict[str, float]:
-        """Return the statistics of an optimizer step from the inputs of its microbatches on all ranks."""
+        """Return the statistics of an optimizer step.
+
+        `inputs` are those of its microbatches on all ranks.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
 
@@ -152,7 +155,9 @@ class PolicyGradientLoss(LogprobLoss):
         return self._statistics(concat_tokens(list(inputs)))
 
     def evaluate(self, tokens: PolicyTokens, statistics: dict[str, float] | None = None) -> PolicyLoss:
-        """Return the policy loss of tokens; without `statistics`, those that it needs are computed from these tokens.
+        """Return the policy loss of tokens.
+
+        Without `statistics`, those that the loss needs are computed from these tokens.
 
         Raises:
             AlgorithmError: a setting is out of range.
@@ -215,7 +220,10 @@ class SFTLoss(LogprobLoss):
     def __call__(
         self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
     ) -> MicrobatchLoss:
-        """Return -Σ weight · log p; the metric is the mean over tokens, however the loss weighs them."""
+        """Return -Σ weight · log p.
+
+        The metric is the mean over tokens, however the loss weighs them.
+        """
         weight, share = (response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
         loss = -(weight * scores.logprobs).sum()
         return MicrobatchLoss(loss, {"loss": -(share * scores.logprobs.detach()).sum()})
@@ -242,7 +250,10 @@ class ValueLoss:
         return False
 
     def __call__(self, values: Tensor, rows: BatchedDataDict) -> MicrobatchLoss:
-        """Return Σ weight · squared error over the response tokens; `values` f32 [T] are the critic's."""
+        """Return Σ weight · squared error over the response tokens.
+
+        `values` f32 [T] are the critic's.
+        """
         weight, old, returns = (response_values(rows, name, values) for name in ("loss_weight", "values", "returns"))
         errors = clipped_value_loss(values, old, returns, clip=self.clip)
         inside = trained_tokens(rows)
@@ -258,13 +269,18 @@ class ValueLoss:
 
 
 def trained_tokens(rows: BatchedDataDict) -> Tensor:
-    """Return the tokens that train, bool [T]: those of responses in rows with a weight above 0."""
+    """Return the tokens that train, bool [T].
+
+    These are the response tokens of rows with a weight above 0.
+    """
     mask = rows["response_mask"]
     return mask.values & (rows["loss_weight"] > 0)[mask.segment_ids]
 
 
 def response_values(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
-    """Return the column `name`, [T], 0 outside responses, on the device and of the dtype of `like`.
+    """Return the column `name`, [T], 0 outside responses, matching `like`.
+
+    `like` sets the device and the dtype.
 
     A per-row column, [B], is spread over the response tokens of each row.
     """

@@ -21,7 +21,7 @@ from rlpack.workers.loss import MicrobatchLoss
 
 
 class OptimizerStepper:
-    """One rank of a trained model (FSDP2) and its optimizer, for the actor and the critic.
+    """One rank of a trained model (FSDP2) and its optimizer.
 
     Attributes:
         model: the model, sharded already if it is to be.
@@ -94,7 +94,7 @@ class OptimizerStepper:
             group.update(configured)
 
     def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
-        """Take the optimizer step, or skip and count it if the gradient is zero or not finite.
+        """Take the optimizer step; skip and count zero or non-finite gradients.
 
         On a zero gradient AdamW would still move the weights by its momentum; a NaN would spread to all of them.
         """

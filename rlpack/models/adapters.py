@@ -26,7 +26,10 @@ _DROPOUT = f".lora_dropout.{_NAME}"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The names of an adapter's matrices, A `down` and B `up`, and the scale of their product."""
+    """The names of an adapter's matrices, and the scale of their product.
+
+    `down` is A, `up` is B.
+    """
 
     down: str
     up: str

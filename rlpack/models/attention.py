@@ -157,7 +157,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
 
 
 def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [L, L], true where a query (row) sees a key: itself and the window - 1 before it.
+    """Return bool [L, L], true where a query (row) sees a key.
+
+    A query sees itself and the window - 1 positions before it.
 
     >>> _causal_mask(3, 2, torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -167,7 +169,10 @@ def _causal_mask(length: int, window: int | None, device: torch.device) -> Tenso
 
 
 def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
-    """Attend with scores capped to cap·tanh(score / cap) (Gemma 2, 2024), which no SDPA kernel offers."""
+    """Attend with scores capped to cap·tanh(score / cap) (Gemma 2, 2024).
+
+    No SDPA kernel offers this.
+    """
     assert rules.softcap is not None
     repeats = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(repeats, 1) if repeats > 1 else states for states in (key, value))
@@ -236,7 +241,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, r
 
 @functools.cache
 def _torch_varlen_function() -> tuple[Callable[..., Any], bool]:
-    """Return torch's varlen attention, and whether this version of torch supports grouped key heads in it."""
+    """Return torch's varlen attention, and whether it supports grouped key heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -93,7 +93,10 @@ def _packed_scores(policy: PackedModel, rows: list[Tensor], device: torch.device
 
 
 def _scale(probe: Tensor) -> float:
-    """Return the unit of differences: 1 nat for log-probs [T]; the largest entry of hidden states [T, d]."""
+    """Return the unit of differences.
+
+    1 nat for log-probs [T]; the largest entry of hidden states [T, d].
+    """
     return 1.0 if probe.ndim == 1 else max(1.0, probe.abs().max().item())
 
 

@@ -6,4 +6,4 @@ class ModelError(ValueError):
 
 
 class IsolationError(RuntimeError):
-    """Packed sequences of a model are not independent of each other, so it must not run packed."""
+    """A model whose packed sequences are not independent of each other."""

@@ -13,7 +13,9 @@ from rlpack.packing import Cost
 
 
 def sequence_cost(model: PreTrainedModel) -> Cost:
-    """Return the FLOPs of a sequence of L tokens as `linear · L + quadratic · L²`; the model may be on the meta device.
+    """Return the FLOPs of a sequence of L tokens as `linear · L + quadratic · L²`.
+
+    The model may be on the meta device.
 
     - Each matrix weight takes 2 FLOPs per token. In a mixture of experts, only the routed share of the experts counts;
       an embedding is a lookup and free, unless it is also the output head.
@@ -42,7 +44,7 @@ def _shape(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[float]:
-    """Yield, for each matrix between embedding and head, the number of weights that a token uses."""
+    """Yield the weights that a token uses of each inner matrix."""
     outer = {id(parameter) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
              for parameter in end.parameters()}  # fmt: skip
     for name, parameter in model.named_parameters():

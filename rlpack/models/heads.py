@@ -12,7 +12,7 @@ from rlpack.models.packed import PackedModel
 
 
 class ScalarHeadModel(PackedModel):
-    """A language model without its own head, and a linear head with one output per token.
+    """A headless language model and a linear head with one output.
 
     Attributes:
         head: maps hidden states to the scalar; fp32 like all weights.
@@ -54,11 +54,14 @@ class ScalarHeadModel(PackedModel):
         return torch.where(inputs.has_context(), shifted, 0.0)
 
     def probe(self, inputs: ModelInputs) -> Tensor:
-        """Return the hidden states of all tokens, [T, d]: outputs of a new head are all zero."""
+        """Return the hidden states of all tokens, [T, d].
+
+        Outputs of a new head are all zero, so they would prove nothing.
+        """
         return self.hidden_states(inputs)[inputs.slots].float()
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return the hidden states [L, d] of one row [L] by the wrapped model's own forward."""
+        """Return one row's hidden states [L, d] by the wrapped model's own forward."""
         positions = torch.arange(row.shape[0], device=row.device).unsqueeze(0)
         states = self.model(input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False).last_hidden_state
         return states[0].float()

@@ -36,7 +36,7 @@ class ModelInputs:
         return self.slots.shape[0]
 
     def has_context(self) -> Tensor:
-        """Return bool [T], false at each row's first token, which has no context to be predicted from.
+        """Return bool [T], false at each row's first token.
 
         >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).has_context().tolist()
         [False, True, False]
@@ -85,7 +85,7 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
 
 
 def pack_rows(rows: list[Tensor]) -> ModelInputs:
-    """Pack a few rows without a plan, for the isolation check and for probing a model.
+    """Pack a few rows without a plan.
 
     >>> pack_rows([torch.tensor([5, 6]), torch.tensor([7])]).position_ids.tolist()
     [[0, 1, 0]]

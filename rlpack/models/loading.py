@@ -134,7 +134,7 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
 def check_same_tokenizer(
     path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, *, key: str, way_out: str
 ) -> None:
-    """Check that a model that reads the policy's tokens has the same tokenizer, or a folder without one.
+    """Check that a model has the policy's tokenizer, or none.
 
     Args:
         path: of the model.
@@ -261,7 +261,7 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
 
 
 def _without_adapter_lookup(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, with transformers' own search for adapters kept offline too if they are offline.
+    """Return the arguments, with adapter lookup offline if they are offline.
 
     With peft installed, transformers looks for adapters on the hub regardless of `local_files_only`.
     """
@@ -287,7 +287,7 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
 
 
 def _missing_files(kind: Any, name: str) -> str | None:
-    """Return the file that a folder lacks for a model or tokenizer; None if complete or not a folder."""
+    """Return the file that a folder lacks; None if complete or not a folder."""
     folder = Path(name).expanduser()
     needed = _TOKENIZER_FILES if kind is AutoTokenizer else _MODEL_FILES
     if not folder.is_dir() or any((folder / file).exists() for file in needed):

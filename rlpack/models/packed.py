@@ -15,7 +15,9 @@ from rlpack.models.inputs import ModelInputs
 
 
 class PackedModel(nn.Module):
-    """A transformers model and a head. Subclasses add the head, and define the outputs that packing is checked on.
+    """A transformers model and a head.
+
+    Subclasses add the head, and define the outputs that packing is checked on.
 
     The model's dropout is never active, not even in training: responses are sampled without it, so the first ratio
     would not be 1, and the process's random state, which no checkpoint holds, would affect the weights. Dropout of
@@ -56,7 +58,7 @@ class PackedModel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no outputs to check; add probe")
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return the same outputs for one row [L] by the wrapped model's own forward, as ground truth."""
+        """Return one row's outputs by the wrapped model's own forward, as ground truth."""
         raise NotImplementedError(f"{type(self).__name__} has no ground truth to check; add probe_wrapped_model")
 
     def train(self, mode: bool = True) -> Self:

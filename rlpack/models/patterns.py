@@ -38,7 +38,10 @@ def match_patterns(patterns: Sequence[str], names: Iterable[str], key: str) -> s
 
 
 def _nearest(pattern: str, names: list[str]) -> list[str]:
-    """Return the names most similar to a pattern, or else the first ones; one per kind of layer."""
+    """Return the names most similar to a pattern, one per kind of layer.
+
+    Without a similar name, return the first ones.
+    """
     kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
     plain = re.sub(r"\d+|\[[^]]*\]", "0", pattern).strip("*.")
     parts = {part: name for kind, name in kinds.items() for part in (kind, *kind.split("."))}

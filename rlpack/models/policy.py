@@ -94,7 +94,7 @@ class Policy(PackedModel):
         return Policy.forward(self, inputs, entropy=False).logprobs
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return log-probs [L] of one row [L] by the wrapped model's own head, as ground truth.
+        """Return one row's log-probs [L] by the wrapped model's own head.
 
         Holds [L, V]; for short rows only.
         """
