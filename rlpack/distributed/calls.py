@@ -45,7 +45,7 @@ class Call:
 
 
 class Relay(NamedTuple):
-    """A value on its way from one rank of a role to all ranks of another, past the driver.
+    """A value for all ranks of another role, bypassing the driver.
 
     Attributes:
         owner: the source rank whose result is passed on; `export` is a collective, which all ranks run.
@@ -73,7 +73,9 @@ class Pending(Generic[R]):
         self._error: Exception | None = None
 
     def result(self) -> R:
-        """Wait for the call and return its result; later calls return the same, or raise the same error.
+        """Wait for the call and return its result.
+
+        Later calls return the same result, or raise the same error.
 
         Raises:
             RoleError: a rank raised, died, or missed its deadline.

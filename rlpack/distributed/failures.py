@@ -68,7 +68,10 @@ def first_cause(
 
 
 def describe_error(error: RayError) -> str:
-    """Return what happened in one line; an exception of a task comes with its type and its place in a user's code."""
+    """Describe an error in one line.
+
+    An exception of a task comes with its type and its place in a user's code.
+    """
     if isinstance(error, RayTaskError):
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
@@ -116,7 +119,10 @@ def late(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
 
 
 def _place(trace: str) -> str:
-    """Return the last line of a traceback in a user's own code: not rlpack's, a package's or Python's."""
+    """Return the last line of a traceback in a user's own code.
+
+    That is not rlpack's, a package's or Python's.
+    """
     ours = [str(Path(__file__).resolve().parents[1])]
     others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]

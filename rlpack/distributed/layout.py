@@ -66,7 +66,10 @@ class ParallelLayout:
 
     @property
     def pad_to_multiple(self) -> int:
-        """Return the multiple that lengths are padded to: 2·cp chunks of a sequence, each divided among tp ranks."""
+        """Return the multiple that lengths are padded to.
+
+        A sequence has 2·cp chunks, each divided among tp ranks.
+        """
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     @property

@@ -73,10 +73,13 @@ def released_error(released: str) -> DataError:
 
 
 class ObjectReader:
-    """Gets objects from the store, where they are read in place: each once, until the reader is closed."""
+    """Gets objects from the store, each once, and reads them in place."""
 
     def __init__(self, timeout_s: float | None = None) -> None:
-        """Wait at most `timeout_s`; on a rank None leaves it to the driver's deadline for the call."""
+        """Wait at most `timeout_s`.
+
+        On a rank, None leaves it to the driver's deadline for the call.
+        """
         self._timeout_s = timeout_s
         self._columns: dict[Handle, Mapping[str, Any]] | None = {}
 
@@ -100,14 +103,19 @@ class ObjectReader:
 
 
 def handles_of(batch: BatchedDataDict) -> list[ObjectHandle]:
-    """Return the handles of a batch's remote columns, each once; none for a batch with a reader."""
+    """Return the handles of a batch's remote columns, each once.
+
+    A batch with a reader has none.
+    """
     columns = [column for column in batch.values() if isinstance(column, RemoteColumn)]
     handles = dict.fromkeys(handle for column in columns for handle in column.handles)
     return [handle for handle in handles if isinstance(handle, ObjectHandle)]
 
 
 def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
-    """Return the batch as a rank on `node` receives it: of objects on other nodes, holders cut out its rows.
+    """Return the batch as a rank on `node` receives it.
+
+    Holders cut its rows out of objects on other nodes.
 
     So a rank's shard costs the network its own bytes, and objects on its own node are read in place. Without a node
     all objects are cut. Objects of the driver have no holder and travel whole.

@@ -34,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcess:
-    """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
+    """Runs the roles of one rank of a pool.
+
+    Colocated roles share this process and its devices.
+    """
 
     def __init__(self, context: RankContext, threads: int, import_path: Sequence[str] = ()) -> None:
         """Prepare the process.
@@ -60,13 +63,16 @@ class RankProcess:
         load_secrets(job, os.environ)
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
-        """Open the store at which the pool's ranks rendezvous, and return its address; called on rank 0."""
+        """Open the pool's rendezvous store on rank 0 and return its address."""
         store = TCPStore(node_ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         self._rendezvous_store = store
         return node_ip, store.port
 
     def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
-        """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
+        """Join the pool's process group.
+
+        It uses gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU.
+        """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
         timeout = timedelta(seconds=timeout_s)
         store = self._rendezvous_store or TCPStore(*address, is_master=False, timeout=timeout)
@@ -114,7 +120,10 @@ class RankProcess:
         return offloaded
 
     def submit(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
-        """Run a method as `call_rows` does, but in the role's own thread, one call after the other; `result` waits."""
+        """Run a method as `call_rows` does, in the role's own thread.
+
+        Calls run one after the other; `result` waits.
+        """
         if role not in self._threads:
             self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"background-{role}")
         self._background[call_id] = self._threads[role].submit(self.call_rows, call_id, role, method, kwargs, *args)

@@ -30,7 +30,10 @@ class RankActor(RankProcess):
         return ray.get_runtime_context().get_node_id()
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
-        """Run a method of a role; the batches among its arguments can be read until it returns."""
+        """Run a method of a role.
+
+        The batches among its arguments can be read until it returns.
+        """
         with _readable([*args, *kwargs.values()]):
             result = super().call(role, method, kwargs, *args)
             return BatchedDataDict(dict(result), row_ids=result.row_ids) if is_batch(result) else result
@@ -45,7 +48,7 @@ class RankActor(RankProcess):
         return [ray.put(part) for part in self.pop_columns(call_id)]
 
     def cut(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return only these rows (int64 [n]) of an object on this node, for a rank on another node."""
+        """Return only these rows (int64 [n]) of an object on this node."""
         return select_rows(part, rows)
 
     def has(self, value: Any) -> None:

@@ -79,7 +79,10 @@ class RayRanks:
         return self._wait(_rank_calls(refs, f"pool {self._name}", "process"), self._call_s)
 
     def init_process_group(self, job: Submission) -> None:
-        """Wait until all processes run, give them the secrets that a run names, and make their process group."""
+        """Wait until all processes run, and form their process group.
+
+        They load the secrets that a run names first.
+        """
         role, method = f"pool {self._name}", "start"
 
         def finish(refs: list[ray.ObjectRef]) -> list[Any]:
@@ -115,7 +118,7 @@ class RayRanks:
         self._wait(_rank_calls(refs, role, "start"), self._start_s)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Start a call on as many ranks as it has argument tuples, and return what waits for their results.
+        """Start a call on as many ranks as it has argument tuples.
 
         Results come in the order of the output ranks; token-sized columns of rows stay in the object store. Until a
         call is waited for, its failure ends every other call of the pool, unless it runs in the background.
@@ -147,7 +150,10 @@ class RayRanks:
         return self._store_rows(call, call_id, {rank: results[rank] for rank in call.outputs})
 
     def _store_rows(self, call: Call, call_id: int, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
-        """Return the rows of a call by rank, once the object store has room for their columns."""
+        """Store the columns of a call's rows once there is room.
+
+        Return the rows in the order of the ranks.
+        """
         sizes: Counter[str] = Counter()
         for rank, offloaded in rows.items():
             sizes[self._nodes[rank]] += sum(offloaded.sizes)
@@ -175,7 +181,9 @@ class RayRanks:
             ]
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values on from ranks of this pool to all ranks of `target`; return the results of the last load.
+        """Pass values to all ranks of `target`.
+
+        Returns the results of the last load.
 
         The driver passes references on and never holds a value. At most `_RELAYS_IN_FLIGHT` values exist at a time:
         each is freed once all ranks of `target` have loaded it.
@@ -192,7 +200,7 @@ class RayRanks:
         return results
 
     def _start_relay(self, relay: Relay, target: "RayRanks") -> list[RankCall]:
-        """Start the export on all ranks, and the load of its value on all ranks of `target`."""
+        """Start a value's export here and its load on `target`."""
         role, method, args = relay.export
         exports = self._start(Call(role, method, [args] * self.num_ranks, {}), next(_CALL_IDS))
         value = exports[relay.owner].ref
@@ -235,7 +243,9 @@ class RayRanks:
         return _rank_calls(refs, call.role, call.method, background=call.background)
 
     def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RayRanks") -> list[Any]:
-        """Return all results; at the first failure or at the deadline kill this pool and the `others`, and raise.
+        """Wait for calls and return their results.
+
+        At the first failure or at the deadline, kill this pool and the `others`, and raise.
 
         Earlier calls of the same processes that nobody waits for run first: the deadline counts from the last of
         them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
@@ -281,7 +291,9 @@ def _kill(pools: set[RayRanks]) -> None:
 
 
 class _SharedArguments:
-    """Batches among the arguments of a call, as ranks receive them: once for each node, as one object of all its ranks.
+    """Batches among the arguments of a call, as ranks receive them.
+
+    Ranks on one node read one object.
 
     Ranks of one data rank have the same shard.
     """
@@ -302,5 +314,8 @@ class _SharedArguments:
 
 
 def _sent(value: Any, node: str) -> Any:
-    """Return an argument as a rank on `node` receives it; only a shard's own rows travel between nodes."""
+    """Return an argument as a rank on `node` receives it.
+
+    Only a shard's own rows travel between nodes.
+    """
     return for_node(value, node) if is_batch(value) else value

@@ -87,7 +87,7 @@ def check_object_store(placement: Placement) -> None:
 
 
 class _IgnoredPaths(list[str]):
-    """Directories that Ray's workers are to put first on their import path; what Ray adds is ignored."""
+    """Directories for the import path of Ray's workers; ignores Ray's own."""
 
     def extend(self, paths: Iterable[str]) -> None:
         """Ignore the driver's working directory: the ranks append it to their import path."""
@@ -114,7 +114,7 @@ def _join(address: str) -> None:
 
 
 def fits_this_machine(placement: Placement) -> bool:
-    """Return whether a run starts its own Ray on this machine, with no more ranks than the machine may run."""
+    """Return whether a run starts Ray here, with ranks that fit."""
     slots = sum(pool.ranks * max(1.0, pool.cpus_per_rank) for pool in placement.pools.values())
     return placement.address is None and slots <= MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
 
@@ -161,7 +161,10 @@ def _own_process_group() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the process's SIGTERM handler; that of `ray.init` exits at once, in the middle of a step."""
+    """Keep the process's SIGTERM handler.
+
+    That of `ray.init` exits at once, in the middle of a step.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

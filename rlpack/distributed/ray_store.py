@@ -45,7 +45,9 @@ Room = Mapping[str, tuple[float, float]]
 
 
 class StoreLease:
-    """Keeps payloads alive until it is released; as a context manager, those that are stored inside.
+    """Keeps payloads alive until it is released.
+
+    As a context manager, it holds those that are stored inside.
 
     A payload may be held by several leases, and is freed with the last. `with store.lease("step 7") as lease:` makes
     the lease the thread's current one, under which results of calls are stored, and releases it at the end.
@@ -99,7 +101,10 @@ _CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=Non
 
 @dataclass(eq=False)
 class _Claim:
-    """Bytes by node that are stored or reserved, and the leases on them: None for what no lease ends."""
+    """Stored or reserved bytes by node, and the leases on them.
+
+    Without leases (None) they are permanent, until nobody references them.
+    """
 
     sizes: dict[str, int]
     leases: set[StoreLease] | None
@@ -143,7 +148,10 @@ class RayStore:
         return sum(self._of_node.values())
 
     def pop_peak_bytes(self) -> int:
-        """Return the most bytes under leases at once since the last call; permanent ones are not counted."""
+        """Return the most bytes under leases at once since the last call.
+
+        Permanent payloads are not counted.
+        """
         with self._changed:
             peak, self._peak = self._peak, self._leased
         return peak
@@ -153,7 +161,9 @@ class RayStore:
         return StoreLease(self, name)
 
     def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
-        """Count bytes of each node in, under the current lease; wait for room where some may come.
+        """Reserve bytes of each node under the current lease.
+
+        Waits for room where some may come.
 
         Raises:
             StoreFullError: there is none.
@@ -179,7 +189,10 @@ class RayStore:
         return short
 
     def _unwaitable(self) -> int:
-        """Return the bytes that no wait of this thread can free: its own leases', and those of no lease."""
+        """Return the bytes that no wait of this thread can free.
+
+        These are under its own leases, or under none.
+        """
         own = threading.get_ident()
         claims = list(self._claims)
         return sum(c.size for c in claims if not c.leases or any(lease._thread == own for lease in c.leases))
@@ -240,7 +253,9 @@ class RayStore:
             )
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns in this process: for a few rows to be shown, not for a step's.
+        """Return the batch with all of its columns in this process.
+
+        For a few rows to show, not for those of a step.
 
         Raises:
             DataError: their lease was released.
@@ -255,7 +270,10 @@ class RayStore:
             raise RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}") from error
 
     def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:
-        """Return role and rank that stored what an error reports as lost; None where it is none of these objects."""
+        """Return role and rank that stored an object reported as lost.
+
+        None if the error is about another object.
+        """
         cause = error.cause if isinstance(error, RayTaskError) else error
         held = [handle for handle in list(self._claim_of) if handle.is_held]
         lost: list[ObjectHandle] = []
@@ -268,7 +286,7 @@ class RayStore:
 
 
 class Reservation:
-    """Bytes that are counted in: handles take over their own, and the rest is given back at the end."""
+    """Reserved bytes: handles take over their own, the rest is returned."""
 
     def __init__(self, store: RayStore, claim: _Claim) -> None:
         self._store = store

@@ -96,7 +96,10 @@ def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple
 
 
 def _wrong_rows(expected: np.ndarray, returned: np.ndarray) -> str | None:
-    """Describe what is wrong with the ids of the returned rows, int64 [n]; no id occurs twice in a batch."""
+    """Describe what is wrong with the returned row ids, int64 [n].
+
+    No id occurs twice in a batch.
+    """
     if np.array_equal(expected, returned):
         return None
     foreign, missing = np.setdiff1d(returned, expected), np.setdiff1d(expected, returned)
@@ -108,7 +111,7 @@ def _wrong_rows(expected: np.ndarray, returned: np.ndarray) -> str | None:
 
 
 def _wrong_columns(rows: BatchedDataDict, first: BatchedDataDict, first_rank: int) -> str | None:
-    """Describe how the columns of one rank differ from those of the first rank that has rows."""
+    """Describe how a rank's columns differ from the first rank's."""
     if set(rows) != set(first):
         return (
             f"it returned the columns {_names(rows)}, and rank {first_rank} {_names(first)}; return the same ones on "
@@ -139,7 +142,9 @@ def _kind(column: Column) -> str:
 
 
 def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
-    """Return rows that no rank received, with columns of the types of `typed`: zeros, and None in lists.
+    """Return rows that no rank received, typed like `typed`.
+
+    They hold zeros, and None in lists.
 
     A role may return other types for no rows, which could not be concatenated.
     """
@@ -163,7 +168,9 @@ def check_scores(
     *,
     first_row: int = 0,
 ) -> None:
-    """Raise unless `scores`, a whole batch in its own order, is a valid result of a scoring role.
+    """Raise unless `scores` is a valid result of a scoring role.
+
+    It is a whole batch in its own order.
 
     Args:
         role: name of the role.
@@ -197,5 +204,5 @@ def check_scores(
 
 
 def _rank_of(plan: MicrobatchPlan, row: int) -> int | None:
-    """Return the rank that had a row of the batch, None for one that the plan dropped."""
+    """Return the data rank of a row, None if the plan dropped it."""
     return next((rank for rank in range(plan.num_ranks) if row in plan.rank_plan(rank).rows), None)

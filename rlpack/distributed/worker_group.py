@@ -67,11 +67,14 @@ class Ranks(Protocol):
         ...
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Start a call on as many ranks as it has argument tuples; its result is in rank order."""
+        """Start a call on as many ranks as it has argument tuples.
+
+        Results are in the order of its output ranks.
+        """
         ...
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values on to all ranks of `target`, past the driver; return the last load's results by rank."""
+        """Pass values to all ranks of `target`; return the last results."""
         ...
 
 
@@ -139,7 +142,9 @@ class WorkerGroup(Generic[W]):
         return self._kind is not None and issubclass(self._kind, interface)
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False, whole_groups: bool = False) -> MicrobatchPlan:
-        """Plan a sharded call on `batch`; calls that have to share microbatches are given one plan (`with_plan`).
+        """Plan a sharded call on `batch`.
+
+        Calls that have to share microbatches are given one plan (`with_plan`).
 
         Args:
             batch: `input_ids`, whose tokens are counted; rows without tokens all weigh the same.
@@ -165,7 +170,7 @@ class WorkerGroup(Generic[W]):
         return group
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a method of the role as its dispatch decorator says, and wait for its result.
+        """Run a method of the role and wait for its result.
 
         Raises:
             RoleError: a rank raised, died, missed its deadline, or returned something other than the rows of its shard.
@@ -175,7 +180,7 @@ class WorkerGroup(Generic[W]):
         return self.submit(method, *args, **kwargs).result()
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Start a method of the role as its dispatch decorator says, and return what waits for its result.
+        """Start a method of the role as its decorator declares.
 
         A background method runs while the ranks answer other calls. Any other runs before later calls of the same
         processes; if it fails, they fail with its error, since ranks may be blocked in a collective.
@@ -196,7 +201,10 @@ class WorkerGroup(Generic[W]):
     def _submit_sharded(
         self, method: Callable[..., Any], dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Pending[Any]:
-        """Start a sharded method; its result is rows in the batch's order, or what its merge returns."""
+        """Start a sharded method.
+
+        Its result is rows in the batch's order, or that of its merge.
+        """
         batch, *rest = args
         assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
         columns = dispatch.columns.or_that_of(declared_columns(method))
@@ -230,7 +238,7 @@ class WorkerGroup(Generic[W]):
         method: str,
         columns: ColumnContract,
     ) -> BatchedDataDict:
-        """Return the ranks' rows in the order of the batch, with the columns that the method declares."""
+        """Return the ranks' rows, checked, in the order of the batch."""
         rows = restored(batch, shards, results, plan=plan, call=(self.role, method), ranks=self.layout.output_ranks)
         check_columns(rows, columns, call=(self.role, method))
         return rows
@@ -260,6 +268,6 @@ class WorkerGroup(Generic[W]):
 
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:
-    """Return the tokens of each row; rows without tokens (texts to score, for example) count 1 each."""
+    """Return the tokens of each row; rows without tokens count 1."""
     lengths = lengths_of(batch.get("input_ids", []))
     return np.ones(batch.num_rows, dtype=np.int64) if lengths is None else lengths.numpy()

@@ -12,7 +12,7 @@ from rlpack.batch.ragged import Ragged
 
 
 def difference(one: BatchedDataDict, other: BatchedDataDict, *, tolerance: float) -> str | None:
-    """Describe the first difference between two batches of the same rows; return None if they are equal.
+    """Describe the first difference between two batches, None if equal.
 
     >>> one, other = (BatchedDataDict({"rewards": torch.tensor([0.5, last])}) for last in (1.0, 2.0))
     >>> difference(one, other, tolerance=1e-5)
@@ -48,7 +48,10 @@ def _in_column(name: str, one: Any, other: Any, tolerance: float) -> str | None:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two objects differ; NaN equals NaN, and arrays are compared as a whole, unlike with `!=`."""
+    """Whether two objects differ.
+
+    NaN equals NaN, and arrays are compared as a whole, unlike with `!=`.
+    """
     if isinstance(one, float | int | str | None) or isinstance(other, float | int | str | None):
         return repr(one) != repr(other)
     return pickle.dumps(one) != pickle.dumps(other)

@@ -75,16 +75,16 @@ def check_role(
         ValueError: the batch has no rows.
     """
     role = RoleUnderTest.of(kind, method, arguments, config, tokenizer, tolerance)
-    given = sample_batch() if batch is None else batch
-    if not given.num_rows:
+    rows = sample_batch() if batch is None else batch
+    if not rows.num_rows:
         raise ValueError("the batch has no rows to check a role on; give some, preferably more than 6")
-    expected = role.run(given, "returns", _RETURN)
-    role.check_scores(given, expected)
-    _check_determinism(role, given, expected)
-    _check_order(role, given, expected)
-    _check_sizes(role, given, expected)
-    _check_batching(role, given, expected)
-    _check_ranks(role, given, expected, ranks)
+    expected = role.run(rows, "returns", _RETURN)
+    role.check_scores(rows, expected)
+    _check_determinism(role, rows, expected)
+    _check_order(role, rows, expected)
+    _check_sizes(role, rows, expected)
+    _check_batching(role, rows, expected)
+    _check_ranks(role, rows, expected, ranks)
 
 
 @dataclass(frozen=True)
@@ -145,23 +145,28 @@ class RoleUnderTest:
     def run(
         self, batch: BatchedDataDict, contract: str, remedy: str, group: WorkerGroup[Any] | None = None
     ) -> BatchedDataDict:
-        """Return the result for a batch, of one rank unless a group is given; an error breaks `contract`."""
+        """Return the result for a batch; an error breaks `contract`.
+
+        The role runs on one rank unless a group is given.
+        """
         with broken(contract, remedy):
             return (group or self.group()).run(self.method, batch)
 
     def check_scores(
-        self, batch: BatchedDataDict, found: BatchedDataDict, plan_of: WorkerGroup[Any] | None = None
+        self, batch: BatchedDataDict, result: BatchedDataDict, plan_of: WorkerGroup[Any] | None = None
     ) -> None:
         """Check the result of a scoring role, unless another method is checked."""
         if self.method.__name__ != "score":
             return
-        taken = {*FIELDS, *batch, *Algorithm.model_fields}
+        reserved = {*FIELDS, *batch, *Algorithm.model_fields}
         with broken("scores", "rewards.isfinite() tells which rows have a reward"):
-            check_scores(self.name, "score", found, (plan_of or self.group()).plan(batch), taken)
+            check_scores(self.name, "score", result, (plan_of or self.group()).plan(batch), reserved)
 
-    def compare(self, expected: BatchedDataDict, found: BatchedDataDict, contract: str, when: str, remedy: str) -> None:
+    def compare(
+        self, expected: BatchedDataDict, result: BatchedDataDict, contract: str, when: str, remedy: str
+    ) -> None:
         """Raise unless two results are equal; `when` says how the second was obtained."""
-        if differing := difference(expected, found, tolerance=self.tolerance):
+        if differing := difference(expected, result, tolerance=self.tolerance):
             raise ContractError(contract, f"{self.name}.{self.method.__name__} {when}: {differing}", remedy)
 
 
@@ -198,15 +203,15 @@ def broken(contract: str, remedy: str) -> Iterator[None]:
 def _check_determinism(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
     remedy = "draw random numbers from a seed that the row gives (its uid), and keep no state between calls"
     for when, rebuild in (("called again", False), ("built again", True)):
-        found = role.run(batch, "determinism", remedy, role.group(rebuild=rebuild))
-        role.compare(expected, found, "determinism", f"returns different results when {when}", remedy)
+        result = role.run(batch, "determinism", remedy, role.group(rebuild=rebuild))
+        role.compare(expected, result, "determinism", f"returns different results when {when}", remedy)
 
 
 def _check_order(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
     remedy = "compute a row from its own columns, and return results under the ids of the rows that they belong to"
     order = np.random.default_rng(0).permutation(batch.num_rows)
-    found = role.run(batch.select(order), "order", remedy)
-    restored = found.select(np.argsort(order))
+    result = role.run(batch.select(order), "order", remedy)
+    restored = result.select(np.argsort(order))
     role.compare(
         expected, restored, "order", "returns a different result for a row when rows come in another order", remedy
     )
@@ -215,12 +220,12 @@ def _check_order(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedD
 def _check_sizes(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict) -> None:
     remedy = "compute a row from its own columns alone, and let a rank without a row return its columns empty"
     for size in [count for count in (0, 1, *_PRIMES) if count < batch.num_rows]:
-        found = role.run(batch.select(np.arange(size)), "sizes", f"it was given {size} of the rows; {remedy}")
+        result = role.run(batch.select(np.arange(size)), "sizes", f"it was given {size} of the rows; {remedy}")
         if size:
             when = f"returns a different result for a row when it is one of {size}"
-            role.compare(expected.select(np.arange(size)), found, "sizes", when, remedy)
-        elif set(found) != set(expected):
-            problem = f"{role.name} returns the columns {sorted(found)} for no rows, {sorted(expected)} for some"
+            role.compare(expected.select(np.arange(size)), result, "sizes", when, remedy)
+        elif set(result) != set(expected):
+            problem = f"{role.name} returns the columns {sorted(result)} for no rows, {sorted(expected)} for some"
             raise ContractError("sizes", problem, remedy)
 
 
@@ -235,14 +240,14 @@ def _check_batching(role: RoleUnderTest, batch: BatchedDataDict, expected: Batch
         Batching(max_tokens=8 * longest, pad_to_multiple=4, min_microbatches=3),
     )
     for batching in batchings:
-        found = role.run(batch, "batching", f"batching was {batching}; {remedy}", role.group(2, batching))
-        role.compare(expected, found, "batching", f"returns different results under {batching}", remedy)
+        result = role.run(batch, "batching", f"batching was {batching}; {remedy}", role.group(2, batching))
+        role.compare(expected, result, "batching", f"returns different results under {batching}", remedy)
 
 
 def _check_ranks(role: RoleUnderTest, batch: BatchedDataDict, expected: BatchedDataDict, ranks: Sequence[int]) -> None:
     remedy = "let nothing depend on context.rank, or on which rows share a rank"
     for count in ranks:
         for given in (batch, batch.select([0])):
-            found = role.run(given, "ranks", f"there were {count} ranks; {remedy}", role.group(count))
+            result = role.run(given, "ranks", f"there were {count} ranks; {remedy}", role.group(count))
             when = f"returns different results on {count} ranks"
-            role.compare(expected.select(np.arange(given.num_rows)), found, "ranks", when, remedy)
+            role.compare(expected.select(np.arange(given.num_rows)), result, "ranks", when, remedy)

@@ -17,7 +17,10 @@ from rlpack.testing.comparison import difference
 
 
 class LocalRanks:
-    """One role on ranks that are objects of this process; arguments and results are pickled, as between processes."""
+    """One role on ranks that are objects of this process.
+
+    Arguments and results are pickled, as between processes.
+    """
 
     def __init__(
         self,
@@ -35,11 +38,11 @@ class LocalRanks:
         return len(self._workers)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Run a call now; the results of its output ranks, or its error, come when it is waited for.
+        """Run a call now; waiting returns its results or raises.
 
         Raises:
             RoleError: on waiting; a rank raised, wrote into its arguments, returned something that can't be pickled,
-                or was to return rows and returned no batch with row ids or columns that can't be sent.
+                or did not return rows as declared.
         """
         outcome: Future[list[Any]] = Future()
         check = _sendable_rows if call.returns_rows else _anything
@@ -51,7 +54,10 @@ class LocalRanks:
         return Pending(outcome.result)
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values on to all ranks of `target`, one after the other; return the results of the last load."""
+        """Pass values to all ranks of `target`, one after the other.
+
+        Returns the results of the last load.
+        """
         results: list[Any] = []
         for relay in relays:
             role, method, args = relay.export
@@ -63,13 +69,13 @@ class LocalRanks:
     def _on(self, rank: int, call: Call, args: tuple[Any, ...], check: Callable[[Any, str], Any]) -> Any:
         """Run a call on one rank, and see that its result passes `check`."""
         role, method = call.role, call.method
-        sent = pickle.dumps(args)
-        given = pickle.loads(sent)
+        pickled = pickle.dumps(args)
+        received = pickle.loads(pickled)
         try:
-            result = getattr(self._workers[rank], method)(*given, **call.kwargs)
+            result = getattr(self._workers[rank], method)(*received, **call.kwargs)
         except Exception as error:  # a user's role may raise anything
             raise RoleError(role, rank, method, f"{type(error).__name__}: {error}") from error
-        self._check_unchanged(rank, role, method, pickle.loads(sent), given)
+        self._check_unchanged(rank, role, method, pickle.loads(pickled), received)
         try:
             return pickle.loads(pickle.dumps(check(result, f"{type(self._workers[rank]).__name__}.{method}")))
         except DataError as error:

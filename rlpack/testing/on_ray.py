@@ -49,7 +49,9 @@ def check_role_on_ray(
     ranks: int = 2,
     deadline_s: float = 120.0,
 ) -> None:
-    """Check that a role runs on ranks, and that the death of one is noticed and leaves nothing behind.
+    """Check that a role runs, and dies, on real ranks.
+
+    The death of a rank has to be noticed and leave nothing behind.
 
     It starts Ray on this machine, on CPUs, and kills the last rank; this takes about 20 seconds.
 
@@ -76,14 +78,14 @@ def check_role_on_ray(
     )
     own = Role(target=_target(kind), arguments=dict(arguments or {}))
     settings = (config or Config()).model_copy(update={"placement": placement, "roles": {role.name: own}})
-    given = sample_batch() if batch is None else batch
+    sample = sample_batch() if batch is None else batch
     with _marked() as mark:
         try:
             with Cluster(placement) as cluster:
-                with broken("processes", "build the role on any rank, from what from_settings is given"):
+                with broken("processes", "build the role on any rank, from the arguments of from_settings"):
                     groups = start_roles(cluster, settings, [role.name], (settings, tokenizer or sample_tokenizer()))
-                _check_calls(role, cluster, groups[role.name], given)
-                _check_death(role, groups[role.name], given)
+                _check_calls(role, cluster, groups[role.name], sample)
+                _check_death(role, groups[role.name], sample)
         finally:
             left = _left_behind(mark)
         if left:
@@ -148,7 +150,7 @@ def _marked() -> Iterator[str]:
 
 
 def _left_behind(mark: str) -> list[str]:
-    """Return the commands of the marked processes that outlive the run by some seconds, and kill them."""
+    """Kill the marked processes that outlive the run; return their commands."""
     begin = time.monotonic()
     while (alive := [process for process in psutil.process_iter() if _is_marked(process, mark)]) and (
         time.monotonic() - begin < _LEFT_S

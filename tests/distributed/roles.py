@@ -1,4 +1,4 @@
-"""Roles that the tests of calls start: one that answers, one that fails as it is told to."""
+"""Roles that the tests of calls start: one that answers, one that fails on request."""
 
 import os
 import signal
@@ -269,7 +269,7 @@ _SCORED = threading.Event()
 
 
 class Sampler(Worker):
-    """Responds to everything alike; from its second call on it waits until what it said before is being scored."""
+    """Responds to everything alike; from its second call on it waits until its first responses are being scored."""
 
     calls = 0
 
@@ -286,7 +286,7 @@ class Sampler(Worker):
 
 
 class Listener(Worker):
-    """Scores a row by what it is told."""
+    """Scores a row by its text."""
 
     @sharded(background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:

@@ -1,6 +1,7 @@
 """Ranks that share rows, on four processes: data parallelism 2 × tensor parallelism 2."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.worker import RankContext, Worker, broadcast, sharded
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.distributed.processes import on_ranks
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -87,3 +89,18 @@ def test_ranks_of_a_data_rank_read_one_object_and_one_of_them_returns_the_rows(
 
 def test_sums_are_over_data_ranks(halves: WorkerGroup[Halves]):
     assert halves.run(Halves.count, tiny_rollouts(SIZES)) == len(SIZES)
+
+
+def coordinates(_: object, rank: int) -> tuple[dict[str, int], float]:
+    """Return a rank's place in the layout's mesh, and the sum of the ranks over its tensor-parallel group."""
+    mesh = LAYOUT.device_mesh("cpu")
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=mesh["tp"].get_group())
+    return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True)), total.item()
+
+
+def test_the_mesh_has_the_layouts_order(tmp_path: Path):
+    for rank, (place, total) in enumerate(on_ranks(tmp_path, LAYOUT.world_size, coordinates)):
+        expected = LAYOUT.coordinates(rank)
+        assert place == {"dp_shard": expected["dp_shard"], "tp": expected["tp"]}
+        assert total == (0 + 1 if rank < 2 else 2 + 3)

@@ -135,8 +135,8 @@ def test_an_exception_on_one_rank_is_one_error_and_ends_the_pool(groups: Groups)
     group = groups["explodes"]
     with failure_within(4) as failure:
         group.run(Faulty.explode, 1)
-    told, _, place = str(failure.value).partition(" (")
-    assert told == "role explodes, rank 1, in explode: ValueError: the judge has left the building"
+    message, _, place = str(failure.value).partition(" (")
+    assert message == "role explodes, rank 1, in explode: ValueError: the judge has left the building"
     assert re.fullmatch(r"/.*/tests/distributed/roles\.py, line \d+\)", place)
     assert not any(is_alive(group, rank) for rank in range(2))
     assert groups["packed"].run(Echo.place)[1] == 0
@@ -191,8 +191,8 @@ def test_a_call_that_failed_ends_later_ones_of_its_processes_which_wait_for_one_
     pending = group.submit(Faulty.explode_over_rows, tiny_rollouts(UNEVEN))
     with failure_within(4) as failure:
         group.run(Faulty.wait_for_all)
-    told = "role explodes_first, rank 1, in explode_over_rows: ValueError: the judge has left the building"
-    assert str(failure.value).startswith(told)
+    message = "role explodes_first, rank 1, in explode_over_rows: ValueError: the judge has left the building"
+    assert str(failure.value).startswith(message)
     with pytest.raises(RoleError, match="explode_over_rows"):
         pending.result()
 
@@ -203,8 +203,8 @@ def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups
     group.submit(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
     with failure_within(8) as failure:
         group.run(Faulty.wait_for_all)
-    told = "role hangs_first, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
-    assert str(failure.value).startswith(told)
+    message = "role hangs_first, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
+    assert str(failure.value).startswith(message)
 
 
 def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: Groups, store: RayStore, tmp_path: Path):

@@ -204,7 +204,7 @@ def test_followed_a_job_ends_the_command_with_its_own_exit_code(machines, projec
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
-        (("jobs",), {"RAY_AUTH_TOKEN": "wrong", "RAY_AUTH_TOKEN_PATH": ""}, "refuses the token; set RAY_AUTH_MODE"),
+        (("jobs",), {"RAY_AUTH_TOKEN": "wrong", "RAY_AUTH_TOKEN_PATH": ""}, "rejects the token; set RAY_AUTH_MODE"),
         (("jobs",), {"RAY_AUTH_MODE": "disabled"}, "asks for a token; set RAY_AUTH_MODE=token"),
         (("logs", "raysubmit_nobodys"), {}, "has no job raysubmit_nobodys; `rlpack jobs` lists those it has"),
         (("logs", "raysubmit_nobodys", "--follow"), {}, "has no job raysubmit_nobodys"),

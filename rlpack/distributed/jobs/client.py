@@ -117,7 +117,8 @@ class JobServer:
                 os.environ[_ADDRESS_VARIABLE] = before
         if urlsplit(self.address).hostname not in _SECURE_HOSTS and _answers_anyone(self.address):
             logger.warning(
-                "%s takes jobs without a token: whoever reaches it runs code there; see docs/guide.md", self.address
+                "%s takes jobs without a token: anyone who reaches it can run code there; see docs/guide.md",
+                self.address,
             )
 
     def check_devices(self, pools: Mapping[str, Pool], driver_cpus: float) -> None:
@@ -283,9 +284,9 @@ def _refusals(address: str, job_id: str = "") -> Iterator[None]:
     try:
         yield
     except AuthenticationError as error:
-        sent = "refuses the token" if "Authentication failed" in str(error) else "asks for a token"
+        refusal = "rejects the token" if "Authentication failed" in str(error) else "asks for a token"
         raise JobRequestError(
-            f"{address} {sent}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token "
+            f"{address} {refusal}; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file of the cluster's token "
             f"(or RAY_AUTH_TOKEN, or have it in ~/.ray/auth_token) ({_first_line(error)})"
         ) from error
     except (OSError, ClientError, TimeoutError) as error:  # requests' own errors are OSErrors

@@ -153,7 +153,7 @@ def test_a_server_that_asks_no_token_is_warned_of_unless_it_is_on_this_machine(f
         # No other machine can be asked in a test, so this one's name stands for one.
         monkeypatch.setattr(jobs, "_SECURE_HOSTS", ())
         jobs.JobServer(here)
-        assert f"{here} takes jobs without a token: whoever reaches it runs code there" in caplog.text
+        assert f"{here} takes jobs without a token: anyone who reaches it can run code there" in caplog.text
     caplog.clear()
     with server(200, b'{"ray_version": "2.60.0"}', without_token=401) as here:
         jobs.JobServer(here)

@@ -20,7 +20,7 @@ from rlpack.distributed.object_handles import ObjectHandle
 from rlpack.distributed.ray_store import RayStore
 
 GB = 10**9
-# Longer than any test takes: what waits so long where nothing can come is caught by its time.
+# Longer than any test takes: a wait where no room can come exceeds the test's time limit.
 LONG_S = 60.0
 
 
