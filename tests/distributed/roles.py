@@ -248,6 +248,8 @@ class Faulty(Worker):
     @broadcast
     def export_bucket(self, index: int) -> Bucket | None:
         if index == 1 and self.context.rank == 1:
+            if self.context.pool == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ExportError("weights", "nothing to export")
         if index == 1:
             dist.barrier()

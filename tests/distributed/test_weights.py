@@ -41,3 +41,11 @@ def test_a_failed_export_is_named_though_other_ranks_wait_in_a_collective_and_lo
     assert str(failure.value).startswith(expected)
     assert not is_alive(groups["exports"], 0)
     assert not is_alive(groups["imports"], 0)
+
+
+def test_the_death_of_an_exporting_rank_is_named_though_others_wait_for_it(groups: Groups):
+    with failure_within(8) as failure:
+        transfer_weights(groups["dies"], groups["lost"])
+    assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "export_bucket")
+    assert "the process died" in failure.value.cause
+    assert not is_alive(groups["lost"], 0)

@@ -16,14 +16,14 @@ def test_the_prompt_is_fixed_and_uses_the_vocabulary():
 def test_the_largest_difference_is_returned_or_named_with_the_tokens_that_differ_most():
     tokens = torch.tensor([[3, 4, 5], [6, 7, 8]])
     expected = torch.tensor([[0.0, -1.0, -2.0], [0.0, -3.0, -4.0]])
-    found = expected + torch.tensor([[0.0, 0.0, 0.25], [0.0, -0.5, 0.0]])
-    assert check_canary(found, expected, tokens, tolerance=0.5, version=3) == 0.5
+    logprobs = expected + torch.tensor([[0.0, 0.0, 0.25], [0.0, -0.5, 0.0]])
+    assert check_canary(logprobs, expected, tokens, tolerance=0.5, version=3) == 0.5
     message = (
         r"policy version 3 differ from the trainer's by up to 0\.5 nats \(tolerance 0\.4\), most at "
         r"token 7 \(engine -3\.5, trainer -3\), token 5 \(engine -1\.75, trainer -2\)"
     )
     with pytest.raises(CanaryError, match=message):
-        check_canary(found, expected, tokens, tolerance=0.4, version=3)
+        check_canary(logprobs, expected, tokens, tolerance=0.4, version=3)
 
 
 def test_a_nan_on_either_side_is_a_difference():

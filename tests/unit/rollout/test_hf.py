@@ -55,8 +55,8 @@ def test_a_given_prompt_is_scored_as_by_a_plain_forward(kind):
 def test_logprobs_equal_a_plain_forward_of_each_row_alone(kind):
     prompts = [*prompts_of(7), [5], [5, 6, 7] * 6]
     params = SamplingParams(temperature=1.5, max_new_tokens=12, stop_token_ids=(1, 2))
-    found = generate(prompts, params, kind=kind)
-    for prompt, response, logprobs in zip(prompts, found.token_ids.rows(), found.logprobs.rows(), strict=True):
+    responses = generate(prompts, params, kind=kind)
+    for prompt, response, logprobs in zip(prompts, responses.token_ids.rows(), responses.logprobs.rows(), strict=True):
         expected = plain_logprobs(decoder(kind), prompt, response.tolist(), temperature=1.5)
         expected = expected.gather(1, response[:, None]).squeeze(1)
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-4, atol=1e-4)
@@ -81,8 +81,8 @@ def test_samples_of_one_prompt_follow_the_exact_distribution_of_two_tokens():
     # 3,000 copies of one prompt, read once; all pairs of tokens against their exact probability.
     draws, prompt = 3000, [4, 8, 15]
     params = SamplingParams(temperature=2.0, top_k=3, max_new_tokens=2)
-    found = generate([prompt] * draws, params, max_num_seqs=1000)
-    pairs = found.token_ids.values.view(draws, 2)
+    responses = generate([prompt] * draws, params, max_num_seqs=1000)
+    pairs = responses.token_ids.values.view(draws, 2)
     expected = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
 
     def top_three(logprobs):
@@ -98,35 +98,35 @@ def test_samples_of_one_prompt_follow_the_exact_distribution_of_two_tokens():
     assert ((counts - expected)[likely] ** 2 / expected[likely]).sum() < 35  # at most 9 cells
 
 
-def test_greedy_follows_the_likeliest_token_of_a_plain_forward():
+def test_greedy_follows_the_most_likely_token_of_a_plain_forward():
     prompts = prompts_of(6)
-    found = generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=8))
-    assert (found.logprobs.values == 0).all()
-    for prompt, response in zip(prompts, found.token_ids.rows(), strict=True):
+    responses = generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=8))
+    assert (responses.logprobs.values == 0).all()
+    for prompt, response in zip(prompts, responses.token_ids.rows(), strict=True):
         assert plain_logprobs(decoder(), prompt, response.tolist()).argmax(-1).tolist() == response.tolist()
 
 
 def test_a_response_ends_with_its_first_stop_token_or_at_the_limit():
     stops = (1, 2)
     free = generate(prompts_of(20), SamplingParams(max_new_tokens=7))
-    found = generate(prompts_of(20), SamplingParams(max_new_tokens=7, stop_token_ids=stops))
-    assert set(found.finish_reasons) == {"stop", "length"}
-    for row, (whole, cut) in enumerate(zip(free.token_ids.rows(), found.token_ids.rows(), strict=True)):
+    responses = generate(prompts_of(20), SamplingParams(max_new_tokens=7, stop_token_ids=stops))
+    assert set(responses.finish_reasons) == {"stop", "length"}
+    for row, (whole, cut) in enumerate(zip(free.token_ids.rows(), responses.token_ids.rows(), strict=True)):
         first = next((place for place, token in enumerate(whole.tolist()) if token in stops), None)
         assert cut.tolist() == whole[: 7 if first is None else first + 1].tolist()
-        assert found.finish_reasons[row] == ("length" if first is None else "stop")
+        assert responses.finish_reasons[row] == ("length" if first is None else "stop")
 
 
 def test_a_stop_token_exactly_at_the_limit_is_a_stop():
     first = generate([[5]], SamplingParams(max_new_tokens=1)).token_ids.values.tolist()
-    found = generate([[5]], SamplingParams(max_new_tokens=1, stop_token_ids=tuple(first)))
-    assert found.token_ids.values.tolist() == first
-    assert found.finish_reasons == ["stop"]
+    responses = generate([[5]], SamplingParams(max_new_tokens=1, stop_token_ids=tuple(first)))
+    assert responses.token_ids.values.tolist() == first
+    assert responses.finish_reasons == ["stop"]
 
 
 def test_no_prompts_give_no_generations():
-    found = generate([], SamplingParams())
-    assert (found.token_ids.num_rows, found.logprobs.num_rows, found.finish_reasons) == (0, 0, [])
+    responses = generate([], SamplingParams())
+    assert (responses.token_ids.num_rows, responses.logprobs.num_rows, responses.finish_reasons) == (0, 0, [])
 
 
 def test_an_empty_prompt_and_a_missing_seed_are_refused():
@@ -136,13 +136,13 @@ def test_an_empty_prompt_and_a_missing_seed_are_refused():
         generate([[1], [2]], SamplingParams(), seeds_of(1))
 
 
-def test_generated_columns_may_meet_autograd():
-    found = generate([[1, 2]], SamplingParams(max_new_tokens=3))
+def test_generated_columns_can_enter_an_autograd_graph():
+    responses = generate([[1, 2]], SamplingParams(max_new_tokens=3))
     weight = torch.ones(3, requires_grad=True)
-    (weight * found.logprobs.values).sum().backward()
+    (weight * responses.logprobs.values).sum().backward()
     assert weight.grad is not None
-    assert not found.token_ids.values.is_inference()
-    assert not found.token_ids.lengths.is_inference()
+    assert not responses.token_ids.values.is_inference()
+    assert not responses.token_ids.lengths.is_inference()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_tied"])
@@ -160,15 +160,15 @@ def test_loaded_weights_generate_what_their_model_would(kind):
     load(engine, state)
     engine.policy_version = 5
     column = Ragged.from_rows(prompts, torch.int64)
-    found = engine.generate(column, params, seeds_of(4))
+    responses = engine.generate(column, params, seeds_of(4))
     expected = HFEngine(source).generate(column, params, seeds_of(4))
     assert (engine.policy_version, expected.policy_versions.values.unique().tolist()) == (5, [0])
-    assert found.policy_versions.values.tolist() == [5] * found.token_ids.values.numel()
-    assert found.token_ids.values.equal(expected.token_ids.values)
+    assert responses.policy_versions.values.tolist() == [5] * responses.token_ids.values.numel()
+    assert responses.token_ids.values.equal(expected.token_ids.values)
     # Copied, not shared: training goes on while the engine generates.
     with torch.no_grad():
         next(source.parameters()).zero_()
-    assert engine.generate(column, params, seeds_of(4)).token_ids.values.equal(found.token_ids.values)
+    assert engine.generate(column, params, seeds_of(4)).token_ids.values.equal(responses.token_ids.values)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
@@ -189,7 +189,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_copied(fault):
     assert all(weight.equal(before[key]) for key, weight in model.state_dict().items())
 
 
-def test_broken_weights_are_noticed_before_a_token_is_drawn():
+def test_broken_weights_are_reported_before_a_token_is_sampled():
     model = copy.deepcopy(decoder())
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))

@@ -10,38 +10,38 @@ from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.sampling import filtered_logprobs, sample, uniforms
 from rlpack.rollout.types import SamplingParams
 
-# Quarters: no two logits are closer than float32 tells probabilities apart.
+# Quarters: float32 distinguishes the probabilities of any two logits.
 logit_rows = st.lists(st.integers(-32, 32).map(lambda n: n / 4), min_size=2, max_size=12, unique=True)
 
 
-def kept_by_hand(logits, params):
-    """Top-k, then the nucleus of what is left, one token at a time."""
+def filtered_by_hand(logits, params):
+    """Top-k, then the nucleus of the remaining tokens, one token at a time."""
     weights = [math.exp(x / params.temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     order = order[: params.top_k] if params.top_k else order
-    total, mass, kept = sum(weights[i] for i in order), 0.0, []
+    total, mass, nucleus = sum(weights[i] for i in order), 0.0, []
     for i in order:
         if mass / total >= params.top_p:
             break
-        kept.append(i)
+        nucleus.append(i)
         mass += weights[i]
-    return {i: weights[i] / mass for i in kept}
+    return {i: weights[i] / mass for i in nucleus}
 
 
 @given(logits=logit_rows, top_k=st.integers(0, 14), top_p=st.floats(0.05, 1), temperature=st.sampled_from([0.5, 1, 2]))
 @settings(max_examples=150, deadline=None)
-def test_filters_keep_and_renormalise_what_a_loop_over_tokens_keeps(logits, top_k, top_p, temperature):
+def test_filters_keep_and_renormalize_the_tokens_that_a_loop_keeps(logits, top_k, top_p, temperature):
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    expected = kept_by_hand(logits, params)
-    found = filtered_logprobs(torch.tensor([logits]), params)[0].exp()
+    expected = filtered_by_hand(logits, params)
+    probabilities = filtered_logprobs(torch.tensor([logits]), params)[0].exp()
     if top_p < 1:  # a mass within rounding of top_p may go either way
-        weights = torch.tensor(sorted(kept_by_hand(logits, SamplingParams(temperature, 1.0, top_k)).values()))
+        weights = torch.tensor(sorted(filtered_by_hand(logits, SamplingParams(temperature, 1.0, top_k)).values()))
         if ((weights.flip(0).cumsum(0) - top_p).abs() < 1e-5).any():
             return
-    assert found.nonzero().flatten().tolist() == sorted(i for i in expected if found[i] > 0)
-    assert found.sum().item() == pytest.approx(1, abs=1e-5)
+    assert probabilities.nonzero().flatten().tolist() == sorted(i for i in expected if probabilities[i] > 0)
+    assert probabilities.sum().item() == pytest.approx(1, abs=1e-5)
     for i, probability in expected.items():
-        assert found[i].item() == pytest.approx(probability, rel=1e-3, abs=1e-6)
+        assert probabilities[i].item() == pytest.approx(probability, rel=1e-3, abs=1e-6)
 
 
 def test_worked_example_of_top_k_and_top_p():
@@ -61,7 +61,7 @@ def test_frequencies_follow_the_exact_distribution():
     draws = 40_000
     numbers = uniforms(np.arange(draws) * 0x5851F42D4C957F2D, position=3)
     tokens, logprobs = sample(logits.expand(draws, -1), params, numbers)
-    probabilities = torch.tensor([kept_by_hand(logits[0].tolist(), params).get(i, 0.0) for i in range(10)])
+    probabilities = torch.tensor([filtered_by_hand(logits[0].tolist(), params).get(i, 0.0) for i in range(10)])
     counts = torch.bincount(tokens, minlength=10)
     assert (counts[probabilities == 0] == 0).all()
     expected = probabilities * draws
@@ -83,33 +83,33 @@ def test_uniform_numbers_are_uniform_along_a_stream_and_over_streams():
 def test_uniform_numbers_are_those_of_splitmix64():
     # The generator's published first outputs for seed 1234567.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    found = [uniforms(np.array([1234567], dtype=np.uint64), t)[0] for t in range(4)]
-    assert found == [(number >> 11) * 2.0**-53 for number in published]
+    numbers = [uniforms(np.array([1234567], dtype=np.uint64), t)[0] for t in range(4)]
+    assert numbers == [(output >> 11) * 2.0**-53 for output in published]
 
 
-def test_signed_seeds_are_taken_by_their_bits():
+def test_signed_seeds_are_read_by_their_bits():
     assert uniforms(np.array([-1]), 0) == uniforms(np.array([2**64 - 1], dtype=np.uint64), 0)
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
-def test_a_token_without_probability_is_never_drawn_even_at_the_ends(number):
+def test_a_token_of_probability_0_is_never_sampled_even_at_the_ends(number):
     logits = torch.tensor([[-torch.inf, 1.0, 0.3, -torch.inf, -torch.inf]])
     token, logprob = sample(logits, SamplingParams(), np.array([number]))
     assert token.item() in (1, 2)
     assert logprob.isfinite().all()
 
 
-def test_large_vocabularies_are_drawn_in_parts_with_the_same_result(monkeypatch):
+def test_large_vocabularies_are_sampled_in_chunks_with_the_same_result(monkeypatch):
     logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(2))
     numbers = uniforms(np.arange(7), 0)
     whole = sample(logits, SamplingParams(), numbers)
     monkeypatch.setattr("rlpack.rollout.sampling._MAX_ENTRIES", 25)
-    parts = sample(logits, SamplingParams(), numbers)
-    assert whole[0].equal(parts[0])
-    assert whole[1].equal(parts[1])
+    chunked = sample(logits, SamplingParams(), numbers)
+    assert whole[0].equal(chunked[0])
+    assert whole[1].equal(chunked[1])
 
 
-def test_greedy_takes_the_likeliest_token_with_certainty():
+def test_greedy_selects_the_most_likely_token_with_log_prob_0():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, -1.0, 2.0]])
     tokens, logprobs = sample(logits, SamplingParams(temperature=0.0), np.zeros(2))
     assert tokens.tolist() == [1, 0]
@@ -117,7 +117,7 @@ def test_greedy_takes_the_likeliest_token_with_certainty():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_numbers_are_refused(temperature):
+def test_logits_that_are_not_finite_are_refused(temperature):
     logits = torch.zeros(3, 4)
     logits[1] = float("nan")
     with pytest.raises(EngineError, match="running row 1"):
