@@ -66,7 +66,7 @@ def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int
 
 def exported_weights(actor: ActorWorker) -> dict[str, torch.Tensor]:
     """Return all weights of an actor on the rank that exports them, as engines receive them; a collective."""
-    buckets = (actor.export_bucket(index) for index in range(len(actor.open_weights(torch.float32))))
+    buckets = (actor.export_bucket(index, torch.float32) for index in range(len(actor.open_weights(torch.float32))))
     return {name: weight for bucket in buckets if bucket for name, weight in unpack_bucket(bucket).items()}
 
 

@@ -35,6 +35,7 @@ class ActorWorker(Worker, Trainable):
         self._seed = seed
         self._scorer = scorer
         self._settings = settings
+        self._streams: dict[torch.dtype, WeightStream] = {}
         self._stepper = OptimizerStepper("actor", scorer.policy, settings.optimizer, context)
 
     @classmethod
@@ -108,14 +109,14 @@ class ActorWorker(Worker, Trainable):
     @broadcast
     def open_weights(self, dtype: torch.dtype) -> WeightLayout:
         """Plan the buckets of all weights, by their Hugging Face names, in `dtype`."""
-        self._stream = WeightStream(self._scorer.policy, dtype)
-        return self._stream.layout
+        self._streams[dtype] = WeightStream(self._scorer.policy, dtype)
+        return self._streams[dtype].layout
 
     @broadcast
-    def export_bucket(self, index: int) -> Bucket | None:
+    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
         """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it."""
         is_owner = index % self.context.num_ranks == self.context.rank
-        bucket = self._stream.gather(index, keep=is_owner)
+        bucket = self._streams[dtype].gather(index, keep=is_owner)
         return pack_bucket(bucket) if is_owner else None
 
     @broadcast

@@ -144,7 +144,7 @@ class CriticWorker(Worker, Trainable):
         return torch.float32
 
     @broadcast
-    def begin_load(self, layout: WeightLayout) -> None:
+    def check_weights(self, layout: WeightLayout) -> None:
         """Check that a policy's weights, without its head, are those of the critic's model.
 
         Raises:

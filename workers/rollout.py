@@ -74,9 +74,9 @@ class RolloutWorker(Worker):
         return self._engine.dtype
 
     @broadcast
-    def begin_load(self, layout: WeightLayout) -> None:
-        """Check that weights of this layout fit the engine, before any is copied."""
-        self._engine.begin_load(layout)
+    def check_weights(self, layout: WeightLayout) -> None:
+        """Raise unless weights of this layout fit the engine."""
+        self._engine.check_weights(layout)
 
     @broadcast
     def load_bucket(self, bucket: Bucket) -> None:

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.distributed.weights import transfer_weights
+from rlpack.distributed.weights import WeightChannel
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver import policy_stages
 from rlpack.recipes.driver.learning_rate import learning_rate
@@ -19,7 +19,7 @@ from rlpack.workers.loss import Moments, ValueLoss
 def initialize_critic(session: Session) -> None:
     """Copy the initial policy into a new critic, unless `critic.path` is set."""
     if not session.progress.took_recipe_steps and session.config.critic.path is None:
-        transfer_weights(session.actor, session.critic)
+        WeightChannel(session.actor, session.critic).transfer()
 
 
 def compute_values(

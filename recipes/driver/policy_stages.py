@@ -13,7 +13,6 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.remote import RemoteColumn
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
-from rlpack.distributed.weights import publish_weights
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
@@ -225,8 +224,6 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
         return
     timer = session.run.timer if step is None else step.timer
     with timer("sync"):
-        session.num_publications += 1
-        canary, version = canary_tokens(len(session.tokenizer)), session.num_publications
-        gap = publish_weights(session.actor, session.rollout, canary=canary, version=version)
+        gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
     if step is not None:
         step.metrics["rollout/canary_gap"] = gap

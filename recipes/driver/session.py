@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,6 +27,7 @@ from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.start_roles import start_roles
+from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
@@ -69,7 +71,6 @@ class Session:
         store: holds the tokens and texts of batches.
         progress: completed steps; frozen, replaced when a step is committed.
         step: the step in progress, or the last one; None before the first.
-        num_publications: weights sent to the rollout role since the start of this process; engines stamp it on tokens.
     """
 
     config: Config
@@ -81,7 +82,6 @@ class Session:
     store: Store = field(default_factory=LocalStore)
     progress: Progress = field(default_factory=Progress)
     step: StepContext | None = None
-    num_publications: int = 0
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -92,6 +92,11 @@ class Session:
     def rollout(self) -> WorkerGroup[RolloutWorker]:
         """Return the generating ranks."""
         return self.groups["rollout"]
+
+    @cached_property
+    def rollout_weights(self) -> WeightChannel[ActorWorker, RolloutWorker]:
+        """Return the channel of the actor's weights to the engines; it counts policy versions."""
+        return WeightChannel(self.actor, self.rollout)
 
     @property
     def critic(self) -> WorkerGroup[CriticWorker]:

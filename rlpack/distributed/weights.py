@@ -1,11 +1,13 @@
 """Weights from one role to another: bucket by bucket through the object store, past the driver.
 
-    source ranks   open_weights     export_bucket(0)   export_bucket(1)   ...   canary_logprobs
-                        │                 │                  │                       │
-    target ranks   begin_load         load_bucket        load_bucket      ...     publish
+    source ranks   open_weights       export_bucket(0)   export_bucket(1)   ...   canary_logprobs
+                        │                   │                  │                       │
+    target ranks   check_weights       load_bucket        load_bucket      ...     publish
 
-`open_weights` returns a small layout, which the driver passes on; every arrow after it is an object that one source
-rank stores and all target ranks read in place. Invariants (tests/distributed/test_weights.py):
+The first column runs once, when a `WeightChannel` is opened: `open_weights` returns a small layout, which the driver
+passes on. Every other arrow is an object that one source rank stores and all target ranks read in place.
+
+Invariants (tests/distributed/test_weights.py):
 
 1. the driver holds references, never values; bucket k is stored by source rank k modulo their number, so that no rank
    stores the whole model;
@@ -16,7 +18,7 @@ rank stores and all target ranks read in place. Invariants (tests/distributed/te
 """
 
 from collections.abc import Mapping, Sized
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -40,8 +42,8 @@ class WeightSource(Protocol):
         ...
 
     @broadcast
-    def export_bucket(self, index: int) -> Bucket | None:
-        """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it."""
+    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
+        """Gather a bucket of the layout in `dtype`, a collective; only rank `index` modulo their number returns it."""
         ...
 
 
@@ -63,8 +65,8 @@ class WeightTarget(Protocol):
         ...
 
     @broadcast
-    def begin_load(self, layout: Any) -> None:
-        """Check that weights of this layout fit; raise before anything has changed."""
+    def check_weights(self, layout: Any) -> None:
+        """Raise unless weights of this layout fit."""
         ...
 
     @broadcast
@@ -88,52 +90,62 @@ ScoredS = TypeVar("ScoredS", bound=ScoredSource)
 PublishT = TypeVar("PublishT", bound=PublishTarget)
 
 
-def transfer_weights(source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
-    """Load the weights of one role into another, on all ranks of both.
+class WeightChannel(Generic[S, T]):
+    """The way of one role's weights to another: opened once, then used after every update.
 
-    Raises:
-        RoleError: a rank raised, died or missed the deadline.
+    Attributes:
+        version: number of publications so far, the policy version of the newest.
     """
-    source.ranks.relay(_open(source, target), target.ranks)
 
+    def __init__(self, source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
+        """Agree on the buckets.
 
-def publish_weights(
-    source: WorkerGroup[ScoredS], target: WorkerGroup[PublishT], *, canary: Tensor, version: int
-) -> float:
-    """Load the weights of one role into engines, and check the engines' log-probs of the canary.
+        Raises:
+            RoleError: the source's weights do not fit the target, or a rank died or missed the deadline.
+        """
+        self.version = 0
+        self._source, self._target = source, target
+        dtype = target.run(WeightTarget.weights_dtype)
+        layout = source.run(WeightSource.open_weights, dtype)
+        target.run(WeightTarget.check_weights, layout)
+        self._buckets = [
+            Relay(
+                owner=index % source.num_ranks,
+                export=(source.role, WeightSource.export_bucket.__name__, (index, dtype)),
+                load=(target.role, WeightTarget.load_bucket.__name__, ()),
+            )
+            for index in range(len(layout))
+        ]
 
-    Args:
-        source: the trained policy.
-        target: the engines.
-        canary: the fixed prompt, token ids, int64 [R, L].
-        version: policy version of the weights, the number of publications.
+    def transfer(self) -> None:
+        """Load the source's weights into all ranks of the target.
 
-    Returns:
-        The largest difference of a log-prob between an engine and the trainer, in nats.
+        Raises:
+            RoleError: a rank raised, died or missed the deadline.
+        """
+        self._source.ranks.relay(self._buckets, self._target.ranks)
 
-    Raises:
-        RoleError: a rank raised, died or missed the deadline, or an engine failed the canary.
-    """
-    check = Relay(
-        owner=0,
-        export=(source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
-        load=(target.role, PublishTarget.publish.__name__, (canary, version)),
-    )
-    return max(source.ranks.relay([*_open(source, target), check], target.ranks))
+    def publish(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor) -> float:
+        """Load the weights into engines as the next policy version, if the engines pass the canary.
 
+        Args:
+            canary: the fixed prompt, token ids, int64 [R, L].
 
-def _open(source: WorkerGroup[Any], target: WorkerGroup[Any]) -> list[Relay]:
-    """Prepare both roles; return the relays of all buckets."""
-    layout = source.run(WeightSource.open_weights, target.run(WeightTarget.weights_dtype))
-    target.run(WeightTarget.begin_load, layout)
-    return [
-        Relay(
-            owner=index % source.num_ranks,
-            export=(source.role, WeightSource.export_bucket.__name__, (index,)),
-            load=(target.role, WeightTarget.load_bucket.__name__, ()),
+        Returns:
+            The largest difference of a log-prob between an engine and the trainer, in nats.
+
+        Raises:
+            RoleError: a rank raised, died or missed the deadline, or an engine failed the canary.
+        """
+        version = self.version + 1
+        check = Relay(
+            owner=0,
+            export=(self._source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
+            load=(self._target.role, PublishTarget.publish.__name__, (canary, version)),
         )
-        for index in range(len(layout))
-    ]
+        gaps = self._source.ranks.relay([*self._buckets, check], self._target.ranks)
+        self.version = version
+        return max(gaps)
 
 
 def pack_bucket(weights: Mapping[str, Tensor]) -> Bucket:

@@ -25,7 +25,8 @@ ENGINES = {"hf": "rlpack.rollout.hf:HFEngine"}
 class Engine(Protocol):
     """Generates with the weights it received last.
 
-    New weights arrive as `begin_load`, then one `load_bucket` per bucket of the layout, then `policy_version` is set.
+    The layout of the weights is checked once. New weights arrive as one `load_bucket` per bucket of the layout; then
+    `policy_version` is set.
 
     Attributes:
         policy_version: the number of weight publications received, 0 before the first; it is stamped on every token.
@@ -70,11 +71,11 @@ class Engine(Protocol):
         """
         ...
 
-    def begin_load(self, layout: WeightLayout) -> None:
-        """Prepare to receive weights of this layout, under the names that transformers gives them.
+    def check_weights(self, layout: WeightLayout) -> None:
+        """Check that weights of this layout, under the names that transformers gives them, fit the model.
 
         Raises:
-            EngineError: a name or a shape does not fit the model; the old weights are still in place.
+            EngineError: a name or a shape does not fit.
         """
         ...
 

@@ -109,11 +109,11 @@ class HFEngine:
         scores = logits.float().log_softmax(-1).gather(2, token_ids[:, 1:, None]).squeeze(2)
         return torch.nn.functional.pad(scores, (1, 0)).cpu()
 
-    def begin_load(self, layout: WeightLayout) -> None:
+    def check_weights(self, layout: WeightLayout) -> None:
         """Check names and shapes; weights tied to one that is sent may be missing.
 
         Raises:
-            EngineError: a name or a shape does not fit the model; the old weights are still in place.
+            EngineError: a name or a shape does not fit the model.
         """
         own, shapes = self._model.state_dict(), layout.shapes
         sent = {own[name].data_ptr() for name in shapes if name in own}

@@ -144,7 +144,7 @@ class Echo(Worker):
         return list(range(len(self.buckets)))
 
     @broadcast
-    def export_bucket(self, index: int) -> Bucket | None:
+    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
         dist.barrier()
         is_owner = index % self.context.num_ranks == self.context.rank
         if is_owner:
@@ -156,7 +156,7 @@ class Echo(Worker):
         return torch.bfloat16
 
     @broadcast
-    def begin_load(self, layout: list[int]) -> None:
+    def check_weights(self, layout: list[int]) -> None:
         self.loaded: dict[str, Tensor] = {}
 
     @broadcast
@@ -246,7 +246,7 @@ class Faulty(Worker):
         return [0, 1]
 
     @broadcast
-    def export_bucket(self, index: int) -> Bucket | None:
+    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
         if index == 1 and self.context.rank == 1:
             if self.context.pool == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -260,7 +260,7 @@ class Faulty(Worker):
         return torch.float32
 
     @broadcast
-    def begin_load(self, layout: list[int]) -> None: ...
+    def check_weights(self, layout: list[int]) -> None: ...
 
     @broadcast
     def load_bucket(self, bucket: Bucket) -> None: ...

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.weights import transfer_weights
+from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_rollouts
 from tests.distributed.roles import Echo
@@ -21,7 +21,7 @@ def test_buckets_reach_every_rank_in_the_targets_dtype_with_two_in_flight(groups
     notes = tmp_path / "notes"
     for name in ("packed", "lost"):
         groups[name].run(Echo.note_into, str(notes))
-    transfer_weights(groups["packed"], groups["lost"])
+    WeightChannel(groups["packed"], groups["lost"]).transfer()
     expected = {f"weight {index}": torch.full((index + 1,), index + 1.0, dtype=torch.bfloat16) for index in range(5)}
     for loaded in groups["lost"].run(Echo.loaded_weights, ROWS):
         assert list(loaded) == list(expected)
@@ -35,7 +35,7 @@ def test_buckets_reach_every_rank_in_the_targets_dtype_with_two_in_flight(groups
 
 def test_a_failed_export_is_named_though_other_ranks_wait_in_a_collective_and_loads_wait_for_it(groups: Groups):
     with failure_within(4) as failure:
-        transfer_weights(groups["exports"], groups["imports"])
+        WeightChannel(groups["exports"], groups["imports"]).transfer()
     assert isinstance(failure.value, RoleError)
     expected = "role exports, rank 1, in export_bucket: ExportError: no weights: nothing to export"
     assert str(failure.value).startswith(expected)
@@ -45,7 +45,7 @@ def test_a_failed_export_is_named_though_other_ranks_wait_in_a_collective_and_lo
 
 def test_the_death_of_an_exporting_rank_is_named_though_others_wait_for_it(groups: Groups):
     with failure_within(8) as failure:
-        transfer_weights(groups["dies"], groups["lost"])
+        WeightChannel(groups["dies"], groups["lost"]).transfer()
     assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "export_bucket")
     assert "the process died" in failure.value.cause
     assert not is_alive(groups["lost"], 0)

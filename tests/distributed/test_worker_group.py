@@ -15,7 +15,7 @@ from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import eos_id
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.ray_store import RayStore
-from rlpack.distributed.weights import publish_weights
+from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.reward_stages import PendingRewards
 from rlpack.recipes.driver.rollout_stages import Draw, sample_responses
@@ -121,7 +121,7 @@ def test_the_sampler_agrees_with_the_trainer_once_it_has_its_weights(groups: Gro
         return gap.max().item()
 
     assert gap() > 0.1
-    canary_gap = publish_weights(groups["actor"], groups["rollout"], canary=canary_tokens(len(tokenizer)), version=1)
+    canary_gap = WeightChannel(groups["actor"], groups["rollout"]).publish(canary_tokens(len(tokenizer)))
     assert canary_gap < 1e-4
     assert gap() < 1e-4
 

@@ -35,7 +35,7 @@ def load(engine, state):
     """Send a state to an engine in buckets of two tensors."""
     specs = [TensorSpec(name, tuple(weight.shape), weight.dtype) for name, weight in state.items()]
     layout = WeightLayout(tuple(tuple(specs[at : at + 2]) for at in range(0, len(specs), 2)))
-    engine.begin_load(layout)
+    engine.check_weights(layout)
     for bucket in layout.buckets:
         engine.load_bucket({spec.name: state[spec.name] for spec in bucket})
 

@@ -28,7 +28,7 @@ def policy_of(seed: int = 3) -> Policy:
 def send(policy: Policy, worker: RolloutWorker, corrupt: str = "", change: float = 0.0) -> None:
     """Send a policy's weights in buckets that nothing may write to, as Ray maps them; change one weight on the way."""
     stream = WeightStream(policy, worker.weights_dtype(), bucket_bytes=8000)
-    worker.begin_load(stream.layout)
+    worker.check_weights(stream.layout)
     for weights in stream:
         if corrupt in weights:
             weights[corrupt] += change
@@ -145,4 +145,4 @@ def test_weights_of_another_model_are_refused_before_any_is_copied(worker: Rollo
     other = tiny_config(model=Model(config=MODEL | {"hidden_size": 16})).model
     stream = WeightStream(Policy(build_model(other, tiny_tokenizer(), RankContext(), seed=1)), torch.float32)
     with pytest.raises(EngineError, match=r"wrong shape .*model\.norm\.weight"):
-        worker.begin_load(stream.layout)
+        worker.check_weights(stream.layout)
