@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from rlpack.config.roles import builtin_roles
 from rlpack.config.schema import Placement, Pool, Role, RoleBatching
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.object_handles import handles_of
 from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.worker import RankContext, Worker, broadcast, sharded
@@ -36,8 +36,12 @@ class Halves(Worker):
 
     @sharded()
     def double(self, shard: BatchedDataDict) -> BatchedDataDict:
-        self.objects = [handle.ref.hex() for handle in handles_of(shard)]
+        handles: list[Any] = []
+        read = shard.reader
+        assert read is not None
+        shard.reader = lambda asked: handles.extend(asked) or read(asked)
         tokens = shard["input_ids"]
+        self.objects = [handle.ref.hex() for handle in handles]
         halves = tokens.values.double()
         dist.all_reduce(halves, group=self.mesh["tp"].get_group())
         ranks = torch.full((shard.num_rows,), self.context.rank)
