@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 RENAMED = {
     "prompts_seen": "prompts_trained",
     "packing/fillers": "packing/dummy_microbatches",
+    "packing/searches_stopped": "packing/search_limit_hits",
 }
 PREFIXES = {"warm_up/": "sft_warmup/"}
 PHASES = {"warm_up": "sft_warmup"}

@@ -35,7 +35,7 @@ def main() -> None:
         median, worst, bins = timed(partial(pack, lengths, arguments.max_tokens, algorithm), arguments.repeat)
         print(f"{algorithm:32}{median:10.2f}{worst:10.2f}{len(bins):8}{bound:8}")
     print(
-        f"\n{'plan':20}{'mini-batch':>11}{'median ms':>10}{'worst ms':>10}{'microb.':>9}{'fillers':>8}"
+        f"\n{'plan':20}{'mini-batch':>11}{'median ms':>10}{'worst ms':>10}{'microb.':>9}{'dummies':>8}"
         f"{'waste %':>9}{'ranks +%':>9}{'lock-step +%':>13}"
     )
     for mode in get_args(Mode):
