@@ -1,4 +1,4 @@
-"""What the framework knows about DAPO: its config section and rules."""
+"""The spec of DAPO: its config section and rules."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the framework knows about GRPO: its warnings."""
+"""The spec of GRPO: warnings about small groups."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the framework knows about PPO: the critic, and the keys that advantages from a critic leave unread."""
+"""The spec of PPO: the critic, and the keys that it makes unused."""
 
 from collections.abc import Iterator
 

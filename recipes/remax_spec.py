@@ -1,4 +1,4 @@
-"""What the framework knows about ReMax: the greedy baseline's column."""
+"""The spec of ReMax: the column of the greedy baseline."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the framework knows about supervised fine-tuning: one role, demonstrations, and no algorithm."""
+"""The spec of supervised fine-tuning: one role, demonstrations, and no algorithm."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from rlpack.config.schema import Config
 
 
 def one_step_per_batch(config: Config) -> Iterator[str]:
-    """Refuse mini-batches, of which there is one for each batch."""
+    """Refuse mini-batches: a batch is one optimizer step."""
     trainer = config.trainer
     if trainer.mini_batch_size is not None or trainer.updates_per_batch != 1:
         yield (

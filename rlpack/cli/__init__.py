@@ -1,6 +1,8 @@
-"""The command `rlpack`: `train` composes a config, checks it against the machine and runs its recipe, `report` draws.
+"""The command `rlpack`.
 
-Thin on purpose, and quick to answer: nothing heavy is imported before it is needed. `main` has the subcommands and the
-exit codes, `train` the jobs of a command line, `surroundings` what a config needs from the machine. Recipes are found
-by name, because they stand above this package.
+- `main`: the subcommands and their exit codes. Each imports only what it needs, so that help and errors come fast.
+- `train`: composes, validates and runs the jobs of a command line. `environment` checks what they need here.
+- `job_commands`, `submit_checks`: `rlpack submit`, `jobs`, `logs` and `stop`, for jobs of a Ray cluster.
+- `plan_commands`, `plan_options`, `plan_from_run`: `rlpack plan` and `rlpack simulate`, which run no model.
+- `signals`, `tables`: Ctrl-C, SIGTERM and closed pipes; text tables.
 """

@@ -1,6 +1,6 @@
-"""What a config needs from the machine, looked at before anything starts: files, packages, directories.
+"""Environment checks: the files, packages and directories that a config needs, checked before anything starts.
 
-Cheap looks only: nothing is imported that a module's own package doesn't import, and no service is asked.
+The checks are cheap: no user module is imported, only the packages above it, and no service is contacted.
 """
 
 import importlib.util
@@ -20,31 +20,32 @@ from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import check_packages
 
-_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable of that name, which Ray sets for a submitted job's driver
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the driver of a submitted job
 
 
-def check_surroundings(config: Config, environment: Mapping[str, str]) -> None:
-    """Raise for what `config` names and this machine lacks.
+def check_environment(config: Config, environment: Mapping[str, str]) -> None:
+    """Raise if this machine lacks something that `config` names.
 
     Raises:
-        ConfigError: the run directory can't be used, a target isn't there or not allowed, or a package isn't installed.
-        DataError: a data file isn't there.
+        ConfigError: the run directory can't be used, a target can't be imported or isn't allowed, or a package is not
+            installed.
+        DataError: a data file doesn't exist.
     """
-    found = [*_run_dir(config, environment), *missing_secrets(config.job, environment)]
-    check_code_and_packages(config, environment, found)
+    problems = [*_run_dir(config, environment), *missing_secrets(config.job, environment)]
+    check_code_and_packages(config, environment, problems)
     if missing := list(_data_files(config)):
-        from rlpack.batch.errors import DataError  # imported where it is raised: a good config doesn't wait for it
+        from rlpack.batch.errors import DataError  # imported late, because it imports PyTorch
 
         raise DataError("\n".join(missing))
 
 
-def check_code_and_packages(config: Config, environment: Mapping[str, str], found: Sequence[str] = ()) -> None:
-    """Raise for what `config` loads and this machine lacks, and for the problems that were `found` before.
+def check_code_and_packages(config: Config, environment: Mapping[str, str], earlier: Sequence[str] = ()) -> None:
+    """Raise if this machine lacks code or packages that `config` loads, or if there are `earlier` problems.
 
     Raises:
-        ConfigError: there was a problem, a target isn't there or not allowed, or a package isn't installed.
+        ConfigError: an earlier problem, a target that can't be imported or isn't allowed, or a missing package.
     """
-    problems = [*found, *_shadows(environment), *_targets(config, environment), *_packages(config)]
+    problems = [*earlier, *_shadows(environment), *_targets(config, environment), *_packages(config)]
     try:
         check_packages(config.logger)
     except SinkError as error:
@@ -72,7 +73,7 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     if not path.is_absolute() and _RAY_JOB in environment:
         yield (
             f"run_dir is {config.run_dir!r}, relative to a Ray job's working directory, which is deleted with the job; "
-            "set run_dir to an absolute path on storage that stays"
+            "set run_dir to an absolute path on persistent storage"
         )
         return
     try:
@@ -82,12 +83,12 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
-    """Look for the modules that a run is going to import, among those that the operator lets it import."""
+    """Yield problems of the modules that a run imports: not allowed by the operator, or not importable."""
     for key, target in targets_of(config).items():
         if problem := why_not_allowed(key, target, environment):
             yield problem
         elif reason := _why_not_importable(target.partition(":")[0]):
-            yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from here"
+            yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from {Path.cwd()}"
 
 
 def _packages(config: Config) -> Iterator[str]:
@@ -100,7 +101,7 @@ def _packages(config: Config) -> Iterator[str]:
 
 
 def targets_of(config: Config) -> dict[str, str]:
-    """Return every key that names code which this run imports, and what it names."""
+    """Return the targets of all code that this run imports, by key."""
     roles = started_roles(config)
     targets = {f"roles.{role}.target": config.roles[role].target for role in roles}
     if "reward" in roles:
@@ -114,19 +115,19 @@ def targets_of(config: Config) -> dict[str, str]:
 
 
 def _why_not_importable(module: str) -> str:
-    """Return why `module` can't be found, or nothing when it can; it is not imported, only the packages above it."""
+    """Return why `module` can't be found, or "" if it can; only the packages above it are imported."""
     if module.endswith(".py") or "/" in module:
-        meant = module.removesuffix(".py").strip("./").replace("/", ".")
-        return f"{module} is a file, and its module {meant or 'has another name'}"
+        name = module.removesuffix(".py").strip("./").replace("/", ".")
+        return f"{module} is a file; its module is {name or 'named differently'}"
     path = list(sys.path)
     sys.path.append(os.getcwd())
     try:
-        found = importlib.util.find_spec(module)
-    except Exception as error:  # noqa: BLE001 - a user's package may raise anything while it is imported
+        spec = importlib.util.find_spec(module)
+    except Exception as error:  # noqa: BLE001 - importing a user's package can raise anything
         return f"{type(error).__name__}: {error}"
     finally:
         sys.path[:] = path
-    return "" if found else f"there is no module {module}"
+    return "" if spec else f"there is no module {module}"
 
 
 def _data_files(config: Config) -> Iterator[str]:
@@ -135,4 +136,4 @@ def _data_files(config: Config) -> Iterator[str]:
         sources["validation_source"] = config.data.validation_source
     for key, source in sources.items():
         if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
-            yield f"data.{key} is {source!r}, and there is no such file in {Path.cwd()}"
+            yield f"data.{key} is {source!r}, but there is no such file in {Path.cwd()}"

@@ -1,4 +1,4 @@
-"""`rlpack submit`, `jobs`, `logs` and `stop`: a run as a job of a Ray cluster, and what becomes of it."""
+"""`rlpack submit`, `jobs`, `logs` and `stop`: runs as jobs of a Ray cluster."""
 
 import argparse
 import os
@@ -19,7 +19,9 @@ from rlpack.observe.text import visible
 
 FAILED, WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _ENTRYPOINT = ("exec", "python", "-m", "rlpack", "train")
-_EPILOG = "Everything after -- goes to `rlpack train` on the cluster. A token is found as Ray finds it (RAY_AUTH_MODE)."
+_EPILOG = (
+    "Arguments after -- are passed to `rlpack train` on the cluster. Ray's own settings (RAY_AUTH_MODE) give the token."
+)
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -30,11 +32,11 @@ def run_command(arguments: Sequence[str]) -> int:
         return command(parsed)
     except KeyboardInterrupt:
         job = vars(parsed).get("job_id")
-        print(f"\nrlpack {parsed.command}: interrupted{f'; job {job} goes on' if job else ''}", file=sys.stderr)
+        print(f"\nrlpack {parsed.command}: interrupted{f'; job {job} continues' if job else ''}", file=sys.stderr)
         return INTERRUPTED
     except JobServerError as error:
         job = vars(parsed).get("job_id")
-        hint = f"; job {job} may go on: ask again by rlpack logs {job} --follow" if job else ""
+        hint = f"; job {job} may still be running; check with rlpack logs {job} --follow" if job else ""
         print(f"rlpack {parsed.command}: {error}{hint}", file=sys.stderr)
         return FAILED
     except (ConfigError, DataError, JobRequestError, PlacementError) as error:
@@ -43,26 +45,28 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rlpack")
-    commands = parser.add_subparsers(dest="command", required=True)
+    root = argparse.ArgumentParser(prog="rlpack")
+    commands = root.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, description=text, epilog=_EPILOG if name == "submit" else None)
-        made.add_argument(
+        parser = commands.add_parser(name, description=text, epilog=_EPILOG if name == "submit" else None)
+        parser.add_argument(
             "--address", help=f"job server, http://head-node:8265 (RAY_API_SERVER_ADDRESS, {DEFAULT_ADDRESS})"
         )
-        made.set_defaults(run=run)
-        return made
+        parser.set_defaults(run=run)
+        return parser
 
     submit = command("submit", _submit, "Run `rlpack train` as a job of a Ray cluster.")
-    submit.add_argument("--follow", action="store_true", help="show the job's log until it ends, and end as it does")
-    submit.add_argument("overrides", nargs="*", metavar="-- key=value", help="what `rlpack train` takes")
+    submit.add_argument(
+        "--follow", action="store_true", help="show the job's log until it ends, and exit with its code"
+    )
+    submit.add_argument("overrides", nargs="*", metavar="-- key=value", help="overrides for `rlpack train`")
     command("jobs", _jobs, "List a cluster's jobs.")
-    logs = command("logs", _logs, "Show what a job has written.")
+    logs = command("logs", _logs, "Show a job's log.")
     logs.add_argument("job_id", metavar="ID")
-    logs.add_argument("--follow", action="store_true", help="go on until the job ends, and end as it does")
-    command("stop", _stop, "Have a job finish its step, save and end.").add_argument("job_id", metavar="ID")
-    return parser
+    logs.add_argument("--follow", action="store_true", help="follow until the job ends, and exit with its code")
+    command("stop", _stop, "Stop a job after its step, with a checkpoint.").add_argument("job_id", metavar="ID")
+    return root
 
 
 def _server(arguments: argparse.Namespace) -> JobServer:
@@ -70,7 +74,7 @@ def _server(arguments: argparse.Namespace) -> JobServer:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    """Check everything that can be checked here, submit, and say how to go on."""
+    """Check everything that can be checked here, submit, and print the commands to follow and stop the job."""
     config = checked_config(arguments.overrides)
     upload = checked_upload(config)
     server = _server(arguments)
@@ -111,39 +115,39 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    """Stop a job, wait until it has saved and ended, and say how to resume it."""
+    """Stop a job, wait until it has saved and ended, and print how to resume it."""
     server = _server(arguments)
     job = server.job(arguments.job_id)
     if job.has_ended or not server.stop(job.id):
-        print(f"job {job.id} has ended already: {server.job(job.id).status}")
+        print(f"job {job.id} has already ended: {server.job(job.id).status}")
         return 0
     wait_s = float(job.metadata.get("stop_timeout_s", "3"))
-    print(f"stopping {job.id}: it finishes its step and saves; after {wait_s:g} s it is killed", flush=True)
+    print(f"stopping {job.id}: it finishes its step and saves, or is killed after {wait_s:g} s", flush=True)
     ended = server.wait_until_stopped(job.id, wait_s)
-    print(f"{ended.status}{_way_on(ended, server.address)}")
+    print(f"{ended.status}{_resume_hint(ended, server.address)}")
     return 0
 
 
 def _followed(server: JobServer, job_id: str) -> int:
-    """Show a job's log until it ends, say how it ended, and return its exit code."""
+    """Show a job's log until it ends, print its status, and return its exit code."""
     job = server.follow(job_id, _show)
     code = {"SUCCEEDED": 0, "STOPPED": INTERRUPTED}.get(job.status, job.exit_code or FAILED)
     why = "" if job.exit_code is not None or job.status != "FAILED" else f": {job.message.strip()}"
-    print(f"job {job_id}: {job.status}, exit code {code}{why}{_way_on(job, server.address)}", file=sys.stderr)
+    print(f"job {job_id}: {job.status}, exit code {code}{why}{_resume_hint(job, server.address)}", file=sys.stderr)
     return code
 
 
-def _way_on(job: JobRecord, address: str) -> str:
-    """Return how to resume a job that was stopped, as a line of its own; nothing for one that isn't a run's."""
+def _resume_hint(job: JobRecord, address: str) -> str:
+    """Return a line with the command that resumes a stopped run; "" for other jobs."""
     words = shlex.split(job.entrypoint)
     if job.status != "STOPPED" or tuple(words[: len(_ENTRYPOINT)]) != _ENTRYPOINT:
         return ""
-    kept = [word for word in words[len(_ENTRYPOINT) :] if word != JOINS and not word.startswith("resume=")]
-    return f"\n  go on: rlpack submit --address {address} -- {shlex.join([*kept, 'resume=auto'])}"
+    overrides = [word for word in words[len(_ENTRYPOINT) :] if word != JOINS and not word.startswith("resume=")]
+    return f"\n  resume: rlpack submit --address {address} -- {shlex.join([*overrides, 'resume=auto'])}"
 
 
 def _show(text: str) -> None:
-    """Write what a job wrote; a model's text in it can't move the cursor or colour the screen."""
+    """Print a job's output; control characters in a model's text don't reach the terminal."""
     if sys.stdout.isatty():
         lines = text.replace("\r\n", "\n").replace("\r", "\n").expandtabs().split("\n")
         text = "\n".join(visible(line) for line in lines)

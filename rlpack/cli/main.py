@@ -1,7 +1,6 @@
-"""The `rlpack` command: pick the subcommand, import only what it needs, and turn errors into exit codes.
+"""The `rlpack` command: subcommands, imported when they run, and exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 the configuration or the command line is wrong, 3 the data is wrong,
-130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong configuration or command line, 3 wrong data, 130 interrupted.
 """
 
 import argparse
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlpack import __version__
-from rlpack.cli.signals import quiet_when_nobody_reads, sigterm_like_ctrl_c
+from rlpack.cli.signals import exit_quietly_on_broken_pipe, sigterm_as_keyboard_interrupt
 
 _EPILOG = """\
 examples:
@@ -21,7 +20,7 @@ examples:
   rlpack train trainer.steps=50 --cfg job                        show the config, run nothing
   rlpack train seed=1,2,3 --multirun                             one run for each seed
   rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
-  rlpack simulate lognormal --ranks 64,1024,16384                expected step times before renting machines
+  rlpack simulate lognormal --ranks 64,1024,16384                expected step times on larger clusters
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack report runs/mine                                        write runs/mine/report.html again
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
@@ -33,8 +32,8 @@ _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (the process's own when None) and return the exit code."""
-    with quiet_when_nobody_reads():
+    """Run the command line `argv` (that of the process if None) and return the exit code."""
+    with exit_quietly_on_broken_pipe():
         return _command(list(sys.argv[1:] if argv is None else argv))
 
 
@@ -65,22 +64,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlpack {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
-    commands.add_parser("train", help="run a recipe; takes Hydra overrides (rlpack train --help)", add_help=False)
+    commands.add_parser("train", help="run a recipe, with Hydra overrides (rlpack train --help)", add_help=False)
     commands.add_parser("plan", help="show how a trace of lengths would be batched (rlpack plan --help)")
-    commands.add_parser("simulate", help="show what steps would take on more ranks (rlpack simulate --help)")
+    commands.add_parser("simulate", help="show expected step times on more ranks (rlpack simulate --help)")
     commands.add_parser("submit", help="run `rlpack train` as a job of a Ray cluster (rlpack submit --help)")
     commands.add_parser("jobs", help="list a cluster's jobs")
-    commands.add_parser("logs", help="show or follow what a job writes")
-    commands.add_parser("stop", help="have a job finish its step, save and end")
+    commands.add_parser("logs", help="show or follow a job's log")
+    commands.add_parser("stop", help="stop a job after its step, with a checkpoint")
     report = commands.add_parser("report", help="write a run's report.html again from its files")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     return parser
 
 
 def _train(arguments: list[str]) -> int:
-    """Run `rlpack train`, or its completion; until a run has begun, being stopped is one line and 130."""
+    """Run `rlpack train` or its shell completion; an interrupt before the run starts is one line and code 130."""
     try:
-        with sigterm_like_ctrl_c():
+        with sigterm_as_keyboard_interrupt():
             from rlpack.cli.train import train
 
             return _complete(arguments, train) if _COMPLETION_FLAGS.intersection(arguments) else train(arguments[1:])
@@ -90,7 +89,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    """Run a command that plans; its parser needs NumPy, which `rlpack --help` doesn't wait for."""
+    """Run a planning command, whose parser imports NumPy."""
     from rlpack.cli import plan_commands
     from rlpack.cli.plan_options import parsers
 
@@ -101,7 +100,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _report(run_dir: Path) -> int:
-    """Write the report of a run and say where it is."""
+    """Write the report of a run and print its path."""
     from rlpack.observe.errors import ReportError
     from rlpack.observe.report.report import write_report
 
@@ -114,14 +113,14 @@ def _report(run_dir: Path) -> int:
 
 
 def _complete(arguments: Sequence[str], train: Callable[[list[str]], int]) -> int:
-    """Answer a shell's question for completions; Hydra completes what follows `train`."""
+    """Print completions for a shell; Hydra completes the overrides after `train`."""
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if "query=" not in " ".join(arguments):
         return train([argument for argument in arguments if argument != "train"])
     if len(words) + line.endswith(" ") <= 2:
-        begun = words[1] if len(words) > 1 else ""
-        print(" ".join(command for command in _COMMANDS if command.startswith(begun)))
+        prefix = words[1] if len(words) > 1 else ""
+        print(" ".join(command for command in _COMMANDS if command.startswith(prefix)))
         return 0
     if words[1] != "train":
         return 0

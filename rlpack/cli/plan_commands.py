@@ -1,4 +1,4 @@
-"""`rlpack plan` and `rlpack simulate`: what batching makes of a trace of lengths, without a model or a device."""
+"""`rlpack plan` and `rlpack simulate`: plans for a trace of lengths, without a model or a device."""
 
 import argparse
 import sys
@@ -30,39 +30,41 @@ from rlpack.packing.analysis.traces import TRACES, trace
 from rlpack.packing.lengths import align
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
-# What the columns of both commands hold.
+# Meanings of the columns of both commands.
 _LEGEND = {
-    "microbatches": "of each rank",
+    "microbatches": "per rank",
     "waste %": "slots without a token",
-    "tokens +%": "how much more the fullest rank computes than the mean",
-    "lock step +%": "how much longer a step takes because ranks meet at every microbatch",
-    "idle %": "of the ranks' time, waiting for a slower rank",
+    "tokens +%": "excess tokens of the fullest rank over the mean",
+    "lock step +%": "longer step time because ranks synchronize at every microbatch",
+    "idle %": "of the ranks' time, spent waiting for slower ranks",
     "time s": "modelled, forward and backward, all optimizer steps",
     "memory GB": "of the fullest rank: --fixed-gb and its largest microbatch",
-    "tokens/s a rank": "real ones",
-    "plan ms": "to make the plan",
+    "tokens/s a rank": "without padding",
+    "plan ms": "time to make the plan",
 }
 _PLAN_COLUMNS = ("microbatches", "waste %", "tokens +%", "lock step +%", "time s", "memory GB", "plan ms")
 _SIMULATE_COLUMNS = ("microbatches", "waste %", "idle %", "time s", "memory GB", "tokens/s a rank")
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """Show how lengths would be batched, and return the exit code."""
+    """Print how lengths would be batched, and return the exit code."""
     return _guarded("plan", arguments, _plan)
 
 
 def simulate_command(arguments: argparse.Namespace) -> int:
-    """Show what steps would take on growing clusters, and return the exit code."""
+    """Print expected step times on several cluster sizes, and return the exit code."""
     return _guarded("simulate", arguments, _simulate)
 
 
 def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     assert callable(run)
     try:
-        taken = _take_from_run(arguments)
+        summary = _apply_run(arguments)
         check_options(arguments)
-        if taken:
-            print(f"{taken}; {_device(arguments).bytes_per_slot / 1e3:,.3g} kB of activations a slot (--kb-per-slot)")
+        if summary:
+            print(
+                f"{summary}; {_device(arguments).bytes_per_slot / 1e3:,.3g} kB of activations per slot (--kb-per-slot)"
+            )
         run(arguments)
     except DataError as error:
         print(f"rlpack {name}: {error}", file=sys.stderr)
@@ -73,15 +75,15 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
     return 0
 
 
-def _take_from_run(arguments: argparse.Namespace) -> str:
-    """Take what was not given from the run that is named, if it is one, and return a line that says what."""
+def _apply_run(arguments: argparse.Namespace) -> str:
+    """Set options from the named run, if `lengths` is one, and return a line that lists them."""
     arguments.record = arguments.base = arguments.cost = None
     if arguments.lengths in TRACES or not Path(arguments.lengths).is_dir():
         return ""
-    from rlpack.cli.plan_from_run import read_record, take_over
+    from rlpack.cli.plan_from_run import apply_record, read_record
 
     arguments.record = read_record(Path(arguments.lengths))
-    return take_over(arguments, arguments.record)
+    return apply_record(arguments, arguments.record)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -97,12 +99,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     rows, plans = [], {}
     for ranks in rank_counts(arguments.ranks):
         for name, batching in choices:
-            began = time.perf_counter()
-            plans[name] = plan = _made(lengths, batching, ranks, arguments, cost)
-            milliseconds = 1000 * (time.perf_counter() - began)
+            start = time.perf_counter()
+            plans[name] = plan = _plan_lengths(lengths, batching, ranks, arguments, cost)
+            milliseconds = 1000 * (time.perf_counter() - start)
             rows.append([f"{ranks:,} × {name}", *_cells(_PLAN_COLUMNS, plan, cost, device, milliseconds)])
     _print_table(_PLAN_COLUMNS, rows, device)
-    _print_remarks(lengths, arguments)
+    _print_idle_ranks(lengths, arguments)
     if arguments.suggest:
         for ranks in rank_counts(arguments.ranks):
             _print_suggestion(arguments, lengths, ranks, cost, device)
@@ -111,7 +113,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _choices(arguments: argparse.Namespace) -> Iterator[tuple[str, Batching]]:
-    """Yield the batchings that `plan` shows, by name."""
+    """Yield the batchings to compare, by name."""
     if not arguments.compare:
         yield _named(_batching(arguments, arguments.mode, arguments.algorithm))
         return
@@ -125,7 +127,7 @@ def _named(batching: Batching) -> tuple[str, Batching]:
     return (f"{batching.mode}, {batching.algorithm}" if batching.mode == "packed" else batching.mode), batching
 
 
-def _made(
+def _plan_lengths(
     lengths: np.ndarray, batching: Batching, ranks: int, arguments: argparse.Namespace, cost: Cost | None = None
 ) -> MicrobatchPlan:
     return make_plan(lengths, batching, dp_size=ranks, mini_batch_size=arguments.mini_batch_size, cost=cost)
@@ -135,23 +137,24 @@ def _cells(
     columns: tuple[str, ...], plan: MicrobatchPlan, cost: Cost, device: Device, milliseconds: float = 0.0
 ) -> list[str]:
     """Return the cells of one plan."""
-    metrics, found = plan.metrics, forecast(plan, cost, device)
+    metrics, expected = plan.metrics, forecast(plan, cost, device)
     cells = {
-        "microbatches": f"{found.microbatches:,}",
-        "waste %": f"{100 * found.padding_share:.2f}",
+        "microbatches": f"{expected.microbatches:,}",
+        "waste %": f"{100 * expected.padding_share:.2f}",
         "tokens +%": f"{100 * metrics.rank_imbalance:.2f}",
         "lock step +%": f"{100 * metrics.lockstep_overhead:.2f}",
-        "idle %": f"{100 * found.idle_share:.1f}",
-        "time s": f"{found.step_s:.3f}",
-        "memory GB": f"{found.memory_bytes / 1e9:.1f}" + ("!" if found.memory_bytes > device.memory_bytes else " "),
-        "tokens/s a rank": f"{found.tokens_per_s:,.0f}",
+        "idle %": f"{100 * expected.idle_share:.1f}",
+        "time s": f"{expected.step_s:.3f}",
+        "memory GB": f"{expected.memory_bytes / 1e9:.1f}"
+        + ("!" if expected.memory_bytes > device.memory_bytes else " "),
+        "tokens/s a rank": f"{expected.tokens_per_s:,.0f}",
         "plan ms": f"{milliseconds:.1f}",
     }
     return [cells[column] for column in columns]
 
 
 def _print_table(columns: tuple[str, ...], rows: list[list[str]], device: Device) -> None:
-    """Print a table, and what its columns hold."""
+    """Print a table and the meanings of its columns."""
     print(table(["ranks × batching", *columns], rows))
     print()
     width = max(map(len, columns))
@@ -161,12 +164,12 @@ def _print_table(columns: tuple[str, ...], rows: list[list[str]], device: Device
         print(f"{'!'.ljust(width)}  more than the {device.memory_bytes / 1e9:g} GB of a device (--memory-gb)")
 
 
-def _print_remarks(lengths: np.ndarray, arguments: argparse.Namespace) -> None:
-    """Say which ranks have nothing to do."""
+def _print_idle_ranks(lengths: np.ndarray, arguments: argparse.Namespace) -> None:
+    """Print how many ranks would get no sequence."""
     rows = min(lengths.size, arguments.mini_batch_size or lengths.size)
     for ranks in rank_counts(arguments.ranks):
         if rows < ranks:
-            print(f"{ranks:,} ranks share {rows:,} sequences of an optimizer step: at least {ranks - rows:,} have none")
+            print(f"an optimizer step has {rows:,} sequences for {ranks:,} ranks: at least {ranks - rows:,} get none")
 
 
 def _print_suggestion(
@@ -181,51 +184,52 @@ def _print_suggestion(
         mini_batch_size=arguments.mini_batch_size,
         modes=(arguments.mode,) if "mode" in arguments.given else ("packed", "dynamic"),
     )
-    found, there = best.batching, f"on {ranks:,} ranks: "
+    batching, where = best.batching, f"on {ranks:,} ranks: "
     if not best.is_worth_it:
-        print(f"{there}no change worth making: nothing that was tried saves {LEAST_GAIN:.0%} of the modelled time")
+        print(f"{where}no suggestion: no alternative saves {LEAST_GAIN:.0%} of the modelled time")
         return
-    keys = [f"batching.mode={found.mode}"]
-    if found.mode == "packed":
-        keys += [f"batching.algorithm={found.algorithm}", f"batching.pad_to_multiple={found.pad_to_multiple}"]
+    keys = [f"batching.mode={batching.mode}"]
+    if batching.mode == "packed":
+        keys += [f"batching.algorithm={batching.algorithm}", f"batching.pad_to_multiple={batching.pad_to_multiple}"]
     else:
-        keys += [f"batching.length_multiple={found.length_multiple}"]
+        keys += [f"batching.length_multiple={batching.length_multiple}"]
     keys.append(
-        f"batching.micro_batch_size={found.micro_batch_size}"
-        if found.mode == "fixed"
-        else f"batching.max_tokens={found.max_tokens}"
+        f"batching.micro_batch_size={batching.micro_batch_size}"
+        if batching.mode == "fixed"
+        else f"batching.max_tokens={batching.max_tokens}"
     )
-    gain = "" if best.gain is None else f", {best.gain:.1%} less than as asked"
+    gain = "" if best.gain is None else f", {best.gain:.1%} less than the given options"
     print(
-        f"{there}suggested: {' '.join(keys)} ({best.forecast.step_s:.3f} s{gain}; "
-        f"{best.forecast.memory_bytes / 1e9:.1f} GB on the fullest rank, {MEMORY_MARGIN:.0%} of what is left beside "
-        "--fixed-gb kept free)"
+        f"{where}suggested: {' '.join(keys)} ({best.forecast.step_s:.3f} s{gain}; "
+        f"{best.forecast.memory_bytes / 1e9:.1f} GB on the fullest rank, {MEMORY_MARGIN:.0%} of the memory next to "
+        "--fixed-gb stays free)"
     )
 
 
 def _fitted(run_dir: Path, device: Device) -> tuple[Cost, Device]:
-    """Return cost and device by which the run's own steps took as long as they did."""
+    """Fit cost and device to the step times of a run."""
     if not run_dir.is_dir():
-        raise PackingError(f"--fit needs a run's directory, and {run_dir} is none")
+        raise PackingError(f"--fit needs a run's directory, but {run_dir} is not a directory")
     from rlpack.observe.run_dir import METRICS
     from rlpack.observe.sinks import read_records
 
     records = [record for record in read_records(run_dir / METRICS) if record["phase"] == "train"]
     names = ("packing/critical_slots", "packing/critical_squares", "packing/microbatches_per_rank", "time/update_s")
     steps = [[record[name] for name in names] for record in records if all(name in record for name in names)]
-    found = calibrate(np.array(steps, dtype=np.float64).reshape(-1, len(names)))
+    fitted = calibrate(np.array(steps, dtype=np.float64).reshape(-1, len(names)))
     print(
-        f"fitted on {len(steps)} steps of {run_dir}: {found.slot_s:.3g} s a slot, {found.square_s:.3g} s a squared "
-        f"slot, {found.microbatch_s:.3g} s a microbatch; explains {found.explained:.0%} of time/update_s's variance"
+        f"fitted on {len(steps)} steps of {run_dir}: {fitted.slot_s:.3g} s per slot, {fitted.square_s:.3g} s per "
+        f"squared slot, {fitted.microbatch_s:.3g} s per microbatch; explains "
+        f"{fitted.explained:.0%} of time/update_s's variance"
     )
-    return found.cost, replace(device, flops_per_s=1.0, overhead_s=found.microbatch_s)
+    return fitted.cost, replace(device, flops_per_s=1.0, overhead_s=fitted.microbatch_s)
 
 
 def _check_picture(path: Path) -> None:
-    """Refuse a picture that can't be written, and make its folder.
+    """Refuse a picture that can't be written, and create its folder.
 
     Raises:
-        PackingError: it is of no known kind, or there is no place for it.
+        PackingError: the format is unknown, or the file can't be written.
     """
     if path.suffix.removeprefix(".").lower() not in PICTURES:
         raise PackingError(f"--picture {path} ends in {path.suffix or 'nothing'}; give one of .{', .'.join(PICTURES)}")
@@ -234,17 +238,17 @@ def _check_picture(path: Path) -> None:
         is_new = not path.exists()
         path.open("ab").close()
         if is_new:
-            path.unlink()  # what follows may fail
+            path.unlink()  # later steps may fail
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> PackingError:
-    return PackingError(f"--picture {path} can't be written: {error.strerror or error}; name another place")
+    return PackingError(f"--picture {path} can't be written: {error.strerror or error}; choose another path")
 
 
 def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, MicrobatchPlan]) -> None:
-    """Draw the plan that was chosen, or one of each mode, and above it what padding in arrival order would take."""
+    """Draw the chosen plan, or one per mode, below a plan that is padded in arrival order."""
     from rlpack.observe.report.packing_picture import packing_picture
 
     (ranks,) = rank_counts(arguments.ranks)
@@ -253,13 +257,13 @@ def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, M
         for name, plan in plans.items()
         if plan.batching.mode != "packed" or plan.batching.algorithm == arguments.algorithm
     }
-    fixed = chosen.pop("fixed", None) or _made(lengths, _batching(arguments, "fixed"), ranks, arguments)
-    drawn = {"fixed (padded, in arrival order)": fixed} | dict(reversed(chosen.items()))
+    fixed = chosen.pop("fixed", None) or _plan_lengths(lengths, _batching(arguments, "fixed"), ranks, arguments)
+    pictures = {"fixed (padded, in arrival order)": fixed} | dict(reversed(chosen.items()))
     try:
-        packing_picture(drawn, arguments.picture)
+        packing_picture(pictures, arguments.picture)
     except OSError as error:
         raise _unwritable(arguments.picture, error) from error
-    print(f"picture of {'; '.join(drawn)}: {arguments.picture}")
+    print(f"picture of {'; '.join(pictures)}: {arguments.picture}")
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -273,15 +277,15 @@ def _simulate(arguments: argparse.Namespace) -> None:
         if whole is None:
             print(f"{ranks:,} ranks: {_headline(lengths, arguments)}")
         for mode in MODES:
-            plan = _made(lengths, _batching(arguments, mode), ranks, arguments, cost)
+            plan = _plan_lengths(lengths, _batching(arguments, mode), ranks, arguments, cost)
             rows.append([f"{ranks:,} × {mode}", *_cells(_SIMULATE_COLUMNS, plan, cost, device)])
     _print_table(_SIMULATE_COLUMNS, rows, device)
     if whole is not None:
-        _print_remarks(whole, arguments)
+        _print_idle_ranks(whole, arguments)
 
 
 def _grown(arguments: argparse.Namespace, ranks: int) -> np.ndarray:
-    """Return as many lengths as `--rows-per-rank` asks for: of a longer trace, or those of a file again and again."""
+    """Return `--rows-per-rank` lengths per rank: from a longer trace, or by repeating a file's lengths."""
     count = ranks * arguments.rows_per_rank
     if arguments.lengths in TRACES:
         return trace(arguments.lengths, count, arguments.longest, seed=arguments.seed)
@@ -298,17 +302,17 @@ def _headline(lengths: np.ndarray, arguments: argparse.Namespace) -> str:
         f"{int(lengths.max()):,}; a budget of {arguments.max_tokens:,} needs at least {bound:,} microbatches"
     )
     if steps > 1:
-        text += f"; figures are of all {steps:,} optimizer steps together"
+        text += f"; numbers are totals over all {steps:,} optimizer steps"
     if over := int((aligned > arguments.max_tokens).sum()):
         text += (
-            f"\n{over:,} sequences are over the budget: each has a microbatch of its own here, above the budget; "
-            "training refuses them unless batching.overlong says what to do"
+            f"\n{over:,} sequences exceed the budget: each gets its own microbatch here; training refuses them "
+            "unless batching.overlong is set"
         )
     return text
 
 
 def _lengths(arguments: argparse.Namespace) -> np.ndarray:
-    """Return the lengths that the command is about."""
+    """Return the lengths to plan."""
     if arguments.lengths in TRACES:
         return trace(arguments.lengths, arguments.rows, arguments.longest, seed=arguments.seed)
     path = Path(arguments.lengths)
@@ -316,14 +320,14 @@ def _lengths(arguments: argparse.Namespace) -> np.ndarray:
         return np.asarray(arguments.record.lengths, dtype=np.int64)
     if not path.exists() and not path.suffix:
         raise DataError(
-            f"there is no file {path}, and no synthetic trace of this name; give a file of lengths, a run's directory, "
+            f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, "
             f"or one of {', '.join(TRACES)}"
         )
     return read_lengths(path, arguments.column)
 
 
 def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = "best_fit_decreasing") -> Batching:
-    """Return a batching in which a sequence over the budget gets a microbatch of its own: nothing is left out."""
+    """Return a batching that keeps all sequences: one over the budget gets its own microbatch."""
     batching = replace(
         arguments.base or Batching(),
         mode=mode,
@@ -338,7 +342,7 @@ def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = 
 
 
 def _cost(arguments: argparse.Namespace) -> Cost:
-    """Return the FLOPs of the run's own model, or of a dense decoder: 24·h²·L and, causal, 2·h·L² a layer."""
+    """Return the cost of the run's model, or of a dense decoder: 24·h²·L and, causal, 2·h·L² FLOPs per layer."""
     if arguments.cost is not None:
         return arguments.cost
     hidden, layers = arguments.hidden_size, arguments.layers
@@ -349,7 +353,7 @@ def _device(arguments: argparse.Namespace) -> Device:
     """Return the device; a slot keeps 34 bytes × hidden size × layers (Korthikanti et al., 2022, arXiv:2205.05198)."""
     kilobytes = arguments.kb_per_slot
     if kilobytes is None and arguments.cost is not None and arguments.cost.quadratic > 0:
-        kilobytes = 17.0 * arguments.cost.quadratic / 1e3  # whose 2·h·L² a layer tell hidden size × layers
+        kilobytes = 17.0 * arguments.cost.quadratic / 1e3  # hidden size × layers, from 2·h·L² per layer
     elif kilobytes is None:
         kilobytes = 34.0 * arguments.hidden_size * arguments.layers / 1e3
     return Device(

@@ -1,7 +1,7 @@
-"""The options of `rlpack plan` and `rlpack simulate`: what they are, and which of them mean something together.
+"""Options of `rlpack plan` and `rlpack simulate`, and which combinations are valid.
 
-Options have no defaults in the parser, so that one which was given can be told from one that was not: an option that
-would change nothing is refused, for whoever gave it expects something of it.
+Options have no defaults in the parser, so that given options can be told from defaults: an option without effect is
+refused, because its user expects one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 PICTURES = ("png", "svg", "pdf", "jpg", "jpeg", "webp", "tiff")
 _WRONG_ARGUMENTS = 2
 
-# Name, default, type and meaning of the options of both commands.
+# Name, default, type and help of the options of both commands.
 _OPTIONS: tuple[tuple[str, Any, type, str], ...] = (
     ("rows", 16384, int, "rows of a synthetic trace"),
     ("longest", 8192, int, "its longest row"),
@@ -28,7 +28,7 @@ _OPTIONS: tuple[tuple[str, Any, type, str], ...] = (
     ("max_tokens", 16384, int, "token budget of packed and dynamic microbatches"),
     ("pad_to_multiple", 1, int, "alignment of packed rows"),
     ("length_multiple", 1, int, "alignment of padded widths"),
-    ("fixed_rows", 16, int, "rows of a fixed microbatch, whose slots no budget bounds"),
+    ("fixed_rows", 16, int, "rows of a fixed microbatch, which has no token budget"),
     ("hidden_size", 4096, int, "of the model"),
     ("layers", 32, int, "of the model"),
     ("tflops", 400.0, float, "a device sustains"),
@@ -43,31 +43,31 @@ _ABOVE_ZERO = (
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the option that was probably meant."""
+    """A parser whose errors are one line, with the most likely option."""
 
     def __init__(self, *, prog: str, ranks: str) -> None:
-        """Take the command's name, and the ranks that it takes when none are given."""
-        super().__init__(prog=prog, epilog="Of a run's directory come, for what is not given, its ranks and batching.")
+        """Take the command's name and its default of `--ranks`."""
+        super().__init__(prog=prog, epilog="With a run's directory, its ranks and batching are the defaults.")
         self.ranks = ranks
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the options, each its default where it was not given, and `given`, the names of those that were."""
-        found, unknown = self.parse_known_args(args, namespace)
+        """Return the options with defaults filled in, and `given`, the names of options that were given."""
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
             word = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(word, known, n=1)
-            self.error(f"{word} is no option; " + (f"did you mean {near[0]}?" if near else "see --help"))
-        found.given = {name for name, value in vars(found).items() if value is not None and value is not False}
+            self.error(f"unknown option {word}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        parsed.given = {name for name, value in vars(parsed).items() if value is not None and value is not False}
         defaults = {name: default for name, default, _, _ in _OPTIONS}
         defaults |= {"ranks": self.ranks, "mode": "packed", "algorithm": "best_fit_decreasing"}
         for name, default in defaults.items():
-            if vars(found).get(name, default) is None:
-                setattr(found, name, default)
-        return found
+            if vars(parsed).get(name, default) is None:
+                setattr(parsed, name, default)
+        return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Say in one line what is wrong, and exit."""
+        """Print one line and exit."""
         print(f"{self.prog}: {message}", file=sys.stderr)
         sys.exit(_WRONG_ARGUMENTS)
 
@@ -80,8 +80,10 @@ def parsers() -> tuple[OptionParser, OptionParser]:
             "lengths",
             help=f".jsonl, .npy or .parquet of lengths, a run's directory, or a synthetic trace: {', '.join(TRACES)}",
         )
-        parser.add_argument("--column", help="where a row of a .jsonl or .parquet file holds its length (length)")
-        parser.add_argument("--ranks", help=f"data-parallel ranks, one number or several with commas ({parser.ranks})")
+        parser.add_argument("--column", help="column of the length in a .jsonl or .parquet file (length)")
+        parser.add_argument(
+            "--ranks", help=f"data-parallel ranks, one number or several, separated by commas ({parser.ranks})"
+        )
         parser.add_argument("--mini-batch-size", type=int, help="rows of an optimizer step (all)")
         for name, default, kind, meaning in _OPTIONS:
             parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{meaning} ({default})")
@@ -94,21 +96,21 @@ def parsers() -> tuple[OptionParser, OptionParser]:
     plan.add_argument(
         "--suggest", action="store_true", help="search mode (or --mode alone), budget, alignment and algorithm"
     )
-    plan.add_argument("--fit", action="store_true", help="take times from the steps of the run that is named")
+    plan.add_argument("--fit", action="store_true", help="fit times to the steps of the given run")
     plan.add_argument(
         "--picture", type=Path, metavar="FILE", help=f"draw the first optimizer step, as {', '.join(PICTURES)}"
     )
     simulate.add_argument(
-        "--rows-per-rank", type=int, help="rows for each rank instead of as many for all; a file's are repeated"
+        "--rows-per-rank", type=int, help="rows per rank instead of in total; a file's rows are repeated"
     )
     return plan, simulate
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that nothing can be computed with, and options that would change nothing.
+    """Refuse numbers out of range, and options without effect.
 
     Raises:
-        PackingError: by the name that the user knows.
+        PackingError: names the option.
     """
     for count in rank_counts(arguments.ranks):
         if not 1 <= count <= MAX_RANKS:
@@ -119,14 +121,14 @@ def check_options(arguments: argparse.Namespace) -> None:
             raise PackingError(f"{_option(name)} is {value:g}; it has to be above 0")
     if arguments.fixed_gb >= arguments.memory_gb:
         raise PackingError(
-            f"--fixed-gb is {arguments.fixed_gb:g}, and --memory-gb {arguments.memory_gb:g} leaves nothing for "
-            "activations; lower the one or raise the other"
+            f"--fixed-gb ({arguments.fixed_gb:g}) leaves no memory of --memory-gb ({arguments.memory_gb:g}); "
+            "lower --fixed-gb or raise --memory-gb"
         )
     _check_rows(arguments)
     for options, needs_not, why in (*_of_source(arguments), *_of_command(arguments)):
         for name in options:
             if needs_not and name in arguments.given:
-                raise PackingError(f"{_option(name)} {why}; leave it out")
+                raise PackingError(f"{_option(name)} {why}; remove it")
 
 
 def _check_rows(arguments: argparse.Namespace) -> None:
@@ -141,46 +143,46 @@ def _check_rows(arguments: argparse.Namespace) -> None:
 
 
 def _of_source(arguments: argparse.Namespace) -> Iterator[tuple[Sequence[str], bool, str]]:
-    """Yield names of options, whether they change nothing for these lengths, and why."""
+    """Yield options, whether they have no effect on these lengths, and why."""
     source = arguments.lengths
     is_trace = source in TRACES
-    yield ("rows", "longest", "seed"), not is_trace, f"is for synthetic traces, and {source} is none"
-    yield ("column",), is_trace, f"is for files, and {source} is a synthetic trace"
+    yield ("rows", "longest", "seed"), not is_trace, f"is for synthetic traces, but {source} is none"
+    yield ("column",), is_trace, f"is for files, but {source} is a synthetic trace"
     has_columns = Path(source).suffix in (".jsonl", ".parquet")
-    yield ("column",), not has_columns, f"is for .jsonl and .parquet files, and {source} is none"
-    yield ("rows",), "rows_per_rank" in arguments.given, "is the count for all ranks, and --rows-per-rank was given"
+    yield ("column",), not has_columns, f"is for .jsonl and .parquet files, but {source} is none"
+    yield ("rows",), "rows_per_rank" in arguments.given, "is the total of all ranks, but --rows-per-rank is given"
 
 
 def _of_command(arguments: argparse.Namespace) -> Iterator[tuple[Sequence[str], bool, str]]:
-    """Yield names of options, whether they change nothing beside the others, and why."""
+    """Yield options, whether they have no effect given the others, and why."""
     given = arguments.given
     if "fit" in given:
-        yield ("tflops", "overhead_ms"), True, "is what --fit takes from the run"
-        why = "tells times and memory, which --fit and --kb-per-slot have told"
+        yield ("tflops", "overhead_ms"), True, "is fitted by --fit"
+        why = "sets times and memory, which --fit and --kb-per-slot set already"
         yield ("hidden_size", "layers"), "kb_per_slot" in given, why
     if "mode" not in vars(arguments) or "compare" in given:
-        yield ("mode", "algorithm"), True, "chooses one, and --compare shows all"
+        yield ("mode", "algorithm"), True, "chooses one, but --compare shows all"
         return
     mode, searches = arguments.mode, "suggest" in given
     no_packing, no_padding = mode != "packed" and not searches, mode == "packed" and not searches
-    yield ("algorithm",), mode != "packed", f"is of packed mode, and --mode is {mode}"
-    yield ("pad_to_multiple",), no_packing, f"is of packed mode, and --mode is {mode}"
-    yield ("length_multiple",), no_padding and "picture" not in given, "is of padded modes, and --mode is packed"
-    yield ("fixed_rows",), mode != "fixed" and "picture" not in given, f"is of fixed mode, and --mode is {mode}"
-    yield ("max_tokens",), mode == "fixed", "bounds no microbatch of fixed mode, which takes --fixed-rows rows each"
-    yield ("picture",), len(rank_counts(arguments.ranks)) > 1, "draws one plan, and --ranks has several numbers"
+    yield ("algorithm",), mode != "packed", f"is for packed mode, but --mode is {mode}"
+    yield ("pad_to_multiple",), no_packing, f"is for packed mode, but --mode is {mode}"
+    yield ("length_multiple",), no_padding and "picture" not in given, "is for padded modes, but --mode is packed"
+    yield ("fixed_rows",), mode != "fixed" and "picture" not in given, f"is for fixed mode, but --mode is {mode}"
+    yield ("max_tokens",), mode == "fixed", "has no effect on fixed mode, whose microbatches have --fixed-rows rows"
+    yield ("picture",), len(rank_counts(arguments.ranks)) > 1, "draws one plan, but --ranks has several numbers"
 
 
 def rank_counts(text: str) -> list[int]:
-    """Return the numbers of ranks that a list with commas names.
+    """Parse a comma-separated list of rank counts.
 
     Raises:
-        PackingError: one is no whole number.
+        PackingError: an entry is not a whole number.
     """
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise PackingError(f"--ranks is {text!r}; give whole numbers with commas, such as 8,64,512") from error
+        raise PackingError(f"--ranks is {text!r}; give whole numbers separated by commas, such as 8,64,512") from error
 
 
 def _option(name: str) -> str:

@@ -1,4 +1,4 @@
-"""How the `rlpack` process ends when it is told to, and when nobody reads what it writes."""
+"""Termination of the `rlpack` process: by SIGTERM, and by a closed standard output."""
 
 import os
 import signal
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# What a shell reports of `cat` in `cat | head`: 128 and the number of SIGPIPE.
-NOBODY_READS = 141
+# Exit code of a process that SIGPIPE ends, as `cat` in `cat | head`: 128 + its number.
+BROKEN_PIPE = 141
 
 
 @contextmanager
-def sigterm_like_ctrl_c() -> Iterator[None]:
-    """Have SIGTERM raise KeyboardInterrupt inside, as Ctrl-C does; a run takes both over once it has begun.
+def sigterm_as_keyboard_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM inside the block, as Ctrl-C does; a started run handles both itself.
 
-    A second one, as `timeout` sends it to the process and to its group, must not cut the farewell short.
+    A second SIGTERM is ignored: `timeout` sends one to the process and one to its group.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,11 +35,11 @@ def sigterm_like_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_when_nobody_reads() -> Iterator[None]:
-    """Leave with `NOBODY_READS` and no traceback when standard output is closed, as by `| head`.
+def exit_quietly_on_broken_pipe() -> Iterator[None]:
+    """Exit with `BROKEN_PIPE` and no traceback if standard output is closed, as by `| head`.
 
     Raises:
-        SystemExit: it was closed.
+        SystemExit: standard output was closed.
     """
     try:
         try:
@@ -47,5 +47,5 @@ def quiet_when_nobody_reads() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more while it ends
-        raise SystemExit(NOBODY_READS) from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
+        raise SystemExit(BROKEN_PIPE) from None

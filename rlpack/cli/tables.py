@@ -1,10 +1,10 @@
-"""Plain tables for commands: the first column to the left, figures to the right."""
+"""Text tables of commands: the first column is left-aligned, numbers are right-aligned."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the lines of a table.
+    """Return a table as text.
 
     >>> print(table(["mode", "ms"], [["packed", "1.5"]]))
     mode     ms

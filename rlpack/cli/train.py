@@ -1,7 +1,7 @@
-"""`rlpack train`: Hydra composes the jobs, all of them are validated, then they run one after another.
+"""`rlpack train`: compose all jobs with Hydra, validate them, then run one after another.
 
-Recipes run outside of Hydra's job runner, because it prints its own words about an exception and ends the process with
-its own exit code. So a sweep's last job is known to be valid before its first one starts.
+Recipes run outside Hydra's job runner, which would print its own messages and choose the exit code. So all jobs of a
+sweep are validated before the first one starts.
 """
 
 import logging
@@ -21,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rlpack.cli.environment import check_surroundings
+from rlpack.cli.environment import check_environment
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
@@ -50,7 +50,7 @@ _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 @dataclass(frozen=True)
 class Job:
-    """One run to do: its config, and for one of a sweep its number, Hydra's directory for it and its overrides."""
+    """A run: its config and, in a sweep, its number, the directory that Hydra chose and its overrides."""
 
     config: Config
     number: int | None = None
@@ -59,16 +59,16 @@ class Job:
 
 
 def train(arguments: list[str]) -> int:
-    """Compose, validate and run what `arguments` (Hydra's overrides and flags) ask for; return the exit code.
+    """Compose, validate and run the jobs of `arguments` (Hydra's overrides and flags); return the exit code.
 
     The first job that fails ends a sweep.
     """
-    if os.getcwd() not in sys.path:  # where users keep their own recipes, roles and rewards
+    if os.getcwd() not in sys.path:  # users keep their recipes, roles and rewards there
         sys.path.append(os.getcwd())
     try:
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:
-            check_surroundings(job.config, os.environ)
+            check_environment(job.config, os.environ)
             load_secrets(job.config.job, os.environ)
     except ValueError as error:
         return _report_failure(error)
@@ -84,16 +84,16 @@ def train(arguments: list[str]) -> int:
 
 
 def run(config: Config) -> int:
-    """Run the recipe of a config, its run_dir made absolute, and return the exit code that its end means."""
+    """Run the recipe of a config with an absolute run_dir, and return the exit code."""
     try:
         main = _load_while_ray_starts(config)
         main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
         saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
-        way_on = f"the same command with run_dir={config.run_dir} resume=auto goes on from its last checkpoint"
-        _say(f"interrupted; {way_on if saved else 'nothing was saved yet'}")
+        hint = f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
+        _print_error(f"interrupted; {hint if saved else 'nothing was saved yet'}")
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the edge of the process: every error ends here as a message and a code
+    except Exception as error:  # noqa: BLE001 - the outermost handler: every error becomes a message and an exit code
         return _report_failure(error)
     finally:
         _stop_ray()
@@ -126,10 +126,10 @@ def _stop_ray() -> None:
 
 
 def compose_jobs(arguments: list[str]) -> list[Job]:
-    """Return the validated jobs of a command line; none when it only asks Hydra to show something.
+    """Return the validated jobs of a command line; none if Hydra only prints something.
 
     Raises:
-        ConfigError: a job can't be composed, or is not valid.
+        ConfigError: a job can't be composed, or is invalid.
     """
     jobs: list[Job] = []
     problems: list[str] = []
@@ -139,7 +139,7 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
         label = f"job {job.num} ({job.override_dirname}): " if in_sweep else ""
         try:
             config = validate(plain(composed, root))
-        except ConfigError as error:  # Hydra would print its own words about it
+        except ConfigError as error:  # Hydra would print its own message
             problems.extend(label + problem for problem in error.problems)
             return
         sweep_dir = HydraConfig.get().runtime.output_dir
@@ -155,30 +155,30 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return flags (with their values) and overrides; Hydra's parser wants the overrides side by side.
+    """Split arguments into flags (with their values) and overrides, which Hydra's parser needs side by side.
 
     Raises:
-        ConfigError: a word is neither, a plugin is asked for that rlpack can't run, or a config directory is unsafe.
+        ConfigError: a word is neither, an unsupported plugin is chosen, or a config directory is unsafe.
     """
     flags: list[str] = []
     overrides: list[str] = []
-    before = ""
+    previous = ""
     for word in arguments:
-        if word.startswith("-") or (before.startswith("-") and "=" not in word):
+        if word.startswith("-") or (previous.startswith("-") and "=" not in word):
             flags.append(word)
         elif "=" in word or word.startswith("~"):
             overrides.append(word)
         else:
             raise ConfigError([f"{word!r} is not an override; write key=value, such as trainer.steps=50"])
-        flag, _, value = word.partition("=") if word.startswith("-") else (before, "", word)
+        flag, _, value = word.partition("=") if word.startswith("-") else (previous, "", word)
         if word.startswith("-") and flag not in _FLAGS:
-            raise ConfigError([_no_flag(flag)])
+            raise ConfigError([_unknown_flag(flag)])
         if flag in _DIRECTORY_FLAGS and value:
             check_yaml_files(Path(value))
-        before = word
+        previous = word
     for override in overrides:
         if override.startswith(_PLUGINS) and not override.endswith("=basic"):
-            raise ConfigError([f"{override} is not supported; the jobs of a sweep run one after another"])
+            raise ConfigError([f"{override} is not supported: the jobs of a sweep run one after another"])
     return flags, overrides
 
 
@@ -190,16 +190,16 @@ def _config_dirs(flags: Sequence[str]) -> Iterator[Path]:
             yield Path(value if has_value else following)
 
 
-def _no_flag(flag: str) -> str:
+def _unknown_flag(flag: str) -> str:
     """Return the message for an unknown option, which most likely means a key."""
     key = flag.lstrip("-").replace("-", "_")
-    meant = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
-    return f"unknown option {flag}; overrides take no dashes: {meant}"
+    hint = f"write {key}=…" if find(key) is not None else unknown_key_problem(key)
+    return f"unknown option {flag}; overrides take no dashes: {hint}"
 
 
 @contextmanager
 def _hydras_command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Hand Hydra its arguments, and have it raise its errors instead of printing them and leaving with code 1."""
+    """Set Hydra's arguments, and make it raise errors instead of printing them and exiting with code 1."""
     before = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["rlpack", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -213,10 +213,10 @@ def _hydras_command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
-    """Return the jobs with run_dir set, `~` read as the home directory; the jobs of a sweep never share one.
+    """Return the jobs with run_dir set and `~` expanded; the jobs of a sweep never share one.
 
-    In a sweep a null run_dir becomes the directory that Hydra gave the job, and one that several jobs name gets the
-    job's number below it.
+    In a sweep, a null run_dir becomes the directory that Hydra chose for the job. If several jobs name the same
+    run_dir, each gets a folder below it, named after its number.
     """
     named = [job.config.run_dir for job in jobs]
     placed = []
@@ -232,7 +232,7 @@ def with_run_dirs(jobs: Sequence[Job], now: datetime) -> list[Job]:
 
 
 def _fresh_name(now: datetime, recipe: str) -> str:
-    """Return runs/<date>-<recipe>, with a number behind it when another run began in the same second."""
+    """Return runs/<date>-<recipe>, with a suffix if that directory exists."""
     name = base = Path("runs") / f"{now:%Y-%m-%d_%H-%M-%S}-{recipe}"
     count = 1
     while name.exists():
@@ -242,18 +242,18 @@ def _fresh_name(now: datetime, recipe: str) -> str:
 
 
 def _report_failure(error: Exception) -> int:
-    """Say what ended a run and return its exit code; our own errors speak for themselves, others get a traceback."""
+    """Print the error that ended a run and return its exit code; only errors that aren't ours get a traceback."""
     from rlpack.batch.errors import DataError
 
     ours = any(parent.__module__.startswith(_OWN_PACKAGES) for parent in type(error).__mro__)
     if not ours or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     else:
-        _say(str(error))
+        _print_error(str(error))
     if isinstance(error, DataError):
         return DATA_WRONG
     return CONFIG_WRONG if ours and isinstance(error, ValueError) else RUN_FAILED
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     print(f"rlpack train: {message}", file=sys.stderr)

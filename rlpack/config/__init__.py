@@ -1,6 +1,9 @@
-"""The configuration: the schema with every default, its rules, its composition and its reference page.
+"""The configuration: a schema with every default, rules across keys, composition, and generated pages.
 
-`schema` is the one home of keys, types, limits and defaults; Hydra's base node and docs/reference/config.md are made
-from it. `compose` turns a command line into a plain mapping, `validate` that mapping into a `Config`, `rules` holds
-what no single key can say, `secrets` what must not be written down, and `roles` what the sections mean for one role.
+- `schema` and `sections`: keys, types, limits and defaults; Hydra's base node is generated from them.
+- `recipes`, `recipe_targets`: the recipe that runs, and the sections that it adds to the schema.
+- `compose`, `validate`, `rules`, `reward_rules`, `warnings`: from a command line to a valid `Config`.
+- `keys`, `foreign_names`: look keys up, and answer unknown ones.
+- `roles`: what the sections mean for one role. `redaction`: which values must not be written down.
+- `reference_page`, `migration_page`: docs/reference/config.md and docs/migration.md.
 """

@@ -1,7 +1,7 @@
 """Compose a config with Hydra: the base node comes from the schema, presets and overrides go on top.
 
 Hydra closes a composed config to unknown keys; mappings in which users choose the names (`roles`, `placement.pools`,
-`reward.arguments`, ...) are left open, so nobody has to write `+`. Whatever Hydra, OmegaConf or YAML refuse becomes a
+`reward.arguments`, ...) are left open, so that they need no `+`. Errors of Hydra, OmegaConf and YAML become a
 `ConfigError` in terms of keys.
 """
 
@@ -66,7 +66,7 @@ def register_base(targets: Sequence[str]) -> Key:
 
 
 def base_node(kind: type[Config]) -> DictConfig:
-    """Return every key at its default, with the mappings in which users choose the names left open."""
+    """Return every key at its default; mappings in which users choose the names are left open."""
     node = OmegaConf.create(kind().model_dump(mode="json"))
     for key in walk(root_key(kind)):
         if key.is_open and "<" not in key.path:
@@ -88,7 +88,7 @@ def plain(composed: DictConfig, root: Key) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError([f"{error.full_key}: {_first_line(error)}"]) from error
     except RecursionError as error:
-        raise ConfigError(["an interpolation ${...} leads back to itself; give one of its keys a value"]) from error
+        raise ConfigError(["an interpolation ${...} refers to itself; give one of its keys a value"]) from error
     if missing:
         raise ConfigError([f"{path} is missing; {how_to_set(path, root)}" for path in missing])
     assert isinstance(values, dict)
@@ -99,14 +99,14 @@ def plain(composed: DictConfig, root: Key) -> dict[str, Any]:
 
 @contextmanager
 def config_errors(overrides: Sequence[str], root: Key) -> Iterator[None]:
-    """Turn what composing may raise into a `ConfigError` that names the override at fault."""
+    """Turn errors of composing into a `ConfigError` that names the override at fault."""
     experiments = [
         override.partition("=")[2].strip("[]") for override in overrides if override.startswith("experiment=")
     ]
     if len(experiments) > 1:
         both = f"experiment=[{','.join(experiments)}]"
         raise ConfigError(
-            [f"experiment is given {len(experiments)} times, and the last alone would count; give {both}"]
+            [f"experiment is given {len(experiments)} times, but only the last would count; write {both}"]
         )
     for override in overrides:
         if len(override) > _LONGEST_OVERRIDE:
@@ -119,11 +119,11 @@ def config_errors(overrides: Sequence[str], root: Key) -> Iterator[None]:
         name, _, choice = override.partition("=")
         if name in groups() and name != "experiment" and choice.startswith("["):
             raise ConfigError(
-                [f"{override} makes more than one choice; {name} takes one of: {', '.join(groups()[name])}"]
+                [f"{override} has more than one choice; {name} takes one of: {', '.join(groups()[name])}"]
             )
     try:
         yield
-    except (ConfigError, BrokenPipeError):  # nobody reads what Hydra shows: not for us to speak of
+    except (ConfigError, BrokenPipeError):  # the reader of Hydra's output is gone: not an error of the config
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(list(_diagnose(overrides, error, root)) or [_whole_text(error)]) from error
@@ -136,14 +136,14 @@ def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
 
 
 def _diagnose(overrides: Sequence[str], error: Exception, root: Key) -> Iterator[str]:
-    """Yield a problem for each override that can't be read, or names no choice of its group, or no key."""
+    """Yield a problem for each override with wrong syntax, an unknown choice or an unknown key."""
     parser = OverridesParser.create()
     for text in overrides:
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError) as reason:
-            reading = f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
-            yield f"{reading}{_how_to_quote(text, parser)}"
+            problem = f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
+            yield f"{problem}{_how_to_quote(text, parser)}"
             continue
         if override.key_or_group in (shipped := groups()):
             group, choice = override.key_or_group, override.value()
@@ -153,11 +153,11 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key) -> Iterator
             yield unknown_key_problem(override.key_or_group, root)
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
             key = override.key_or_group
-            yield f"{text} is a list, and {key} holds keys; set one of them: {key}.<key>=<value>"
+            yield f"{text} is a list, but {key} is a section; set one of its keys: {key}.<key>=<value>"
 
 
 def _how_to_quote(text: str, parser: OverridesParser) -> str:
-    """Return how to write, in a shell, an override whose value Hydra's grammar reads in quotes alone; else nothing."""
+    """Return how to quote an override in a shell, or "" if quotes don't make it valid."""
     name, _, value = text.partition("=")
     quoted = f'{name}="{value}"'
     if (
@@ -185,6 +185,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _whole_text(error: Exception) -> str:
-    """Return the error's text with its cause's, which is where Hydra leaves the key."""
+    """Return the text of the error and of its cause, in which Hydra names the key."""
     texts = [str(error), str(error.__cause__) if error.__cause__ else ""]
     return "\n".join(text.strip() for text in texts if text.strip()) or type(error).__name__

@@ -1,10 +1,10 @@
-"""The error of everything that a user configures."""
+"""Errors of configuration."""
 
 from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """A configuration that can't be run: one line for each problem, with what was got and which key to change.
+    """An invalid configuration: one line per problem, with the given value and the key to change.
 
     >>> print(ConfigError(["seed is -1; it has to be at least 0", "steps is not a key"]))
     seed is -1; it has to be at least 0
@@ -16,5 +16,5 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
-        """Rebuild from the problems, so that the error crosses a process boundary."""
+        """Rebuild from the problems, so that the error pickles."""
         return type(self), (self.problems,)

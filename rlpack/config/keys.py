@@ -1,4 +1,4 @@
-"""Every key of the schema: walk them, look one up, and name the nearest to one that doesn't exist."""
+"""Keys of the schema: iterate over them, look one up, and say what to write instead of an unknown one."""
 
 import inspect
 import re
@@ -21,14 +21,14 @@ ANY_NAME = "<name>"
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted path, its type, its default and what it means.
+    """A key of the schema.
 
     Attributes:
-        path: dotted path; `<name>` stands where the user chooses the name.
+        path: dotted path; `<name>` is a name that users choose.
         annotation: the Python type.
         default: the default value, or None for a section or where `required`.
         required: whether there is no default.
-        description: what it means, one line.
+        description: meaning, on one line.
         constraints: limits as text, such as `>= 1`.
     """
 
@@ -46,17 +46,17 @@ class Key:
 
     @property
     def is_open(self) -> bool:
-        """Whether users may add names of their own below it."""
+        """Whether users choose the names below it."""
         return get_origin(self.annotation) is dict
 
     @property
     def is_section(self) -> bool:
-        """Whether the schema fixes the keys below it."""
+        """Whether it holds keys of the schema."""
         return _is_section(self.annotation)
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it holds a value that code reads, free-form arguments included."""
+        """Whether it holds a value, free-form arguments included."""
         return not self.is_section and not (self.is_open and _is_section(get_args(self.annotation)[1]))
 
 
@@ -79,7 +79,7 @@ def walk(root: Key | None = None) -> Iterator[Key]:
 
 
 def children(key: Key) -> Mapping[str, Key]:
-    """Return the keys right below `key` by name; `<name>` where the user chooses it, none below a value."""
+    """Return the keys directly below `key` by name; `<name>` for names that users choose, none below a value."""
     if key.is_open:
         below = get_args(key.annotation)[1]
         return {ANY_NAME: Key(_join(key.path, ANY_NAME), below)} if _is_section(below) else {}
@@ -93,7 +93,7 @@ def children(key: Key) -> Mapping[str, Key]:
 def find(path: str, root: Key | None = None) -> Key | None:
     """Return the key at a dotted path as a user writes it, or None if there is none.
 
-    Below an open mapping every name is a key.
+    Every name below an open mapping is a key.
 
     >>> find("placement.pools.big.ranks").path, find("model.config.hidden_size").path, find("trainer.stepz")
     ('placement.pools.<name>.ranks', 'model.config', None)
@@ -145,7 +145,7 @@ def how_to_set(path: str, root: Key | None = None) -> str:
     """Return how to give a value to a key that has none.
 
     >>> how_to_set("data.split")
-    'set data.split=… (split that prompts are drawn from (hub and generator))'
+    'set data.split=… (training split (hub and generator))'
     """
     key = find(path, root)
     text = key.description.rstrip(".") if key else ""
@@ -203,7 +203,7 @@ def _constraints(info: FieldInfo) -> Iterator[str]:
 
 
 def _dataclass_children(key: Key) -> dict[str, Key]:
-    """Return the keys of a dataclass section; its docstring's Attributes describe them."""
+    """Return the keys of a dataclass section, described by its docstring's Attributes."""
     documentation = inspect.getdoc(key.annotation) or ""
     hints = get_type_hints(key.annotation)
     return {
@@ -219,9 +219,9 @@ def _dataclass_children(key: Key) -> dict[str, Key]:
 
 
 def _attribute_text(documentation: str, name: str) -> str:
-    """Return the text of `name` under Attributes, on one line with a capital."""
-    found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^\w|\Z)", documentation, re.DOTALL | re.MULTILINE)
-    text = " ".join(found.group(1).split()) if found else ""
+    """Return the text of `name` under Attributes, on one line and capitalized."""
+    match = re.search(rf"^    {name}: (.*?)(?=^    \w+: |^\w|\Z)", documentation, re.DOTALL | re.MULTILINE)
+    text = " ".join(match.group(1).split()) if match else ""
     return text[:1].upper() + text[1:] if text[:1].isalpha() else text
 
 

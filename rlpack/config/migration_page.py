@@ -12,7 +12,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
 _HEAD = """\
 # Coming from another framework
 
-Written from `rlpack/config/foreign_names.yaml` by `python -m rlpack.config.migration_page`; don't edit it by hand.
+Generated from `rlpack/config/foreign_names.yaml` by `python -m rlpack.config.migration_page`; don't edit it by hand.
 
 The keys of rlpack that do what these names do. `rlpack train` gives the same answers: type a name that you know, and
 the error message says what it is called here. [reference/config.md](reference/config.md) explains every key.

@@ -1,4 +1,4 @@
-"""Recipes: what the framework knows about each one besides its loop, and the schema that includes its sections.
+"""Specs of recipes, and the schema composed with their sections.
 
 A recipe is a module with a function `main(config)` and a `SPEC`. The spec is read from `<module>_spec` if that module
 exists, else from the module itself: built-in recipes keep it apart, so that a config is validated without importing
@@ -39,7 +39,7 @@ _Section = TypeVar("_Section", bound=Section)
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """What the framework needs to know about a recipe besides its loop.
+    """The description of a recipe besides its loop.
 
     Attributes:
         roles: built-in roles that it always starts. A recipe that starts `rollout` also starts `reference` when

@@ -1,6 +1,6 @@
-"""What looks like a secret in a config, decided in one place.
+"""Secrets in a config: one definition of which keys hold them.
 
-The rules refuse a config that carries one, and whatever is written down (config.yaml, checkpoints, loggers) hides it.
+The rules refuse configs with secrets; config.yaml, checkpoints and loggers hide them.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 HIDDEN = "<hidden>"
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-# `token` alone is one; pad_token, eos_token and max_tokens are not. Names with _env or _path say where one is.
+# `token` alone is a secret; pad_token, eos_token and max_tokens are not. Names with _env or _path only refer to one.
 _SECRET = re.compile(
     r"^token$|(^|[_-])(secrets?|password|passwd|passphrase|credentials?|(api|access|private|secret)[_-]?key"
     r"|(access|api|auth|bearer|hf|hub|refresh|session)[_-]?token)$",
@@ -18,7 +18,7 @@ _SECRET = re.compile(
 
 
 def looks_secret(name: str, value: Any) -> bool:
-    """Return whether a key of this name with this value holds a secret; empty values and switches never do.
+    """Return whether a key with this name and value holds a secret; empty values and booleans never do.
 
     >>> looks_secret("hub_token", "abc"), looks_secret("pad_token", "abc"), looks_secret("auth_token", True)
     (True, False, False)
@@ -28,7 +28,7 @@ def looks_secret(name: str, value: Any) -> bool:
 
 
 def secret_paths(place: str, value: Any) -> Iterator[str]:
-    """Yield the dotted keys below `place` that look like secrets, those inside lists included.
+    """Yield the dotted keys below `place` that look like secrets, also inside lists.
 
     >>> list(secret_paths("reward.arguments", {"judges": [{"name": "a", "token": "abc"}]}))
     ['reward.arguments.judges.0.token']
@@ -41,23 +41,23 @@ def secret_paths(place: str, value: Any) -> Iterator[str]:
 
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the values of keys that look like secrets hidden.
+    """Return the configuration with secrets hidden.
 
     >>> without_secrets({"max_tokens": 8, "judges": [{"api_key": "abc"}]})
     {'max_tokens': 8, 'judges': [{'api_key': '<hidden>'}]}
     """
-    return {name: HIDDEN if looks_secret(str(name), value) else _shown(value) for name, value in config.items()}
+    return {name: HIDDEN if looks_secret(str(name), value) else _redacted(value) for name, value in config.items()}
 
 
-def _shown(value: Any) -> Any:
+def _redacted(value: Any) -> Any:
     """Return a value with the secrets below it hidden."""
     if isinstance(value, Mapping):
         return without_secrets(value)
-    return [_shown(below) for below in value] if _is_list(value) else value
+    return [_redacted(below) for below in value] if _is_list(value) else value
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of what is right below a mapping or a list; a list's entries are named by number."""
+    """Yield the entries of a mapping or a list by name; entries of a list are named by index."""
     if isinstance(value, Mapping):
         yield from ((str(name), below) for name, below in value.items())
     elif _is_list(value):

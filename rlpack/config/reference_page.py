@@ -14,10 +14,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 _HEAD = """\
 # Configuration keys
 
-Written from the models of `rlpack/config/` by `python -m rlpack.config.reference_page`; don't edit it by hand.
+Generated from the models in `rlpack/config/` by `python -m rlpack.config.reference_page`; don't edit it by hand.
 
 These are the schema's defaults. Presets in `configs/` override some of them for the built-in task;
-`rlpack train --cfg job` shows what a command really uses. `<name>` stands for a name of your own choice.
+`rlpack train --cfg job` shows the values that a command uses. `<name>` is a name that you choose.
+A section of a single recipe, such as `dapo`, exists only with that recipe; so do those of your own recipes.
 """
 _WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", NoneType: "null"}
 
@@ -61,19 +62,19 @@ def _table(section: Key, rows: list[Key]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key in rows:
-        default = "has to be set" if key.required else f"`{_as_yaml(key.default)}`"
+        default = "required" if key.required else f"`{_as_yaml(key.default)}`"
         yield f"| `{key.name}` | {_cell(type_text(key))} | {default} | {_cell(_meaning(key))} |"
     yield ""
 
 
 def _meaning(key: Key) -> str:
-    """Return a key's description; a role's own batching takes it from the section that it inherits from."""
+    """Return a key's description; that of a role's batching is inherited from `batching`."""
     inherited = find(f"batching.{key.name}") if ".batching." in key.path else None
     return key.description or (inherited.description if inherited else "")
 
 
 def type_text(key: Key) -> str:
-    """Return a key's type and limits in a user's words.
+    """Return a key's type and limits for users.
 
     >>> from rlpack.config.keys import find
     >>> type_text(find("trainer.mini_batch_size")), type_text(find("resume"))
@@ -100,7 +101,7 @@ def _type_words(annotation: Any) -> Iterator[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return a default as one writes it on the command line."""
+    """Return a default as written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict):

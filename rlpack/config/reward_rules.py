@@ -1,4 +1,4 @@
-"""Rules across the keys of rewards: functions, and judges."""
+"""Rules across the keys of reward functions and judges."""
 
 import re
 from collections.abc import Iterator
@@ -9,41 +9,41 @@ from rlpack.config.schema import Config, Reward
 JUDGE = "rlpack.workers.judge:JudgeWorker"
 _COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _UNIT_TESTS = "rlpack.rewards.code_execution:unit_tests"
-# Columns of a scoring role that are counted, reward_<name>.
+# Columns reward_<name> that scoring roles use for counters.
 _COUNTERS = ("failure", "output_bytes", "retries")
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong between the keys of `reward`."""
+    """Yield problems across the keys of `reward`."""
     reward = config.reward
     if reward.functions and (reward.arguments or reward.function != Reward().function):
         yield (
-            f"reward.functions has {', '.join(reward.functions)}, and reward.function or reward.arguments is set too; "
-            "give either several functions or the one"
+            f"reward.functions has {', '.join(reward.functions)}, but reward.function or reward.arguments is set too; "
+            "set either reward.functions or reward.function"
         )
     for name in reward.functions:
         if not _COLUMN.fullmatch(name):
-            yield f"reward.functions holds the name {name!r}; use letters, digits and _, beginning with a letter"
+            yield f"reward.functions holds the name {name!r}; use letters, digits and _, starting with a letter"
         if name in _COUNTERS:
-            yield f"reward.functions holds the name {name!r}, which is what failures are counted by; choose another"
+            yield f"reward.functions holds the name {name!r}, which is reserved for a counter; choose another"
     targets = {"reward": reward.function} | {name: function.function for name, function in reward.functions.items()}
     if reward.subprocesses == 0 and _UNIT_TESTS in targets.values():
-        yield f"{_UNIT_TESTS} runs programs, and reward.subprocesses is 0; set reward.subprocesses=1"
+        yield f"{_UNIT_TESTS} runs programs, but reward.subprocesses is 0; set reward.subprocesses=1"
 
 
 def judge_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong between `judge` and the roles that ask it."""
+    """Yield problems across `judge` and the roles that call it."""
     judge = config.judge
     judges = [name for name, role in config.roles.items() if role.target == JUDGE]
     if judges and (len(judges) > 1 or "judge" in config.reward.functions):
         others = [*judges[1:], *(["reward.functions.judge"] if "judge" in config.reward.functions else [])]
-        yield f"the role {judges[0]} and {', '.join(others)} would both add the column reward_judge; keep one of them"
+        yield f"the role {judges[0]} and {', '.join(others)} would both add the column reward_judge; remove one of them"
     if judges and (judge.url is None or judge.model is None):
         missing = "judge.url" if judge.url is None else "judge.model"
-        yield f"{missing} is null, and the role {judges[0]} asks it; set judge.url and judge.model"
+        yield f"{missing} is null, but the role {judges[0]} needs it; set judge.url and judge.model"
     if judge.url is not None and all(is_builtin(name) for name in config.roles):
-        yield f"judge.url is {judge.url!r}, and no role asks it; add roles.judge.target={JUDGE}"
+        yield f"judge.url is {judge.url!r}, but no role uses it; add roles.judge.target={JUDGE}"
     if judge.url is not None and not judge.url.startswith(("http://", "https://")):
-        yield f"judge.url is {judge.url!r}; it has to begin with http:// or https://"
+        yield f"judge.url is {judge.url!r}; it has to start with http:// or https://"
     if judge.url is not None and "@" in judge.url.partition("://")[2].partition("/")[0]:
-        yield "judge.url holds a user or a password, and a config is stored and shown; use judge.api_key_env"
+        yield "judge.url contains a user or a password, and configs are stored and shown; use judge.api_key_env"

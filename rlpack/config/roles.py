@@ -11,15 +11,15 @@ from rlpack.packing.lengths import MAX_LENGTH
 
 # Roles that run a model and never train it.
 _FROZEN = ("reference", "reward_model")
-# Built-in roles whose batching is set in a section of their own.
+# Built-in roles with a batching section.
 _WITH_SECTIONS = ("critic", "reference", "reward_model")
 
 
 def role_batching(config: Config, role: str) -> Batching:
-    """Return how `role` batches: its own values where it set some, the actor's (`batching`) for the rest.
+    """Return the batching of `role`: its own values, and the actor's (`batching`) for those that it leaves null.
 
     Raises:
-        ConfigError: the role doesn't exist, or its own values and the actor's don't go together.
+        ConfigError: the role doesn't exist, or its values conflict with the inherited ones.
 
     >>> from rlpack.config.schema import Role
     >>> judge = Role(target="judge:Judge", batching=RoleBatching(mode="fixed", micro_batch_size=2))
@@ -29,7 +29,7 @@ def role_batching(config: Config, role: str) -> Batching:
     """
     if role not in config.roles:
         raise ConfigError([f"there is no role {role!r}; roles has: {', '.join(config.roles)}"])
-    # The token budget is not that of roles without microbatches: no prompt may be cut or left out on its way to them.
+    # Roles without microbatches have no token budget: prompts on their way to them are never cut or dropped.
     if role == "rollout":
         rows = min(config.rollout.max_num_seqs, MAX_LENGTH)
         return config.batching.override(mode="fixed", micro_batch_size=rows, overlong="own_microbatch")
@@ -40,11 +40,11 @@ def role_batching(config: Config, role: str) -> Batching:
         return config.batching.override(**own.model_dump())
     except PackingError as error:
         key = f"{role}.batching" if role in _WITH_SECTIONS else f"roles.{role}.batching"
-        raise ConfigError([f"{key}, with what it inherits from batching: {error}"]) from error
+        raise ConfigError([f"{key}, with the values inherited from batching: {error}"]) from error
 
 
 def own_batching(config: Config, role: str) -> RoleBatching:
-    """Return what a role sets for itself; the actor sets nothing, because `batching` is its own."""
+    """Return the batching keys that a role sets; none for the actor, whose section is `batching` itself."""
     if role == "actor":
         return RoleBatching()
     own = {
@@ -77,7 +77,7 @@ def role_compute(config: Config, role: str) -> Compute:
 
 
 def pool_of(config: Config, role: str) -> str:
-    """Return the pool that `role` runs in: the one placement.roles names, else the first pool.
+    """Return the pool of `role`: that of placement.roles, else the first one.
 
     >>> pool_of(Config(), "judge")
     'main'
@@ -112,7 +112,7 @@ def optimizers(config: Config) -> dict[str, Optimizer]:
 
 
 def pools_in_use(config: Config) -> dict[str, Pool]:
-    """Return the pools in which a run starts processes, by name.
+    """Return the pools that a run starts processes in, by name.
 
     >>> list(pools_in_use(Config()))
     ['main']
@@ -122,5 +122,5 @@ def pools_in_use(config: Config) -> dict[str, Pool]:
 
 
 def is_builtin(role: str) -> bool:
-    """Whether `role` is one that rlpack brings along."""
+    """Return whether `role` is a built-in role."""
     return role in builtin_roles()

@@ -1,8 +1,8 @@
-"""Rules across keys: what no single key's type and limits can say.
+"""Rules across keys, beyond the type and limits of a single key.
 
-Every rule is a generator of problems; `broken_rules` runs them all, so that a user sees everything at once. Rules look
-at values alone. What depends on files, packages or the machine is looked at by the command line, before it starts; but
-that a file which nothing is held out of doesn't exist is said here, since it is the first thing to mend.
+Every rule is a generator of problems. `broken_rules` runs all of them, so that users see all problems at once. Rules
+depend on values only; files, packages and the machine are checked by `rlpack.cli.environment`. One exception: a missing
+data file without a validation source is reported here, because it is the first thing to fix.
 """
 
 import os
@@ -26,7 +26,7 @@ _NO_LORA = Lora()
 
 
 def broken_rules(config: Config) -> list[str]:
-    """Return the problems of a config whose every single value is well-formed; empty when it can run."""
+    """Return the problems across keys of a config whose single values are valid."""
     problems = [problem for rule in _RULES for problem in rule(config)]
     return problems or list(_token_budget(config))
 
@@ -38,14 +38,14 @@ def _recipe(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    is_cispo = algorithm.loss == "cispo"  # whose lower bound of 1 is none
+    is_cispo = algorithm.loss == "cispo"  # a lower bound of 1 means none
     if algorithm.clip_low > algorithm.clip_high and not is_cispo:
         yield (
-            f"algorithm.clip_low is {algorithm.clip_low}, over algorithm.clip_high of {algorithm.clip_high}; "
-            "lower the one or raise the other"
+            f"algorithm.clip_low ({algorithm.clip_low}) exceeds algorithm.clip_high ({algorithm.clip_high}); lower "
+            "algorithm.clip_low or raise algorithm.clip_high"
         )
     if algorithm.clip_low == 1 and not is_cispo:
-        yield "algorithm.clip_low is 1, which leaves the ratio no lower bound; set it below 1, or choose loss=cispo"
+        yield "algorithm.clip_low is 1, which is no lower bound; set it below 1, or set algorithm.loss=cispo"
     needs_constant = algorithm.aggregation == "seq_mean_token_sum_norm"
     if needs_constant and algorithm.aggregation_constant is None:
         yield (
@@ -55,10 +55,10 @@ def _algorithm(config: Config) -> Iterator[str]:
     if not needs_constant and algorithm.aggregation_constant is not None:
         yield (
             f"algorithm.aggregation_constant is {algorithm.aggregation_constant}, but algorithm.aggregation is "
-            f"{algorithm.aggregation}; set algorithm.aggregation=seq_mean_token_sum_norm or leave the constant at null"
+            f"{algorithm.aggregation}; set algorithm.aggregation=seq_mean_token_sum_norm, or the constant to null"
         )
     if algorithm.kl_coef > 0 and "reference" not in config.roles:
-        yield f"algorithm.kl_coef is {algorithm.kl_coef} and needs the role reference; keep roles.reference"
+        yield f"algorithm.kl_coef is {algorithm.kl_coef}, which needs the role reference; keep roles.reference"
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -68,24 +68,23 @@ def _optimizer(config: Config) -> Iterator[str]:
     if lora.rank > 0 and optimizer.freeze:
         yield (
             f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.freeze "
-            "is set too; leave it [] and choose by actor.lora.targets which layers get adapters, or set "
-            "actor.lora.rank=0"
+            "is set too; set it to [] and choose layers by actor.lora.targets, or set actor.lora.rank=0"
         )
     unused = [name for name, value in lora if value != dict(_NO_LORA)[name]] if lora.rank == 0 else []
     if unused:
-        yield f"actor.lora.{unused[0]} is set, but actor.lora.rank is 0, which makes no adapters; set it, to 16 say"
+        yield f"actor.lora.{unused[0]} is set, but actor.lora.rank is 0: there are no adapters; set it, say to 16"
 
 
 def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
     if optimizer.schedule == "constant" and optimizer.min_lr_ratio > 0:
         yield (
-            f"{key}.min_lr_ratio is {optimizer.min_lr_ratio:g}, but {key}.schedule is constant, which doesn't fall; "
+            f"{key}.min_lr_ratio is {optimizer.min_lr_ratio:g}, but {key}.schedule is constant, which doesn't decay; "
             f"set {key}.schedule=cosine or linear, or leave {key}.min_lr_ratio=0"
         )
     if 0 < steps <= optimizer.warmup_steps:
         yield (
-            f"{key}.warmup_steps is {optimizer.warmup_steps}, and trainer.steps {steps} end before the rate is up; "
-            "lower the one or raise the other"
+            f"{key}.warmup_steps ({optimizer.warmup_steps}) leaves no step of trainer.steps ({steps}) at peak rate; "
+            f"lower {key}.warmup_steps or raise trainer.steps"
         )
 
 
@@ -94,12 +93,12 @@ def _kl(config: Config) -> Iterator[str]:
     if algorithm.kl_coef == 0 and (algorithm.kl_target is not None or algorithm.kl_placement == "reward"):
         yield (
             f"algorithm.kl_coef is 0, so algorithm.kl_target={algorithm.kl_target} and algorithm.kl_placement="
-            f"{algorithm.kl_placement} do nothing; set algorithm.kl_coef above 0, where it begins"
+            f"{algorithm.kl_placement} have no effect; set algorithm.kl_coef above 0"
         )
 
 
 def _cut_alike(config: Config) -> Iterator[str]:
-    """Refuse a critic or a reference that leaves out or cuts other rows than the actor, or at other lengths."""
+    """Refuse a critic or a reference that drops or truncates other rows than the actor."""
     cuts = {}
     for role in ("actor", "critic", "reference"):
         if role not in started_roles(config):
@@ -114,8 +113,8 @@ def _cut_alike(config: Config) -> Iterator[str]:
     for role, cut in cuts.items():
         if cut != cuts["actor"]:
             yield (
-                f"the actor's batching and {role}.batching cut over-long sequences differently, so tokens would be "
-                f"trained of which the {role} says nothing; give both the same mode, max_tokens, multiple and overlong"
+                f"the actor's batching and {role}.batching cut overlong sequences differently, so some trained tokens "
+                f"would have no values of the {role}; set the same mode, max_tokens, multiple and overlong for both"
             )
 
 
@@ -123,14 +122,14 @@ def _object_store(config: Config) -> Iterator[str]:
     placement = config.placement
     if placement.address is not None and placement.object_store_gb is not None:
         yield (
-            f"placement.object_store_gb is {placement.object_store_gb:g}, and placement.address joins a cluster whose "
-            "store is there already; leave it null, and give ray start --object-store-memory"
+            f"placement.object_store_gb is {placement.object_store_gb:g}, but placement.address joins a cluster that "
+            "already has a store; leave it null, and set ray start --object-store-memory"
         )
     size, in_flight = placement.object_store_gb, placement.in_flight_gb
     if placement.address is None and size is not None and in_flight is not None and in_flight > size:
         yield (
-            f"placement.in_flight_gb is {in_flight:g}, over placement.object_store_gb of {size:g}; lower the one or "
-            "raise the other"
+            f"placement.in_flight_gb ({in_flight:g}) exceeds placement.object_store_gb ({size:g}); lower "
+            "placement.in_flight_gb or raise placement.object_store_gb"
         )
 
 
@@ -138,21 +137,21 @@ def _model(config: Config) -> Iterator[str]:
     model = config.model
     if model.path is None and not isinstance(model.config.get("model_type"), str):
         yield (
-            "model.path is null, so a new model is built from model.config, which lacks model_type; "
+            "model.path is null, so a new model is initialized from model.config, which lacks model_type; "
             "set model.path to a folder or a hub name, choose model=tiny, or set model.config.model_type (qwen2, ...)"
         )
     if model.path is not None and model.config:
         yield (
-            f"model.path is {model.path!r} and model.config is set too; model.config is for a new model: "
+            f"model.path is {model.path!r}, but model.config is set too, which is for a new model: "
             "choose model=pretrained together with model.path"
         )
     for name, section in (("model", model), ("critic", config.critic), ("reward_model", config.reward_model)):
         if section.revision is not None and section.path is None:
-            yield f"{name}.revision is {section.revision!r}, but {name}.path is null; a revision belongs to a hub model"
+            yield f"{name}.revision is {section.revision!r}, but {name}.path is null; a revision needs a hub model"
     if model.trust_remote_code and (model.path is None or model.revision is None):
         yield (
-            "model.trust_remote_code is true: code from the hub runs only at a pinned commit; "
-            "set model.path and model.revision, or leave it false"
+            "model.trust_remote_code is true, but code from the hub runs only at a pinned commit; "
+            "set model.path and model.revision, or set it to false"
         )
 
 
@@ -163,20 +162,20 @@ def _data(config: Config) -> Iterator[str]:
             yield f"data.{name} is blank; set it"
     if data.generator and data.source != "arithmetic":
         yield (
-            f"data.generator is set, but data.source is {data.source!r}; it is for data.source=arithmetic: "
+            f"data.generator is set, but data.source is {data.source!r}; the generator is for data.source=arithmetic: "
             "choose data=jsonl, data=parquet or data=hub together with data.source"
         )
     if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
         if data.source.endswith(_FILES) and not os.path.isfile(os.path.expanduser(data.source)):
-            yield f"data.source is {data.source!r}, and there is no such file in {Path.cwd()}"
+            yield f"data.source is {data.source!r}, but there is no such file in {Path.cwd()}"
         yield (
-            f"{same}, so nothing would be held out; set data.validation_source to other prompts, "
-            f"or to {data.source} itself to evaluate on what is trained on"
+            f"{same}, so no prompts would be held out; set data.validation_source to other prompts, "
+            f"or to {data.source} itself to evaluate on the training prompts"
         )
 
 
 def _why_nothing_is_held_out(data: Data) -> str | None:
-    """Return why prompts and held-out prompts of one source are the same rows, None if they are not."""
+    """Return why training and held-out prompts are the same rows, None if they are not."""
     if data.source.endswith(_FILES):
         return f"data.validation_source is null, and {data.source} is one file without splits"
     if data.split == data.validation_split:
@@ -210,12 +209,12 @@ def _names(config: Config) -> Iterator[str]:
     for kind, names in (("placement.pools", config.placement.pools), ("roles", config.roles)):
         for name in names:
             if not _NAME.fullmatch(name):
-                yield f"{kind} holds the name {name!r}; use letters, digits, - and _, beginning with a letter"
+                yield f"{kind} holds the name {name!r}; use letters, digits, - and _, starting with a letter"
     for role in recipe_of(config).roles:
         if role not in config.roles:
             yield f"recipe={config.recipe.name} needs the role {role}; keep roles.{role}"
     if config.reward_model.path is not None and "reward_model" not in config.roles:
-        yield f"reward_model.path is {config.reward_model.path!r} and needs the role; keep roles.reward_model"
+        yield f"reward_model.path is {config.reward_model.path!r}, which needs its role; keep roles.reward_model"
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -225,17 +224,17 @@ def _placement(config: Config) -> Iterator[str]:
         return
     for role, pool in placement.roles.items():
         if role not in config.roles:
-            yield f"placement.roles.{role} places a role that doesn't exist; roles has: {', '.join(config.roles)}"
+            yield f"placement.roles.{role} names a role that doesn't exist; roles has: {', '.join(config.roles)}"
         if pool not in placement.pools:
             yield f"placement.roles.{role} is {pool!r}; placement.pools has: {', '.join(placement.pools)}"
     used = {pool_of(config, role) for role in config.roles}
     for name, pool in placement.pools.items():
         if name not in used:
-            yield f"placement.pools.{name} has no role; name it in placement.roles, or drop it: ~placement.pools.{name}"
-        if pool.gpus_per_rank not in (0, 1):  # two NCCL ranks can't share a GPU, and a rank computes on one
+            yield f"placement.pools.{name} has no role; name it in placement.roles, or remove ~placement.pools.{name}"
+        if pool.gpus_per_rank not in (0, 1):  # NCCL ranks can't share a GPU, and a rank uses only one
             yield (
                 f"placement.pools.{name}.gpus_per_rank is {pool.gpus_per_rank}; it has to be 0 or 1, because a rank "
-                f"computes on the CPU or on one whole GPU: set placement.pools.{name}.ranks to the number of GPUs"
+                f"runs on the CPU or on one whole GPU; set placement.pools.{name}.ranks to the number of GPUs"
             )
 
 
@@ -244,8 +243,8 @@ def _own_batching(config: Config) -> Iterator[str]:
         if is_builtin(name) and role.batching != RoleBatching():
             sections = ("critic", "reference", "reward_model")
             home = "batching" if name == "actor" else f"{name}.batching" if name in sections else None
-            way_out = f"set {home} instead" if home else f"the role {name} makes no microbatches; leave it unset"
-            yield f"roles.{name}.batching is set; {way_out}"
+            remedy = f"set {home} instead" if home else f"the role {name} has no microbatches; remove it"
+            yield f"roles.{name}.batching is set; {remedy}"
         try:
             role_batching(config, name)
         except ConfigError as error:
@@ -256,11 +255,11 @@ def _run(config: Config) -> Iterator[str]:
     if config.run_dir is not None and not config.run_dir.strip():
         yield "run_dir is blank; set a directory, or null for runs/<date>-<recipe>"
     if config.resume == "auto" and config.run_dir is None:
-        yield "resume=auto goes on from a run's directory; set run_dir to it"
+        yield "resume=auto needs the directory of the run to resume; set run_dir"
 
 
 def _secrets(config: Config) -> Iterator[str]:
-    """A config is written to the run directory, the report and the loggers, so it must not carry a secret."""
+    """Refuse secrets: a config is written to the run directory, the report and the loggers."""
     free = {
         "model.config": config.model.config,
         "data.generator": config.data.generator,
@@ -270,7 +269,7 @@ def _secrets(config: Config) -> Iterator[str]:
     }
     for place, values in free.items():
         for path in secret_paths(place, values):
-            yield f"{path} looks like a secret, and a config is stored and shown; pass it as an environment variable"
+            yield f"{path} looks like a secret, and configs are stored and shown; pass it as an environment variable"
 
 
 def _job(config: Config) -> Iterator[str]:
@@ -278,7 +277,7 @@ def _job(config: Config) -> Iterator[str]:
 
 
 def _token_budget(config: Config) -> Iterator[str]:
-    """The longest sequence that a rollout can give has to fit one microbatch, else a run may die hours later."""
+    """Refuse a token budget under the longest possible rollout, which would fail hours later."""
     if not recipe_of(config).generates:
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

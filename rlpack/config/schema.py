@@ -1,7 +1,7 @@
 """The schema: every key a user can set, its type, its limits and its default, and nothing else.
 
 Hydra's base node is generated from these models, YAML presets only override, and the composed config is
-validated back into them (`rlpack.config.validate`). A section goes to whoever needs it, never the whole config.
+validated back into them (`rlpack.config.validate`). Code takes the section that it needs, not the whole config.
 """
 
 from typing import Any, Literal
@@ -22,15 +22,15 @@ BUILTIN_ROLES = ("actor", "critic", "reference", "rollout", "reward", "reward_mo
 
 
 class Trainer(Section):
-    """The size and length of the run."""
+    """Batch sizes and the number of steps."""
 
     steps: int = Field(default=50, ge=0, description="Rollout steps of the recipe.")
     prompts_per_step: Count = Field(default=32, description="Prompts of one rollout step.")
     group_size: Count = Field(default=8, description="Samples of each prompt (n).")
     mini_batch_size: Count | None = Field(
-        default=None, description="Sequences of one optimizer step, over all ranks; null takes the whole rollout batch."
+        default=None, description="Sequences of one optimizer step, over all ranks; null for the whole rollout batch."
     )
-    updates_per_batch: Count = Field(default=1, description="How many times a rollout batch is used (μ).")
+    updates_per_batch: Count = Field(default=1, description="Passes over a rollout batch (μ).")
 
 
 class SFTWarmup(Section):
@@ -47,7 +47,9 @@ class Evaluation(Section):
     """Accuracy on the held-out split."""
 
     every: Count = Field(default=10, description="Rollout steps between two evaluations.")
-    samples: Count = Field(default=4, description="Samples of each prompt at rollout.temperature; one greedy is added.")
+    samples: Count = Field(
+        default=4, description="Samples of each prompt at rollout.temperature, in addition to a greedy one."
+    )
 
 
 class Actor(Compute):
@@ -74,9 +76,9 @@ class Algorithm(Section):
     advantage_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the advantage function."
     )
-    baseline: Literal["mean", "leave_one_out"] = Field(default="mean", description="group_relative compares with this.")
+    baseline: Literal["mean", "leave_one_out"] = Field(default="mean", description="Baseline of group_relative.")
     scale: Literal["std", "none"] = Field(
-        default="std", description="group_relative divides by the group's standard deviation, or not."
+        default="std", description="Whether group_relative divides by the group's standard deviation."
     )
     loss: str = Field(
         default="ppo_clip",
@@ -90,21 +92,26 @@ class Algorithm(Section):
     dual_clip: float | None = Field(
         default=None, gt=1, description="Bound on the ratio for negative advantages; null: none."
     )
-    kl_coef: NonNegative = Field(default=0.0, description="Weight of the KL term against the reference; 0 starts none.")
+    kl_coef: NonNegative = Field(
+        default=0.0, description="Weight of the KL term; the reference is started only above 0."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the KL divergence.")
     kl_straight_through: bool = Field(
-        default=False, description="The KL term has kl_estimator's value and k2's gradient, the divergence's own."
+        default=False,
+        description="Use kl_estimator's value with k2's gradient, which is the true one of the divergence.",
     )
     kl_placement: Literal["loss", "reward"] = Field(
-        default="loss", description="Where the KL term goes: into the loss, or off the rewards."
+        default="loss", description="Whether the KL term is added to the loss or subtracted from the rewards."
     )
     kl_target: Positive | None = Field(
-        default=None, description="KL of a response, in nats, that kl_coef is adapted to; null keeps kl_coef as it is."
+        default=None, description="Target KL of a response, in nats, for an adaptive kl_coef; null keeps kl_coef fixed."
     )
-    kl_horizon: Positive = Field(default=10000.0, description="Responses over which kl_coef may change by a fifth.")
+    kl_horizon: Positive = Field(
+        default=10000.0, description="Responses over which kl_coef changes by at most a fifth."
+    )
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = Field(
-        default="token_mean", description="How token losses become one number."
+        default="token_mean", description="How token losses are aggregated."
     )
     aggregation_constant: Positive | None = Field(
         default=None,
@@ -113,16 +120,18 @@ class Algorithm(Section):
 
 
 class Model(Section):
-    """Where weights and tokenizer come from."""
+    """The policy's weights and tokenizer."""
 
-    path: str | None = Field(default=None, description="Folder or hub name; null builds a new model from model.config.")
+    path: str | None = Field(
+        default=None, description="Folder or hub name; null initializes a new model from model.config."
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config of a new model.")
     tokenizer: str | None = Field(
-        default=None, description="Folder or hub name; null takes model.path's, or the dataset's own characters."
+        default=None, description="Folder or hub name; null for that of model.path, or characters for a new model."
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
     trust_remote_code: bool = Field(
-        default=False, description="Run code that comes with the model; needs model.revision."
+        default=False, description="Run code from the model's repository; needs model.revision."
     )
 
 
@@ -132,17 +141,17 @@ class Data(Section):
     source: str = Field(
         default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name."
     )
-    split: str = Field(default="train", description="Split that prompts are drawn from (hub and generator).")
+    split: str = Field(default="train", description="Training split (hub and generator).")
     validation_source: str | None = Field(
-        default=None, description="Source of the held-out prompts; null takes data.source, for a file it has to be set."
+        default=None, description="Source of held-out prompts; null for data.source. A file needs its own."
     )
     validation_split: str = Field(default="validation", description="Held-out split.")
     prompt_column: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
-    answer_column: str | None = Field(default="answer", description="Column that rewards compare with; null for none.")
+    answer_column: str | None = Field(default="answer", description="Column with the reference answer; null for none.")
     completion_column: str | None = Field(default=None, description="Column of the target text for supervised steps.")
-    chat_template: bool = Field(default=False, description="Render prompts through the tokenizer's chat template.")
-    max_prompt_tokens: Count = Field(default=512, description="Longest prompt.")
-    overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What happens to a longer prompt.")
+    chat_template: bool = Field(default=False, description="Apply the tokenizer's chat template to prompts.")
+    max_prompt_tokens: Count = Field(default=512, description="Most tokens of a prompt.")
+    overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What to do with longer prompts.")
     generator: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in generator.")
 
 
@@ -150,16 +159,20 @@ class Rollout(Section):
     """Generation."""
 
     engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
-    max_new_tokens: Count = Field(default=256, description="Longest response.")
-    temperature: Positive = Field(default=1.0, description="Sampling temperature; trained log-probs use it too.")
-    top_p: Unit = Field(default=1.0, description="Nucleus: smallest set of tokens with this probability.")
-    top_k: int = Field(default=0, ge=0, description="Sample from the k likeliest tokens; 0 for all.")
+    max_new_tokens: Count = Field(default=256, description="Most tokens of a response.")
+    temperature: Positive = Field(
+        default=1.0, description="Sampling temperature, also of the log-probs that are trained."
+    )
+    top_p: Unit = Field(default=1.0, description="Nucleus sampling: probability mass of the candidates.")
+    top_k: int = Field(default=0, ge=0, description="Sample from the k most likely tokens; 0 for all.")
     stop_token_ids: tuple[TokenId, ...] = Field(
-        default=(), strict=False, description="Token ids that end a response, beside the tokenizer's end of sequence."
+        default=(),
+        strict=False,
+        description="Token ids that end a response, in addition to the tokenizer's end of sequence.",
     )
     max_num_seqs: Count = Field(
         default=256,
-        description="Rows that one rank generates at one time; then they are scored, while it generates the next.",
+        description="Rows that a rank generates at once; they are scored while it generates the next.",
     )
 
 
@@ -172,7 +185,7 @@ class Pool(Section):
 
 
 class Placement(Section):
-    """Which role runs where, and how long anyone waits."""
+    """Which role runs where, and deadlines."""
 
     address: str | None = Field(
         default=None, description="Ray cluster to join (auto, or host:port); null starts a local one."
@@ -180,32 +193,30 @@ class Placement(Section):
     pools: dict[str, Pool] = Field(default_factory=lambda: {"main": Pool()}, description="Pools of devices by name.")
     roles: dict[str, str] = Field(
         default_factory=lambda: dict.fromkeys(BUILTIN_ROLES, "main"),
-        description="Pool of each role; roles of one pool share its processes. Others run in the first pool.",
+        description="Pool of each role; roles of a pool share its processes. Roles not named run in the first pool.",
     )
     start_timeout_s: Seconds = Field(
-        default=300.0, description="Deadline for processes and roles to start, in seconds."
+        default=300.0, description="Deadline for starting processes and roles, in seconds."
     )
     call_timeout_s: Seconds = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
     object_store_gb: float | None = Field(
         default=None,
         ge=0.08,
-        description="Object store of a cluster that the run starts, in GB; null leaves it to Ray: 30 % of memory.",
+        description="Object store of a cluster that the run starts, in GB; null for Ray's default, 30 % of memory.",
     )
     in_flight_gb: float | None = Field(
         default=None,
         ge=0.001,
-        description="Most tokens and texts of batches in the stores of all nodes together, in GB; a call waits for "
-        "room that another step frees, and fails where none will be. null takes 60 % of the stores.",
+        description="Byte budget of batches in the object stores of all nodes together, in GB. A call over it waits "
+        "for another step to free room, and fails if none can. null for 60 % of the stores.",
     )
 
 
 class Role(Section):
-    """A role's class and its arguments, and for a user's own role its batching."""
+    """A role's class, its arguments and, for roles that users add, its batching."""
 
     target: str = Field(description="The role's class as package.module:Class.")
-    arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments that the class is built with on each rank."
-    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the class on each rank.")
     batching: RoleBatching = RoleBatching()
 
 
@@ -215,21 +226,19 @@ def builtin_roles() -> dict[str, Role]:
 
 
 class Logger(Section):
-    """What one sees of a run; metrics.jsonl and report.html are always written."""
+    """Where metrics are logged; metrics.jsonl and report.html are always written."""
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files into the run directory.")
     wandb: Literal["disabled", "offline", "online"] = Field(default="disabled", description="Weights & Biases.")
     wandb_project: str = Field(default="rlpack", description="Project of the Weights & Biases run.")
-    samples: int = Field(default=2, ge=0, description="Rollouts shown on the console after each evaluation.")
+    samples: int = Field(default=2, ge=0, description="Rollouts printed after each evaluation.")
 
 
 class Checkpoint(Section):
     """Resumable state."""
 
-    every: Count = Field(
-        default=20, description="Rollout steps between two checkpoints; one more is written at the end."
-    )
-    keep: Count = Field(default=2, description="Newest checkpoints that are kept.")
+    every: Count = Field(default=20, description="Rollout steps between checkpoints; the last step is always saved.")
+    keep: Count = Field(default=2, description="How many of the newest checkpoints to keep.")
 
 
 class Recipe(Section):
@@ -249,10 +258,10 @@ class Config(Section):
     """A whole run; `rlpack.config.recipes.config_class` adds the sections of its recipe."""
 
     recipe: Recipe = Recipe()
-    seed: int = Field(default=1, ge=0, lt=2**63, description="Seed of everything random.")
-    run_dir: str | None = Field(default=None, description="Directory of the run; null makes runs/<date>-<recipe>.")
+    seed: int = Field(default=1, ge=0, lt=2**63, description="Seed of all random numbers.")
+    run_dir: str | None = Field(default=None, description="Directory of the run; null for runs/<date>-<recipe>.")
     resume: Literal["never", "auto"] = Field(
-        default="never", description="auto goes on from run_dir's newest checkpoint, or starts when there is none."
+        default="never", description="auto resumes from run_dir's newest checkpoint, or starts if there is none."
     )
     trainer: Trainer = Trainer()
     sft_warmup: SFTWarmup = SFTWarmup()
@@ -264,7 +273,7 @@ class Config(Section):
     judge: Judge = Judge()
     rollout: Rollout = Rollout()
     batching: ActorBatching = Field(
-        default=Batching(), description="How the actor, and every role without its own, batches."
+        default=Batching(), description="Batching of the actor, and of roles that set none."
     )
     actor: Actor = Actor()
     critic: Critic = Critic()

@@ -1,7 +1,7 @@
-"""Validate a composed config back into the schema, so that nothing starts on a wrong one.
+"""Validate a composed config against the schema and its rules.
 
-Invariant: `validate` either returns a `Config` that every rule holds for, or raises one `ConfigError` that lists all
-problems found at that stage, each with what was got, what is allowed and which key to change.
+Invariant: `validate` either returns a `Config` that satisfies every rule, or raises one `ConfigError` that lists all
+problems of that stage, each with the given value, what is allowed and the key to change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,10 +39,10 @@ _LONGEST_SHOWN = 80
 
 
 def validate(composed: Mapping[str, Any]) -> Config:
-    """Return the config that a plain nested mapping describes; keys that are absent take the schema's defaults.
+    """Return the config that a plain nested mapping describes; missing keys have the schema's defaults.
 
     Raises:
-        ConfigError: an unknown key, a missing or wrong value, or a rule across keys that is broken.
+        ConfigError: an unknown key, a missing or wrong value, or a broken rule across keys.
 
     >>> validate({"model": {"config": {"model_type": "qwen2"}}, "seed": 7}).seed
     7
@@ -68,7 +68,7 @@ def target_of(composed: Mapping[str, Any]) -> str:
 
 
 def _problems(details: ErrorDetails, root: Key) -> Iterator[str]:
-    """Yield a message for what pydantic found; an unknown section that is another framework's gets one for each key."""
+    """Yield messages for an error of pydantic; one per key for an unknown section of another framework."""
     path = ".".join(str(part) for part in details["loc"])
     leaves = _leaves(path, details["input"]) if details["type"] in _UNKNOWN else ()
     foreign = [unknown_key_problem(leaf, root) for leaf in leaves if foreign_answer(leaf)]
@@ -90,15 +90,15 @@ def _problem(details: ErrorDetails, root: Key) -> str:
         return unknown_key_problem(path, root)
     if kind == "missing":
         return f"{path} is missing; {how_to_set(path, root)}"
-    if kind == "value_error":  # our own text, raised by a section's own checks
+    if kind == "value_error":  # raised by a section's own checks, with our text
         return str(details.get("ctx", {})["error"])
     if details["input"] is None:
-        return f"{path} is null, which it can't be; {how_to_set(path, root)}"
+        return f"{path} can't be null; {how_to_set(path, root)}"
     return f"{path} is {_show(details['input'])}; {_allowed(details, path, root)}"
 
 
 def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
-    """Return what the key takes."""
+    """Return what the key allows."""
     kind, context = details["type"], details.get("ctx", {})
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
@@ -119,6 +119,6 @@ def _keys_below(path: str, root: Key) -> Iterator[str]:
 
 
 def _show(value: Any) -> str:
-    """Return the value as a user would write it, cut where it is long."""
+    """Return the value as users write it, truncated if long."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}… ({len(text)} characters)"

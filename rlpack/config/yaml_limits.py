@@ -1,4 +1,4 @@
-"""Refuse YAML files that grow when they are read: aliases of aliases of aliases, or an alias to itself."""
+"""Refuse YAML files whose aliases expand exponentially or without end."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ MOST_VALUES = 10_000
 
 
 def check_yaml_files(directory: Path) -> None:
-    """Check every YAML file below a user's config directory before Hydra expands its aliases.
+    """Check all YAML files below a user's config directory before Hydra expands their aliases.
 
-    Files that aren't YAML at all are left to Hydra, which names line and column.
+    Invalid YAML is left to Hydra, whose error names line and column.
 
     Raises:
         ConfigError: a file holds more than `MOST_VALUES` values once its aliases are expanded.
@@ -35,10 +35,10 @@ def _holds_too_much(path: Path) -> bool:
 
 
 def _count(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Return how many values `node` expands to; a node inside itself counts as too many."""
+    """Return how many values `node` expands to; a cycle counts as too many."""
     if id(node) in counted:
         return counted[id(node)]
-    counted[id(node)] = MOST_VALUES + 1  # stands while the node's own values are counted, so a cycle finds it
+    counted[id(node)] = MOST_VALUES + 1  # while the node's values are counted, so that a cycle ends here
     children = node.value if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
         children = [value for _, value in node.value]

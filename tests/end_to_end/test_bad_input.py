@@ -100,7 +100,7 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
         (("algorithm.kl_coef=0.1", "reference.batching.max_tokens=9"), 2, "is 9 for the role reference"),
         (("batching.max_tokens=null",), 2, "batching.mode=packed needs a token budget"),
         (("batching=dynamic", "batching.max_tokens=null"), 2, "batching.mode=dynamic needs a token budget"),
-        (("placement.roles.judge=main",), 2, "places a role that doesn't exist"),
+        (("placement.roles.judge=main",), 2, "names a role that doesn't exist"),
         (("roles.judge.target=my_judge:Judge",), 2, "there is no module my_judge"),
         (("reward.function=my_reward:score",), 2, "there is no module my_reward"),
         (("reward.function=math:sqrt",), 2, "math:sqrt doesn't name the texts that it takes"),

@@ -126,7 +126,7 @@ def jobs(machines: Machines, project: Path, tmp_path_factory) -> Jobs:
     stopped = rlpack(machines, project, "stop", first, "--address", machines.url)
     saved, logged = committed(run_dir, "train"), steps(run_dir, "train")[-1]
     left = holders(machines)
-    way_on = shlex.split(stopped.out.partition("go on: rlpack ")[2])
+    way_on = shlex.split(stopped.out.partition("resume: rlpack ")[2])
     return Jobs(run_dir, submitted, first, stopped, saved, logged, left, rlpack(machines, project, *followed(way_on)))
 
 
@@ -173,13 +173,13 @@ def test_the_log_of_a_job_says_how_to_go_on_and_can_be_read_afterwards(jobs, mac
     heard = rlpack(machines, project, "logs", jobs.first, "--address", machines.url)
     assert heard.code == 0
     assert "interrupted: finishing the step, then saving" in heard.out
-    assert f"run_dir={jobs.run_dir} resume=auto goes on from its last checkpoint" in heard.out
+    assert f"run_dir={jobs.run_dir} resume=auto to resume from its last checkpoint" in heard.out
     assert "is deleted" not in heard.out
 
 
 def test_a_job_that_has_ended_is_not_stopped_again(jobs, machines, project):
     again = rlpack(machines, project, "stop", jobs.first, "--address", machines.url)
-    assert (again.code, again.out) == (0, f"job {jobs.first} has ended already: STOPPED\n")
+    assert (again.code, again.out) == (0, f"job {jobs.first} has already ended: STOPPED\n")
 
 
 def test_the_secret_is_nowhere_but_where_it_was(jobs, machines, project):

@@ -1,4 +1,4 @@
-"""The settings of how a role runs its model: the actor's, and those that other roles inherit or override."""
+"""Sections of how roles run their models: the actor's, and those that other roles inherit or override."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The sections that say how a role batches."""
+"""Sections of batching: the actor's, and those that other roles inherit or override."""
 
 from dataclasses import fields
 from typing import Annotated, Any
@@ -11,9 +11,9 @@ from rlpack.packing.batching import Batching, Mode, Overlong
 
 
 def _as_batching(value: Any) -> Any:
-    """Build a `Batching` from a mapping, which pydantic's strict mode would refuse.
+    """Return a `Batching` for a mapping, which pydantic's strict mode would refuse.
 
-    The dataclass checks types without conversion; pydantic, which would turn true into 1, only names unknown keys.
+    The dataclass checks types without conversion. pydantic, which would convert true to 1, only reports unknown keys.
     """
     if not isinstance(value, dict):
         return value
@@ -25,7 +25,7 @@ ActorBatching = Annotated[Batching, BeforeValidator(_as_batching)]
 
 
 class RoleBatching(Section):
-    """A role's own batching; whatever is null is inherited from the `batching` section, the actor's."""
+    """A role's own batching; null inherits the key from `batching`."""
 
     mode: Mode | None = None
     max_tokens: Count | None = None

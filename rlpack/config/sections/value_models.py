@@ -1,4 +1,4 @@
-"""The sections of the roles that give numbers to tokens: the critic, and a model of rewards."""
+"""Sections of the roles with scalar heads: the critic and the reward model."""
 
 from pydantic import Field
 
@@ -9,11 +9,11 @@ from rlpack.config.sections.section import Positive, Unit
 
 
 class Critic(RoleCompute):
-    """The critic of recipe=ppo: a value of what lies before each token. It runs as the actor does, unless set."""
+    """The critic of recipe=ppo, which estimates a value for each token. It computes as the actor does, unless set."""
 
     path: str | None = Field(
         default=None,
-        description="Folder or hub name of the model it begins as; null takes the policy as the recipe finds it.",
+        description="Folder or hub name of its initial model; null for the policy at the recipe's start.",
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
     gradient_checkpointing: bool | None = Field(
@@ -22,27 +22,27 @@ class Critic(RoleCompute):
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     batching: RoleBatching = RoleBatching()
     warmup_steps: int = Field(
-        default=0, ge=0, description="First steps of the recipe in which the critic alone is trained."
+        default=0, ge=0, description="First steps of the recipe, in which only the critic is trained."
     )
-    gamma: Unit = Field(default=1.0, description="γ: what a reward is worth one token earlier.")
-    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalised advantage estimation.")
+    gamma: Unit = Field(default=1.0, description="Discount factor γ, per token.")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of generalized advantage estimation.")
     normalize_advantages: bool = Field(
-        default=True, description="Give the batch's advantages mean 0 and standard deviation 1."
+        default=True, description="Normalize the batch's advantages to mean 0 and standard deviation 1."
     )
     value_clip: Positive | None = Field(
-        default=0.2, description="How far an update may take a value from the one before it; null: any."
+        default=0.2, description="Largest change of a value in an update; null for no bound."
     )
 
 
 class RewardModel(RoleCompute):
-    """A sequence classifier that scores responses, beside the reward functions; started only with a path.
+    """A sequence classifier that scores responses, in addition to the reward functions; started only with a path.
 
-    It runs as the actor does, unless set.
+    It computes as the actor does, unless set.
     """
 
     path: str | None = Field(
         default=None, description="Folder or hub name of a model with one label and the policy's tokenizer."
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
-    weight: float = Field(default=1.0, description="What its scores are multiplied by before they are added.")
+    weight: float = Field(default=1.0, description="Factor of its scores in the sum of rewards.")
     batching: RoleBatching = RoleBatching()

@@ -6,7 +6,7 @@ import pytest
 
 import rlpack
 from rlpack.batch.errors import DataError
-from rlpack.cli.environment import check_surroundings
+from rlpack.cli.environment import check_environment
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Logger, Optimizer, Reward, Role, builtin_roles
 
@@ -19,12 +19,12 @@ def config_with(tmp_path, **sections):
 
 def problem_of(config):
     with pytest.raises(ConfigError) as caught:
-        check_surroundings(config, {})
+        check_environment(config, {})
     return str(caught.value)
 
 
 def test_a_config_whose_needs_are_met_passes(tmp_path):
-    check_surroundings(config_with(tmp_path), {})
+    check_environment(config_with(tmp_path), {})
 
 
 @pytest.mark.parametrize("function", ["no_such_package.rewards:f", "json.no_such_module:f", "json.decoder.deeper:f"])
@@ -39,7 +39,7 @@ def test_a_role_beside_the_command_is_found_and_one_that_is_not_there_is_named(t
         roles = config_with(tmp_path).roles | {"judge": Role(target=f"{module}:Judge")}
         config = config_with(tmp_path, roles=roles)
         if is_there:
-            check_surroundings(config, {})
+            check_environment(config, {})
         else:
             assert "roles.judge.target is 'my_jugde:Judge': there is no module my_jugde" in problem_of(config)
 
@@ -49,7 +49,7 @@ def test_a_file_is_told_from_its_module(tmp_path, monkeypatch, target):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_judge.py").write_text("")
     roles = config_with(tmp_path).roles | {"judge": Role(target=target)}
-    assert "is a file, and its module my_judge; it has to be" in problem_of(config_with(tmp_path, roles=roles))
+    assert "is a file; its module is my_judge; it has to be" in problem_of(config_with(tmp_path, roles=roles))
 
 
 def test_a_package_that_fails_on_import_is_a_configuration_error(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_a_data_file_in_the_home_directory_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.jsonl").write_text("")
     data = Data(source="~/a.jsonl", validation_source="~/a.jsonl")
-    check_surroundings(config_with(tmp_path, data=data), {})
+    check_environment(config_with(tmp_path, data=data), {})
 
 
 def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_both_data_files_are_looked_for(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("")
     config = config_with(tmp_path, data=Data(source="a.jsonl", validation_source="b.parquet"))
     with pytest.raises(DataError, match=r"data\.validation_source is 'b\.parquet'"):
-        check_surroundings(config, {})
+        check_environment(config, {})
 
 
 ALLOWED = "RLPACK_ALLOWED_PACKAGES"
@@ -94,11 +94,11 @@ ALLOWED = "RLPACK_ALLOWED_PACKAGES"
 def test_code_outside_the_packages_that_an_operator_allows_is_refused_by_its_key(tmp_path):
     roles = {**builtin_roles(), "judge": Role(target="json.decoder:JSONDecoder")}
     config = config_with(tmp_path, roles=roles, algorithm=Algorithm(loss="csv:loss", advantage="csv:advantage"))
-    check_surroundings(config, {})
-    check_surroundings(config, {ALLOWED: "  "})
-    check_surroundings(config, {ALLOWED: "csv, json"})
+    check_environment(config, {})
+    check_environment(config, {ALLOWED: "  "})
+    check_environment(config, {ALLOWED: "csv, json"})
     with pytest.raises(ConfigError) as caught:
-        check_surroundings(config, {ALLOWED: "jso,json.encoder"})
+        check_environment(config, {ALLOWED: "jso,json.encoder"})
     refused = {problem.partition(" ")[0]: problem for problem in caught.value.problems}
     assert set(refused) == {"roles.judge.target", "reward.function", "algorithm.loss", "algorithm.advantage"}
     assert refused["roles.judge.target"] == (
@@ -106,12 +106,12 @@ def test_code_outside_the_packages_that_an_operator_allows_is_refused_by_its_key
         "jso, json.encoder; use one of these, or ask the operator to add json"
     )
     with pytest.raises(ConfigError) as caught:
-        check_surroundings(config, {ALLOWED: "json"})
+        check_environment(config, {ALLOWED: "json"})
     assert [problem.partition(" ")[0] for problem in caught.value.problems] == ["algorithm.loss", "algorithm.advantage"]
 
 
 def test_the_built_in_losses_need_no_permission(tmp_path):
-    check_surroundings(Config(run_dir=str(tmp_path / "run")), {ALLOWED: "judge_role"})
+    check_environment(Config(run_dir=str(tmp_path / "run")), {ALLOWED: "judge_role"})
 
 
 def test_a_loss_that_cannot_be_imported_is_named(tmp_path):
@@ -125,7 +125,7 @@ def test_8_bit_moments_without_their_package_are_refused_with_its_extra(tmp_path
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: torchao if name == "torchao" else find_spec(name))
     config = config_with(tmp_path, actor=Actor(optimizer=Optimizer(name="adamw_8bit")))
     if is_there:
-        check_surroundings(config, {})
+        check_environment(config, {})
     else:
         assert "adamw_8bit needs the package torchao, which is not installed; install rlpack[eight-bit]" in problem_of(
             config
@@ -140,12 +140,12 @@ def test_a_module_that_would_replace_rlpack_is_refused_and_any_other_name_is_all
     for name in ("workers.py", "recipes.py", "random.py", "datasets.py"):
         (tmp_path / name).touch()
     (tmp_path / "rlpack").mkdir()  # without __init__.py it loses to an installed package: a clone's folder, say
-    check_surroundings(config, environment)
+    check_environment(config, environment)
     (tmp_path / "rlpack" / "__init__.py").touch()
     with pytest.raises(ConfigError, match=r"/rlpack/__init__\.py would be imported instead of the installed rlpack"):
-        check_surroundings(config, environment)
+        check_environment(config, environment)
 
 
 def test_the_checkout_itself_replaces_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(rlpack.__file__).parents[1])
-    check_surroundings(config_with(tmp_path), {"PYTHONPATH": os.getcwd()})
+    check_environment(config_with(tmp_path), {"PYTHONPATH": os.getcwd()})

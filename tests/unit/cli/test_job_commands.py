@@ -69,14 +69,14 @@ def said(capsys, code, *words):
         (
             (),
             2,
-            "run_dir is null, and a job's working directory is deleted with what it wrote there; set run_dir to an",
+            "run_dir is null, but a job's working directory is deleted when it ends; set run_dir to an absolute path",
         ),
-        (("run_dir=runs/mine",), 2, "run_dir is runs/mine, and a job's working directory is deleted"),
-        (("run_dir='~/mine'",), 2, "run_dir is ~/mine, and a job's working directory is deleted"),
+        (("run_dir=runs/mine",), 2, "run_dir is runs/mine, but a job's working directory is deleted"),
+        (("run_dir='~/mine'",), 2, "run_dir is ~/mine, but a job's working directory is deleted"),
         ((RUN_DIR, "placement.address=other:6379"), 2, "placement.address=other:6379: a job joins the cluster"),
-        ((RUN_DIR, "placement.object_store_gb=1"), 2, "placement.object_store_gb is 1, and placement.address joins"),
+        ((RUN_DIR, "placement.object_store_gb=1"), 2, "placement.object_store_gb is 1, but placement.address joins"),
         ((RUN_DIR, "seed=1,2", "--multirun"), 2, "a job is one run"),
-        ((RUN_DIR, "job.working_dir=nowhere"), 2, "job.working_dir is 'nowhere', which is no folder"),
+        ((RUN_DIR, "job.working_dir=nowhere"), 2, "job.working_dir is 'nowhere', but there is no such folder"),
         ((RUN_DIR, "job.env_vars.HF_TOKEN=abc"), 2, "set job.secret_names=[HF_TOKEN]"),
         ((RUN_DIR, "job.stop_timeout_s=0"), 2, "job.stop_timeout_s is 0"),
         ((RUN_DIR, *JSONL, "job.excludes=['*.jsonl']"), 3, "data.source is 'rows.jsonl', which would not be uploaded"),
@@ -109,7 +109,7 @@ def test_a_module_that_would_stay_behind_is_named(folder, capsys):
     words = ("submit", "--", RUN_DIR, "reward.function=my_rewards:score")
     assert "no Ray job server answers" in said(capsys, 2, *words)
     (folder / ".gitignore").write_text("my_*\n")
-    assert f"reward.function is 'my_rewards:score', and {folder}/my_rewards.py isn't uploaded" in said(
+    assert f"reward.function is 'my_rewards:score', but {folder}/my_rewards.py isn't uploaded" in said(
         capsys, 2, *words
     )
 
@@ -169,6 +169,6 @@ def test_what_can_be_no_job_is_not_asked_for(folder, capsys, name):
 def test_a_server_that_fails_later_is_the_servers_fault(folder, capsys):
     with server(200, b'{"ray_version": "2.60.0"}') as address:
         assert f"{address} answers what Ray" in said(capsys, 1, "jobs", "--address", address)
-        assert "job an_id may go on: ask again by rlpack logs an_id" in said(
+        assert "job an_id may still be running; check with rlpack logs an_id" in said(
             capsys, 1, "logs", "an_id", "--address", address
         )

@@ -129,7 +129,7 @@ def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, 
     marker.parent.mkdir(parents=True)
     marker.touch()
     assert main(["train", "run_dir=mine", "resume=auto"]) == 130
-    assert "the same command with run_dir=mine resume=auto goes on" in capsys.readouterr().err
+    assert "run the same command with run_dir=mine resume=auto to resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_run_directory_that_holds_a_run_is_resumed_when_asked(ran, tmp_path):
 
 def test_a_missing_data_file_is_a_data_error(ran, capsys):
     assert main(["train", "data=jsonl", "data.source=prompts.jsonl", "data.validation_source=prompts.jsonl"]) == 3
-    assert "data.source is 'prompts.jsonl', and there is no such file in" in capsys.readouterr().err
+    assert "data.source is 'prompts.jsonl', but there is no such file in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("run_dir", "code"), [([], 2), (["run_dir=here"], 2), (["run_dir={absolute}"], 0)])

@@ -87,13 +87,16 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
     [
         ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
         ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, grpo, gspo, opo"),
-        ("batching=[packed,dynamic]", "makes more than one choice; batching takes one of: dynamic, fixed, packed"),
+        ("batching=[packed,dynamic]", "has more than one choice; batching takes one of: dynamic, fixed, packed"),
         ("trainer.steps=???", "trainer.steps is missing; set trainer.steps=… (rollout steps of the recipe)"),
         ("run_dir=${no.such.key}", "run_dir: "),
         ("run_dir=${run_dir}", "run_dir: "),
         ("run_dir=${oc.env:RLPACK_IS_NOT_SET}", "RLPACK_IS_NOT_SET"),
-        ("reward.functions=[]", "reward.functions=[] is a list, and reward.functions holds keys; set one of them: "),
-        ("trainer=[1]", "trainer=[1] is a list, and trainer holds keys; set one of them: trainer.<key>=<value>"),
+        (
+            "reward.functions=[]",
+            "reward.functions=[] is a list, but reward.functions is a section; set one of its keys: ",
+        ),
+        ("trainer=[1]", "trainer=[1] is a list, but trainer is a section; set one of its keys: trainer.<key>=<value>"),
         ("seed", "'seed' is not an override; write key=value"),
         ("a=b=c", "'a=b=c' is not an override; write key=value"),
         ("trainer.steps=\udcff", "is not an override; write key=value"),
@@ -108,7 +111,10 @@ def test_an_override_that_cannot_be_composed_is_one_clear_error(override, messag
 
 
 def test_a_second_experiment_is_not_taken_in_the_place_of_the_first():
-    with pytest.raises(ConfigError, match=r"experiment is given 2 times, .*; give experiment=\[smoke,lora\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"experiment is given 2 times, but only the last would count; write experiment=\[smoke,lora\]",
+    ):
         compose(["experiment=smoke", "experiment=lora"])
     both = compose(["experiment=[smoke,lora]"])
     assert both.trainer.steps == 2

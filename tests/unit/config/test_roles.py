@@ -68,7 +68,7 @@ def test_an_unknown_role_is_named_with_the_known_ones():
     [
         ("actor", "roles.actor.batching is set; set batching instead"),
         ("reference", "roles.reference.batching is set; set reference.batching instead"),
-        ("rollout", "the role rollout makes no microbatches"),
+        ("rollout", "the role rollout has no microbatches"),
     ],
 )
 def test_a_built_in_role_has_one_home_for_its_batching(role, message):
@@ -80,7 +80,9 @@ def test_a_built_in_role_has_one_home_for_its_batching(role, message):
 
 def test_what_a_role_inherits_has_to_go_with_what_it_sets():
     sections = {"batching": {"mode": "fixed", "max_tokens": None}, "reference": {"batching": {"mode": "packed"}}}
-    with pytest.raises(ConfigError, match=r"reference\.batching, with what it inherits from batching: .*token budget"):
+    with pytest.raises(
+        ConfigError, match=r"reference\.batching, with the values inherited from batching: .*token budget"
+    ):
         validate({"model": {"config": {"model_type": "qwen2"}}} | sections)
 
 

@@ -56,11 +56,17 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"algorithm": {"clip_low": 0.3, "clip_high": 0.2}}, "algorithm.clip_low is 0.3, over algorithm.clip_high"),
+        (
+            {"algorithm": {"clip_low": 0.3, "clip_high": 0.2}},
+            "algorithm.clip_low (0.3) exceeds algorithm.clip_high (0.2); lower",
+        ),
         ({"algorithm": {"aggregation": "seq_mean_token_sum_norm"}}, "set algorithm.aggregation_constant"),
         ({"algorithm": {"aggregation_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
-        ({"placement": {"object_store_gb": 1, "in_flight_gb": 2}}, "in_flight_gb is 2, over placement.object_store_gb"),
+        (
+            {"placement": {"object_store_gb": 1, "in_flight_gb": 2}},
+            "in_flight_gb (2) exceeds placement.object_store_gb (1); lower",
+        ),
         ({"placement": {"in_flight_gb": 1e-6}}, "placement.in_flight_gb"),
         (
             {"actor": {"optimizer": {"min_lr_ratio": 0.1}}},
@@ -68,11 +74,11 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ),
         (
             {"actor": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": 9}},
-            "actor.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
+            "actor.optimizer.warmup_steps (9) leaves no step of trainer.steps (9) at peak rate; lower actor.",
         ),
         (
             {"recipe": PPO, "critic": {"optimizer": {"warmup_steps": 9}}, "trainer": {"steps": 9}},
-            "critic.optimizer.warmup_steps is 9, and trainer.steps 9 end before the rate is up",
+            "critic.optimizer.warmup_steps (9) leaves no step of trainer.steps (9) at peak rate; lower critic.",
         ),
         (
             {"actor": {"lora": {"rank": 4}, "optimizer": {"freeze": ["a"]}}},
@@ -83,7 +89,7 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ({"model": {}}, "lacks model_type"),
         ({"model": {"path": "a/b", "config": {"model_type": "qwen2"}}}, "choose model=pretrained"),
         ({"model": {"path": "a/b", "trust_remote_code": True}}, "set model.path and model.revision"),
-        ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision belongs to a hub model"),
+        ({"model": {"config": {"model_type": "qwen2"}, "revision": "abc"}}, "a revision needs a hub model"),
         ({"critic": {"revision": "abc"}}, "critic.revision is 'abc', but critic.path is null"),
         ({"data": {"source": "x.jsonl", "generator": {"noise": 0}}}, "choose data=jsonl"),
         ({"data": {"source": "x.jsonl"}}, "data.validation_source is null, and x.jsonl is one file without splits"),
@@ -112,7 +118,7 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
         ),
         (
             {"reward": {"functions": {"a": {"function": "a:b"}}, "arguments": {"x": 1}}},
-            "reward.functions has a, and reward.function or reward.arguments is set too",
+            "reward.functions has a, but reward.function or reward.arguments is set too",
         ),
         ({"reward": {"functions": {"a": {"function": "a.b"}}}}, "reward.functions.a.function is 'a.b'; it has to be"),
         ({"reward": {"functions": {"a-b": {"function": "a:b"}}}}, "reward.functions holds the name 'a-b'"),
@@ -121,23 +127,23 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
             "reward.functions.a.arguments.api_key looks like a secret",
         ),
         ({"reward": {"function": "rlpack.rewards.code_execution:unit_tests"}}, "set reward.subprocesses=1"),
-        ({"judge": {"url": "http://a/v1"}}, "no role asks it; add roles.judge.target=rlpack.workers.judge:JudgeWorker"),
-        ({"judge": {"url": "a/v1"}}, "judge.url is 'a/v1'; it has to begin with http:// or https://"),
-        ({"judge": {"url": "http://me:secret@a/v1"}}, "judge.url holds a user or a password"),
+        ({"judge": {"url": "http://a/v1"}}, "no role uses it; add roles.judge.target=rlpack.workers.judge:JudgeWorker"),
+        ({"judge": {"url": "a/v1"}}, "judge.url is 'a/v1'; it has to start with http:// or https://"),
+        ({"judge": {"url": "http://me:secret@a/v1"}}, "judge.url contains a user or a password"),
         (
             {"roles": {"judge": {"target": "rlpack.workers.judge:JudgeWorker"}}, "judge": {"url": "http://a/v1"}},
-            "judge.model is null, and the role judge asks it",
+            "judge.model is null, but the role judge needs it",
         ),
         ({"placement": {"pools": {}}}, "placement.pools is empty"),
         ({"placement": {"roles": {"actor": "gpu"}}}, "placement.roles.actor is 'gpu'; placement.pools has: main"),
-        ({"placement": {"roles": {"acter": "main"}}}, "places a role that doesn't exist; roles has: actor,"),
+        ({"placement": {"roles": {"acter": "main"}}}, "names a role that doesn't exist; roles has: actor,"),
         ({"placement": {"pools": {"main": {}, "b": {}}}}, "placement.pools.b has no role"),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 1.5}}}}, "main.gpus_per_rank is 1.5; it has to be 0 or 1"),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 0.5}}}}, "main.gpus_per_rank is 0.5; it has to be 0 or 1"),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 2.0}}}}, "main.gpus_per_rank is 2.0; it has to be 0 or 1"),
         ({"placement": {"pools": {"../x": {}}, "roles": {}}}, "holds the name '../x'"),
         ({"roles": {"actor": {"target": "a:B"}}}, "recipe=grpo needs the role rollout"),
-        ({"resume": "auto"}, "resume=auto goes on from a run's directory; set run_dir"),
+        ({"resume": "auto"}, "resume=auto needs the directory of the run to resume; set run_dir"),
         ({"run_dir": ""}, "run_dir is blank"),
     ],
 )
@@ -154,7 +160,7 @@ def test_a_rise_may_take_all_steps_but_one_or_any_where_there_are_none():
 def test_a_missing_file_is_named_before_what_it_lacks(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = broken(data={"source": source})
-    missing, unheld = f"data.source is '{source}', and there is no such file in", "data.validation_source is null"
+    missing, unheld = f"data.source is '{source}', but there is no such file in", "data.validation_source is null"
     assert 0 <= said.find(missing) < said.find(unheld)
     (tmp_path / source).touch()
     assert missing not in broken(data={"source": source})

@@ -35,7 +35,7 @@ def test_a_valid_mapping_becomes_the_config_that_it_describes():
         ({"trainer": {"steps": -1}}, "trainer.steps is -1; it has to be at least 0"),
         ({"trainer": {"prompts_per_step": 0}}, "trainer.prompts_per_step is 0; it has to be at least 1"),
         ({"trainer": {"group_size": 0}}, "trainer.group_size is 0; it has to be at least 1"),
-        ({"trainer": {"steps": None}}, "trainer.steps is null, which it can't be; set trainer.steps=…"),
+        ({"trainer": {"steps": None}}, "trainer.steps can't be null; set trainer.steps=…"),
         ({"trainer": 5}, "trainer is 5; it is a section, not a value; set one of its keys: steps,"),
         ({"seed": 2**63}, "seed is 9223372036854775808; it has to be less than"),
         ({"actor": {"optimizer": {"learning_rate": -1.0}}}, "actor.optimizer.learning_rate is -1.0; it has to be more"),

@@ -25,7 +25,10 @@ def test_what_is_no_secret_is_the_jobs_environment():
         (Submission(env_vars={"A=B": "c"}), "job.env_vars holds 'A=B'"),
         (Submission(env_vars={"PYTHONPATH": "/x"}), "put yours there"),
         (Submission(env_vars={"RAY_JOB_STOP_WAIT_TIME_S": "3"}), "set job.stop_timeout_s instead"),
-        (Submission(env_vars={"COLOUR": "red"}, secret_names=("COLOUR",)), "keep it in one of them"),
+        (
+            Submission(env_vars={"COLOUR": "red"}, secret_names=("COLOUR",)),
+            "is in both job.env_vars and job.secret_names; remove it from one",
+        ),
         (Submission(working_dir=" "), "job.working_dir is blank"),
         (Submission(secrets_dir=""), "job.secrets_dir is blank"),
     ],
