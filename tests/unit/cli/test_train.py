@@ -1,6 +1,7 @@
 import dataclasses
 import sys
 from datetime import datetime
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,7 @@ def ran(monkeypatch, tmp_path):
     runs = Ran()
     for name in ("grpo", "sft"):
         recipe = ModuleType(f"rlpack.recipes.{name}")
+        recipe.__spec__ = ModuleSpec(recipe.__name__, None)
         recipe.main = runs.main  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"rlpack.recipes.{name}", recipe)
     monkeypatch.setattr("rlpack.cli.environment._targets", lambda *_: iter(()))
