@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
@@ -75,6 +75,14 @@ class Cluster:
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
+        # On this machine nobody else claims devices. Without a placement group, ranks use the workers that Ray starts
+        # early, which have imported the roles' modules by now.
+        group = None if self._placement.address is None else self._reserve(name, pool)
+        self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
+        return self._pools[name]
+
+    def _reserve(self, name: str, pool: Pool) -> PlacementGroup:
+        """Reserve the devices of a pool on a cluster that others may use."""
         bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
         group = placement_group([{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks, strategy="PACK")
         deadline = self._placement.start_timeout_s
@@ -90,8 +98,7 @@ class Cluster:
                     f"{listing(ray.available_resources())}; wait for others to finish, or lower "
                     f"placement.pools.{name}.ranks"
                 )
-        self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
-        return self._pools[name]
+        return group
 
 
 def _store(placement: Placement) -> RayStore:

@@ -45,10 +45,17 @@ def _rank_calls(refs: Sequence[ray.ObjectRef], role: str, method: str, *, backgr
     return [RankCall(ref, role, rank, method, background) for rank, ref in enumerate(refs)]
 
 
+def _strategy(group: PlacementGroup | None, rank: int) -> PlacementGroupSchedulingStrategy | str:
+    """Return Ray's scheduling strategy for a rank: its bundle of the group, or wherever there is room."""
+    return "DEFAULT" if group is None else PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+
+
 class RayRanks:
     """The processes of one pool."""
 
-    def __init__(self, name: str, pool: Pool, group: PlacementGroup, placement: Placement, store: RayStore) -> None:
+    def __init__(
+        self, name: str, pool: Pool, group: PlacementGroup | None, placement: Placement, store: RayStore
+    ) -> None:
         self._name = name
         self._group = group
         self._store = store
@@ -63,7 +70,7 @@ class RayRanks:
             actor_class.options(
                 num_cpus=pool.cpus_per_rank,
                 num_gpus=pool.gpus_per_rank,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                scheduling_strategy=_strategy(group, rank),
             ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)), driver_import_path())
             for rank in range(pool.ranks)
         ]
@@ -220,7 +227,8 @@ class RayRanks:
         """Kill the processes and free their resources."""
         for actor in self._actors:
             ray.kill(actor)
-        remove_placement_group(self._group)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     def _start(self, call: Call, call_id: int) -> list[RankCall]:
         """Start a call on its ranks; ranks with the same arguments read one object."""
