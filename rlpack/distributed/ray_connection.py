@@ -132,6 +132,8 @@ def _start_local(placement: Placement, preload: Sequence[str]) -> None:
         os.environ.setdefault("RAY_preload_python_modules", ",".join(preload))
     # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
+    # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     with _own_process_group():
         ray.init(
             address="local",
