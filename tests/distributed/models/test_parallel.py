@@ -76,5 +76,5 @@ def test_clipping_returns_the_norm_before_and_scales_down_to_the_bound():
 
 
 def test_an_unknown_precision_is_named():
-    with pytest.raises(ModelError, match=r"actor\.precision is 'fp8'"):
+    with pytest.raises(ModelError, match=r"precision is 'fp8'; choose one of fp32, bf16"):
         shard_model(new_policy(), None, precision="fp8")
