@@ -177,7 +177,7 @@ def _text_of(error: Exception) -> str:
     try:
         return str(error)
     except Exception as other:  # noqa: BLE001 - the error's own code
-        return f"(its text can't be had: {type(other).__name__})"
+        return f"(its text is unavailable: {type(other).__name__})"
 
 
 def _interface_of(node_ip: str) -> str:

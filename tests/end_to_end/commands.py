@@ -19,7 +19,7 @@ import rlpack
 
 ROOT = Path(rlpack.__file__).parents[1]
 DEADLINE_S = 240.0
-# Every process of a run inherits it, whoever its parent becomes and whatever session it opens.
+# Every process of a run inherits it, whatever its parent or session becomes.
 MARK = "RLPACK_END_TO_END_RUN"
 
 

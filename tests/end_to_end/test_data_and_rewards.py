@@ -22,7 +22,7 @@ def score(prompts, completions, kind, *, scale):
         rewards.append({"nan": float("nan"), "none": None, "infinite": float("inf")}.get(what, value))
     return rewards
 """
-# A role of one's own that scores one batch, and returns what is no reward for the next.
+# A custom role that scores one batch, and returns an invalid reward for the next.
 JUDGE = """
 import torch
 

@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that the judge's package is installed into, by nothing but its own pyproject."""
     target = tmp_path_factory.mktemp("site")
     copy = tmp_path_factory.mktemp("source") / "judge_role"
-    subprocess.run(["cp", "-r", EXAMPLES / "judge_role", copy], check=True, timeout=30)  # a build writes beside it
+    subprocess.run(["cp", "-r", EXAMPLES / "judge_role", copy], check=True, timeout=30)  # a build writes next to it
     words = ["install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", target, copy]
     subprocess.run([sys.executable, "-m", "pip", *map(str, words)], check=True, timeout=120)
     return target

@@ -268,7 +268,7 @@ def _http_address(address: str) -> str:
     try:
         parts = urlsplit(whole)
         good = parts.scheme in {"http", "https"} and parts.hostname and (parts.port or "://" in address)
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         good = False
     if not good:
         raise JobRequestError(

@@ -65,7 +65,7 @@ def list_upload(folder: Path, excludes: Sequence[str], limit: int = packaging.GC
         ConfigError: there is no such folder, it can't be read, or it exceeds Ray's limit; names the biggest files.
     """
     if not folder.is_dir():
-        raise ConfigError([f"job.working_dir is {str(folder)!r}, which is no folder; set it to one, or to null"])
+        raise ConfigError([f"job.working_dir is {str(folder)!r}, which is not a folder; set it to one, or to null"])
     folder = folder.absolute()
     patterns = (*get_runtime_env_default_excludes(), *_EXCLUDES, *excludes)
     upload = Upload(folder, patterns, {}, limit)

@@ -40,7 +40,7 @@ def test_estimates_are_those_of_the_recursion_and_skip_masked_tokens(
     mask = Ragged.from_rows(masks, torch.bool)
     random = np.random.default_rng(seed)
     values, rewards = (torch.from_numpy(random.normal(size=mask.values.numel())).float() for _ in range(2))
-    # What stands outside the mask must not matter, not even if it is no number.
+    # Values outside the mask must not matter, not even NaN.
     values[~mask.values], rewards[~mask.values] = float("nan"), float("inf")
     result = compute_gae(values, rewards, mask, gamma=gamma, gae_lambda=gae_lambda)
     start = 0

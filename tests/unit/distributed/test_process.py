@@ -148,7 +148,7 @@ def test_a_role_error_reads_as_one_line_and_survives_pickling():
 
 @pytest.mark.parametrize(
     ("method", "text"),
-    [("verdict", "VerdictError: the judge says no"), ("mute", "MuteError: (its text can't be had: TypeError)")],
+    [("verdict", "VerdictError: the judge says no"), ("mute", "MuteError: (its text is unavailable: TypeError)")],
 )
 def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(process: RankProcess, method: str, text: str):
     process.start("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))

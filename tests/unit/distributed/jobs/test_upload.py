@@ -73,5 +73,5 @@ def test_a_folder_that_is_far_too_big_is_not_walked_to_its_end(folder, monkeypat
 
 @pytest.mark.parametrize("name", ["no_such_folder", "train.py"])
 def test_what_is_no_folder_is_refused(folder, name):
-    with pytest.raises(ConfigError, match=rf"job.working_dir is '.*{name}', which is no folder"):
+    with pytest.raises(ConfigError, match=rf"job.working_dir is '.*{name}', which is not a folder"):
         list_upload(folder / name, [])
