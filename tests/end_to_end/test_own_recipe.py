@@ -17,10 +17,7 @@ RECIPE = '''
 
     from rlpack.config.recipes import RecipeSpec, recipe_section
     from rlpack.config.sections.section import Section
-    from rlpack.recipes.driver.evaluation import evaluate
-    from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, sync_weights, update_actor
-    from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
-    from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
+    from rlpack.recipes import grpo
     from rlpack.recipes.driver.session import open_session
 
 
@@ -35,16 +32,10 @@ RECIPE = '''
 
     def main(config):
         """Run the recipe."""
-        with open_session(config) as session:
-            sync_weights(session)
-            for step in session.steps("train", recipe_section(config, Mine).key, evaluate):
-                prompts = draw_prompts(session, step)
-                rewards = PendingRewards(session.scorers)
-                rollouts = generate(session, step, prompts, rewards.submit)
-                rollouts = compute_old_logprobs(session, step, rollouts)
-                rollouts = collect_rewards(session, step, rollouts, rewards)
-                update_actor(session, step, compute_advantages(session, step, rollouts))
-                sync_weights(session, step)
+        steps = recipe_section(config, Mine).key
+        trainer = config.trainer.model_copy(update={"steps": steps})
+        with open_session(config.model_copy(update={"trainer": trainer})) as session:
+            grpo.train(session)
 '''
 
 
