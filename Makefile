@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EIGHT_BIT := .eight_bit/.installed
 # uv resolves and installs in seconds what takes pip minutes. pip stays for PyTorch, whose CPU build uv may not find, and as
-# the fallback where uv cannot run. Bytecode is compiled when a module is first imported: most modules never are.
+# the fallback where uv cannot run. Bytecode is compiled once for all packages, on all cores.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 ARGS ?=
 
@@ -29,6 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt uv || true
 	$(UV) --constraint constraints.txt --editable '.[dev]' || \
 		$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	# Packages may hold files for other versions of Python, which don't compile.
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
 # What the tests of 8-bit moments import: transformers would import it into every process that finds it in .venv.
