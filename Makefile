@@ -19,7 +19,7 @@ help:
 	@echo "make test-long                           plans' guarantees on 10,000 random requests"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
-	@echo "make peers                               time TRL's and verl's packing beside ours"
+	@echo "make peers                               time TRL's and verl's packing against ours"
 	@echo "make lint | types | unit | clean"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -58,7 +58,7 @@ test: lint types $(EIGHT_BIT)
 	$(BIN)/python -m pytest -q
 
 test-long: $(INSTALLED)
-	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_planning.py -q
+	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_make_plan.py -q
 
 test-recipes: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recipes

@@ -38,7 +38,10 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=0.0)
     arguments = parser.parse_args()
     problems = 0
-    for old, new in pairs(arguments.old, arguments.new):
+    runs = pairs(arguments.old, arguments.new)
+    if not runs:
+        parser.error(f"there are no runs in {arguments.old}")
+    for old, new in runs:
         summary, differences = compare(old, new, arguments.tolerance)
         print(f"{new.name:24} {summary}{'' if not differences else f', {len(differences)} DIFFER'}", flush=True)
         for difference in differences[:20]:
@@ -86,11 +89,12 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def distance(one: Any, other: Any) -> float:
     """Return the difference of two figures, relative to the larger of 1 and their size; 0 if they are the same."""
-    if one == other:
+    if one == other or (one != one and other != other):
         return 0.0
     if not isinstance(one, int | float) or not isinstance(other, int | float):
         return math.inf
-    return abs(one - other) / max(1.0, abs(one), abs(other))
+    gap = abs(one - other) / max(1.0, abs(one), abs(other))
+    return math.inf if math.isnan(gap) else gap
 
 
 def weight_gaps(old: Path, new: Path) -> Iterator[tuple[str, float]]:
@@ -100,7 +104,8 @@ def weight_gaps(old: Path, new: Path) -> Iterator[tuple[str, float]]:
         if name not in before or name not in after or before[name].shape != after[name].shape:
             yield name, math.inf
         else:
-            yield name, float(abs(before[name].astype("f8") - after[name].astype("f8")).max(initial=0.0))
+            gap = float(abs(before[name].astype("f8") - after[name].astype("f8")).max(initial=0.0))
+            yield name, math.inf if math.isnan(gap) else gap
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ for each step:
         reward   += reward.score(rollouts) - overlong penalty
     rollouts   = rollouts without truncated responses, if configured
     ref        = reference.logprobs(rollouts)   # in the background
-    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = group_relative(reward)

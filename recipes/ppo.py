@@ -5,7 +5,6 @@ for each step:
     rollouts   = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
     ref        = reference.logprobs(rollouts)   # in the background
-    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     values     = critic.values(rollouts)        # by a plan of the critic

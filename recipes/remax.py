@@ -6,7 +6,6 @@ for each step:
     greedy     = rollout.generate(prompts, temperature 0)
     reward     = reward.score(rollouts), reward.score(greedy)    # in the background, from the first part on
     ref        = reference.logprobs(rollouts)   # in the background
-    plan       = actor.plan(rollouts)           # one set of microbatches for log-probs and update
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
     advantages = reward - the greedy response's reward

@@ -137,7 +137,8 @@ class Session:
             self.progress = replace(self.progress, phase=phase, step=0)
         self.stop_if_interrupted()
         with self.run.progress(total - self.progress.step, phase) as bar:
-            if evaluate and self.progress.step == 0:
+            is_repeated = self.step is not None and self.step.progress.phase == phase
+            if evaluate and self.progress.step == 0 and not is_repeated:
                 self._evaluate(evaluate)
                 self.stop_if_interrupted()
             for number in range(self.progress.step + 1, total + 1):
@@ -225,7 +226,7 @@ class Session:
 def open_session(config: Config) -> Iterator[Session]:
     """Start everything a recipe needs, and shut all of it down on exit.
 
-    Data and tokenizer are read, preflight checks run, and a run directory in use is refused before any process starts.
+    Data and tokenizer are read, preflight checks run, and a run directory in use is refused before any rank starts.
 
     Raises:
         RoleError: a call failed; it carries the step.

@@ -156,7 +156,10 @@ def sweep_class(targets: Sequence[str]) -> type[Config]:
 
 def load_main(target: str) -> Callable[[Config], None]:
     """Import the recipe in module `target` and return its `main`."""
-    return importlib.import_module(target).main
+    main = vars(importlib.import_module(target)).get("main")
+    if main is None:
+        raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
+    return main
 
 
 class _RecipeConfig(Config):

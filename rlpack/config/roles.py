@@ -108,7 +108,7 @@ def optimizers(config: Config) -> dict[str, Optimizer]:
     ['actor.optimizer']
     """
     sections = {"actor": config.actor.optimizer, "critic": config.critic.optimizer}
-    return {f"{role}.optimizer": sections[role] for role in recipe_of(config).trains}
+    return {f"{role}.optimizer": sections[role] for role in recipe_of(config).trains if role in sections}
 
 
 def pools_in_use(config: Config) -> dict[str, Pool]:

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -60,6 +60,7 @@ class RayRanks:
         self._group = group
         self._store = store
         self._nodes: list[str] = []
+        self._roles: set[str] = set()
         self._submitted: dict[ray.ObjectRef, RankCall] = {}  # calls that nobody waits for yet
         self._background: dict[int, str] = {}  # names of the calls in threads, by their ids
         self._call_s = placement.call_timeout_s
@@ -120,6 +121,7 @@ class RayRanks:
             arguments: its own keyword arguments.
             layout: of its ranks; None for data-parallel ones.
         """
+        self._roles.add(role)
         shared = ray.put(settings)
         refs = [actor.start.remote(role, target, shared, arguments, layout) for actor in self._actors]
         self._wait(_rank_calls(refs, role, "start"), self._start_s)
@@ -272,7 +274,9 @@ class RayRanks:
                 value = ray.get(done[0])
             except RayError as error:
                 unfinished = [ref for ref in (*earlier, *pending) if ref != done[0]]
-                call, cause = first_cause([*earlier.values(), *calls], done[0], unfinished, error)
+                under_way = [*earlier.values(), *calls]
+                call, cause = first_cause(under_way, done[0], unfinished, error)
+                call = _call_of_dead_rank(cause, under_way, pools) or call
                 _kill(pools)
                 raise self._failure(call, cause, earlier) from cause
             if earlier.pop(done[0], None) is None:
@@ -291,6 +295,21 @@ class RayRanks:
             return RoleError(*maker, call.method, text)
         context = describe_context(call, cause, earlier, list(self._background.values()))
         return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
+
+
+def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[RayRanks]) -> RankCall | None:
+    """Return the call of the process that died, which may be another one than the call that failed for it first."""
+    if not isinstance(cause, RayActorError):
+        return None
+    dead = {
+        (role, rank)
+        for pool in pools
+        for rank, actor in enumerate(pool._actors)
+        for role in pool._roles
+        if actor._actor_id.hex() == cause.actor_id
+    }
+    own = [call for call in calls if (call.role, call.rank) in dead]
+    return next((call for call in own if not call.background), own[0] if own else None)
 
 
 def _kill(pools: set[RayRanks]) -> None:

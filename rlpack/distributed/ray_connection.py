@@ -128,13 +128,12 @@ def _start_local(placement: Placement, preload: Sequence[str]) -> None:
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
     # Ray starts one worker for each core at once. Where most of them would never become a rank, they stay small.
-    if preload and cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values()):
-        os.environ.setdefault("RAY_preload_python_modules", ",".join(preload))
+    is_small = cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values())
     # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with _own_process_group():
+    with _own_process_group(), _preloading(preload if is_small else ()):
         ray.init(
             address="local",
             num_cpus=max(claimed, cores),
@@ -143,6 +142,20 @@ def _start_local(placement: Placement, preload: Sequence[str]) -> None:
             logging_level=logging.WARNING,
             job_config=_job_config(),
         )
+
+
+@contextmanager
+def _preloading(modules: Sequence[str]) -> Iterator[None]:
+    """Have the workers of a cluster that is started meanwhile import these modules; what a user set goes first."""
+    name = "RAY_preload_python_modules"
+    if not modules or name in os.environ:
+        yield
+        return
+    os.environ[name] = ",".join(modules)
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @contextmanager

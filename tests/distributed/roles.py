@@ -28,6 +28,7 @@ class Echo(Worker):
         super().__init__(context)
         self.begun, self.released = threading.Event(), threading.Event()
         self.noted = 0
+        self.notes: Path | None = None
         self.alone, self.second = threading.Lock(), threading.Event()
 
     kept: BatchedDataDict
@@ -171,8 +172,9 @@ class Echo(Worker):
         self.notes = Path(path)
 
     def _note(self, line: str) -> None:
-        with self.notes.open("a") as file:
-            file.write(f"{line}\n")
+        if self.notes is not None:
+            with self.notes.open("a") as file:
+                file.write(f"{line}\n")
 
     @sharded(merge=list)
     def loaded_weights(self, shard: BatchedDataDict) -> dict[str, Tensor]:
@@ -283,7 +285,9 @@ class Sampler(Worker):
         columns = {"input_ids": ids, "response_mask": ids.with_values(torch.ones_like(ids.values, dtype=torch.bool))}
         texts = ["in time" if in_time else "late"] * shard.num_rows
         zeros = ids.with_values(torch.zeros(ids.values.shape))
-        rows = {"rollout_logprobs": zeros, "response_lengths": ids.lengths, "finish_reason": ["stop"] * len(texts)}
+        versions = ids.with_values(torch.ones(ids.values.shape, dtype=torch.int32))
+        rows = {"rollout_logprobs": zeros, "policy_version": versions, "response_lengths": ids.lengths}
+        rows |= {"prompt_lengths": torch.zeros_like(ids.lengths), "finish_reason": ["stop"] * len(texts)}
         return shard.keep(["uid", "group_ids"]).union({**columns, **rows, "completion": texts})
 
 

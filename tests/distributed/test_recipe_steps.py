@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load_file
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.roles import role_batching, started_roles
@@ -86,7 +87,9 @@ def local_session(folder: Path, recipe: str, *, failing_call: int | None = None,
 def train(session: Session, recipe: str) -> dict[str, np.ndarray]:
     """Run the recipe's own steps and return the policy's weights after them."""
     importlib.import_module(f"rlpack.recipes.{recipe}").train(session)
-    return session.actor.run(ActorWorker.export_weights)
+    folder = session.run.run_dir / "policy"
+    session.actor.run(ActorWorker.export_model, str(folder))
+    return load_file(folder / "model.safetensors")
 
 
 def records(session: Session) -> list[dict[str, float]]:

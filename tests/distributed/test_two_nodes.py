@@ -58,9 +58,9 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
     with Cluster(placement) as cluster, cluster.store.lease("a step"):
         groups = start_roles(cluster, config, list(roles), (config, tiny_tokenizer()))
         twice = groups["packed"].run(Echo.times, batch, 2)
-        assert len({part.node for part in twice["times"].parts}) == 2
+        assert len({handle.node for handle in twice["times"].handles}) == 2
         given = BatchedDataDict({**twice, "input_ids": twice["times"]})
-        part_of_row, order = twice["times"].part, groups["fixed"].plan(given).rank_plan
+        part_of_row, order = twice["times"].source, groups["fixed"].plan(given).rank_plan
         for rank, (num_rows, num_read) in enumerate(groups["fixed"].run(Echo.rows_read, given)):
             rows = order(rank).rows
             far = int((part_of_row[rows] != rank).sum())

@@ -10,7 +10,6 @@ import pytest
 import ray
 import torch
 
-from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import eos_id
 from rlpack.distributed.errors import RoleError
@@ -94,7 +93,8 @@ def test_a_merged_call_returns_what_its_merge_makes_of_the_ranks(groups: Groups)
 
 
 def test_a_users_own_role_scores_beside_the_built_in_reward(groups: Groups):
-    texts = BatchedDataDict(
+    tokens = tiny_rollouts([(2, 1), (2, 2), (2, 1)]).keep(["input_ids", "response_mask"])
+    texts = tokens.union(
         {"prompt": ["1+1=", "2+2=", "3+3="], "completion": ["#2", "that is #5", ""], "answer": ["2", "4", "6"]}
     )
     judged = groups["judge"].run(RewardWorker.score, texts)

@@ -111,7 +111,7 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
             2,
             "need 60 GPUs, and this machine",
         ),
-        (("placement.pools.main.ranks=100000",), 2, "up to 32 ranks may share one"),
+        (("placement.pools.main.ranks=100000",), 2, "at most 32 ranks may share one"),
         (("logger.wandb=maybe",), 2, "logger.wandb"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_value_cannot_leave_its_place(kuberay, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("run_dir=mine",), "run_dir is mine, and a job's working directory is deleted"),
+        (("run_dir=mine",), "run_dir is mine, but a job's working directory is deleted"),
         (("run_dir=/shared/mine", "trainer.stepz=1"), "trainer.stepz is not a key; did you mean trainer.steps?"),
         (("run_dir=/shared/mine", "placement.pools.main.ranks=5"), "ask for 5 CPU, the cluster has 4; lower"),
     ],
