@@ -91,7 +91,7 @@ PublishT = TypeVar("PublishT", bound=PublishTarget)
 
 
 class WeightChannel(Generic[S, T]):
-    """The way of one role's weights to another: opened once, then used after every update.
+    """Transfers one role's weights to another: opened once, used after every update.
 
     Attributes:
         version: number of publications so far, the policy version of the newest.

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: the driver's handle of one role, and the way of a call from `run` to its restored rows.
+"""`WorkerGroup`: the driver's handle of one role, and the path of a call from `run` to the restored rows.
 
     driver                                            ranks of the role (one process each)
     ------                                            -----------------------------------

@@ -55,6 +55,6 @@ def check_canary(logprobs: Tensor, expected: Tensor, token_ids: Tensor, *, toler
     listed = ", ".join(f"token {token} (engine {own:.5g}, trainer {other:.5g})" for token, own, other in columns)
     raise CanaryError(
         f"log-probs of the canary at policy version {version} differ from the trainer's by up to {gap:.3g} nats "
-        f"(tolerance {tolerance:g}), most at {listed}; weights were changed on their way, or the engine computes "
+        f"(tolerance {tolerance:g}), most at {listed}; weights were corrupted in transfer, or the engine computes "
         "another function of them than the trainer"
     )

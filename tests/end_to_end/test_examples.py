@@ -70,5 +70,6 @@ def test_a_role_whose_argument_is_misspelt_is_refused_before_anything_starts(ins
     with started(tmp_path, "roles.judge.target=judge_role:JudgeWorker", "roles.judge.arguments.m=2",
                  path=[installed]) as run:  # fmt: skip
         assert run.wait() == 2
-    assert "roles.judge.arguments can give n: int = 4, weight: float = 1.0" in run.err
+    problem = "roles.judge.arguments (m): got an unexpected keyword argument 'm'"
+    assert f"{problem}; it takes n: int = 4, weight: float = 1.0" in run.err
     assert not run.run_dir.exists()
