@@ -51,14 +51,14 @@ class Echo(Worker):
     def answer_once_released(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Wait for another call of this process, which `release` is."""
         self.begun.set()
-        released = self.released.wait(timeout=20)
+        released = self.released.wait(timeout=60)
         tokens = shard["input_ids"]
         return shard.keep([]).union({"times": tokens.with_values(tokens.values * (3 if released else 0))})
 
     @broadcast
     def release(self) -> bool:
         """Let that call go on; return whether it was under way."""
-        under_way = self.begun.wait(timeout=20)
+        under_way = self.begun.wait(timeout=60)
         self.released.set()
         return under_way
 
@@ -280,7 +280,7 @@ class Sampler(Worker):
     @sharded()
     def generate(self, shard: BatchedDataDict, params: Any) -> BatchedDataDict:
         self.calls += 1
-        in_time = self.calls == 1 or _SCORED.wait(timeout=20)
+        in_time = self.calls == 1 or _SCORED.wait(timeout=60)
         ids = shard["input_ids"]
         columns = {"input_ids": ids, "response_mask": ids.with_values(torch.ones_like(ids.values, dtype=torch.bool))}
         texts = ["in time" if in_time else "late"] * shard.num_rows

@@ -64,7 +64,7 @@ def started() -> Iterator[Started]:
     """Return a cluster and the running roles, each in a pool of its own."""
     pools = {name: Pool(ranks=2 if name == "apart" else 1, cpus_per_rank=0.2) for name in FAULTY}
     placement = Placement(
-        pools={**pools}, roles={name: name for name in FAULTY}, start_timeout_s=240.0, call_timeout_s=12.0
+        pools={**pools}, roles={name: name for name in FAULTY}, start_timeout_s=240.0, call_timeout_s=20.0
     )
     roles = {name: Role(target=f"{__name__}:{kind.__name__}") for name, kind in FAULTY.items()}
     config = tiny_config(roles={**builtin_roles(), **roles}, placement=placement)
@@ -82,7 +82,7 @@ def test_a_good_role_runs_dies_and_leaves_nothing_behind():
     ("name", "message"),
     [
         ("exits", "role exits, rank 0, in score: the process died"),
-        ("hangs", r"role hangs, rank 0, in score: no answer from rank\(s\) 0 within 12 s"),
+        ("hangs", r"role hangs, rank 0, in score: no answer from rank\(s\) 0 within 20 s"),
         ("apart", "Apart.score returns a different result for a row when rows come in another order: 'rewards' of row"),
     ],
 )

@@ -9,7 +9,7 @@ from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_rollouts
 from tests.distributed.roles import Echo
-from tests.distributed.test_worker_group import failure_within, is_alive
+from tests.distributed.test_worker_group import ends, prompt_failure
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -34,18 +34,18 @@ def test_buckets_reach_every_rank_in_the_targets_dtype_with_two_in_flight(groups
 
 
 def test_a_failed_export_is_named_though_other_ranks_wait_in_a_collective_and_loads_wait_for_it(groups: Groups):
-    with failure_within(4) as failure:
+    with prompt_failure() as failure:
         WeightChannel(groups["exports"], groups["imports"]).transfer()
     assert isinstance(failure.value, RoleError)
     expected = "role exports, rank 1, in export_bucket: ExportError: no weights: nothing to export"
     assert str(failure.value).startswith(expected)
-    assert not is_alive(groups["exports"], 0)
-    assert not is_alive(groups["imports"], 0)
+    assert ends(groups["exports"], 0)
+    assert ends(groups["imports"], 0)
 
 
 def test_the_death_of_an_exporting_rank_is_named_though_others_wait_for_it(groups: Groups):
-    with failure_within(8) as failure:
+    with prompt_failure() as failure:
         WeightChannel(groups["dies"], groups["lost"]).transfer()
     assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "export_bucket")
     assert "the process died" in failure.value.cause
-    assert not is_alive(groups["lost"], 0)
+    assert ends(groups["lost"], 0)

@@ -36,21 +36,30 @@ UNEVEN = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6), (3, 8), (1, 4)]
 MODES = ("packed", "dynamic", "fixed")
 
 
-def is_alive(group: WorkerGroup[Any], rank: int) -> bool:
-    """Whether the rank's process still answers."""
-    try:
-        ray.get(group.ranks._actors[rank].node_ip.remote(), timeout=10)
-    except ray.exceptions.RayActorError:
-        return False
-    return True
+# Far more than an error takes to come, and far less than `call_timeout_s`, at which a failure that is missed would end.
+PROMPT_S = 60.0
+
+
+def ends(group: WorkerGroup[Any], rank: int) -> bool:
+    """Whether the rank's process ends; Ray kills processes without waiting for them."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            ray.get(group.ranks._actors[rank].node_ip.remote(), timeout=10)
+        except ray.exceptions.GetTimeoutError:
+            continue
+        except ray.exceptions.RayActorError:
+            return True
+    return False
 
 
 @contextmanager
-def failure_within(seconds: float) -> Iterator[pytest.ExceptionInfo[RoleError]]:
+def prompt_failure() -> Iterator[pytest.ExceptionInfo[RoleError]]:
+    """Expect an error that does not wait for the deadline of the call."""
     started = time.monotonic()
     with pytest.raises(RoleError) as failure:
         yield failure
-    assert time.monotonic() - started < seconds
+    assert time.monotonic() - started < PROMPT_S
 
 
 def test_a_broadcast_call_runs_on_all_ranks_of_one_process_group(groups: Groups):
@@ -133,32 +142,32 @@ def test_a_method_that_does_not_say_how_it_is_called_is_refused(groups: Groups):
 
 def test_an_exception_on_one_rank_is_one_error_and_ends_the_pool(groups: Groups):
     group = groups["explodes"]
-    with failure_within(4) as failure:
+    with prompt_failure() as failure:
         group.run(Faulty.explode, 1)
     message, _, place = str(failure.value).partition(" (")
     assert message == "role explodes, rank 1, in explode: ValueError: the judge has left the building"
     assert re.fullmatch(r"/.*/tests/distributed/roles\.py, line \d+\)", place)
-    assert not any(is_alive(group, rank) for rank in range(2))
+    assert all(ends(group, rank) for rank in range(2))
     assert groups["packed"].run(Echo.place)[1] == 0
 
 
 def test_a_process_that_is_killed_is_one_error_and_ends_the_pool(groups: Groups):
     group = groups["dies"]
     group.submit(Faulty.hang_in_background, tiny_rollouts(UNEVEN))
-    with failure_within(4) as failure:
+    with prompt_failure() as failure:
         group.run(Faulty.die, 1)
     assert (failure.value.role, failure.value.rank, failure.value.method) == ("dies", 1, "die")
     assert "the process died" in failure.value.cause
     assert failure.value.cause.endswith(
         "; under way in the background: dies.hang_in_background"
     )  # which may have taken the memory
-    assert not any(is_alive(group, rank) for rank in range(2))
+    assert all(ends(group, rank) for rank in range(2))
 
 
 def test_a_failure_names_the_earlier_call_in_which_another_rank_still_is(groups: Groups):
     group = groups["loses_touch"]
     group.submit(Faulty.hang_over_rows_of, tiny_rollouts(UNEVEN), 1)
-    with failure_within(4) as failure:
+    with prompt_failure() as failure:
         group.run(Faulty.lose_touch)
     assert str(failure.value).startswith("role loses_touch, rank 0, in lose_touch: RuntimeError: connection closed")
     assert str(failure.value).endswith(
@@ -189,7 +198,7 @@ def test_a_roles_own_calls_beside_others_come_one_after_the_other(groups: Groups
 def test_a_call_that_failed_ends_later_ones_of_its_processes_which_wait_for_one_that_has_left_it(groups: Groups):
     group = groups["explodes_first"]
     pending = group.submit(Faulty.explode_over_rows, tiny_rollouts(UNEVEN))
-    with failure_within(4) as failure:
+    with prompt_failure() as failure:
         group.run(Faulty.wait_for_all)
     message = "role explodes_first, rank 1, in explode_over_rows: ValueError: the judge has left the building"
     assert str(failure.value).startswith(message)
@@ -201,7 +210,7 @@ def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups
     group = groups["hangs_first"]
     group.ranks._call_s = 2.0
     group.submit(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
-    with failure_within(8) as failure:
+    with prompt_failure() as failure:
         group.run(Faulty.wait_for_all)
     message = "role hangs_first, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
     assert str(failure.value).startswith(message)

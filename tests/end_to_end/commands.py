@@ -75,7 +75,7 @@ class Command:
         """Return what is alive of the run, on this machine."""
         return [process for process in psutil.process_iter() if _belongs(process, self.mark)]
 
-    def left_behind(self, grace_s: float = 10.0) -> list[psutil.Process]:
+    def left_behind(self, grace_s: float = 30.0) -> list[psutil.Process]:
         """Return what is still alive some seconds after the command's end."""
         begin = time.monotonic()
         while (alive := self.processes()) and time.monotonic() - begin < grace_s:

@@ -237,4 +237,4 @@ def test_what_the_cluster_refuses_is_one_line_at_once(machines, project, words, 
     assert (said.code, said.out) == (2, "")
     assert message in said.err
     assert said.err.count("\n") == 1
-    assert said.took_s < 30
+    assert said.took_s < 120
