@@ -3,7 +3,7 @@
 Invariants (tests/unit/recipes/driver/test_session.py):
 
 1. `Progress` changes only when a step is committed, so a step that failed before its update can be run again and draws
-   the same prompts and random numbers;
+   the same prompts and random numbers; no call of the failed attempt is under way or keeps its result then;
 2. after Ctrl-C, the step in progress is completed and saved before the run ends.
 """
 
@@ -153,9 +153,14 @@ class Session:
                 self._save_if_due(number == total)
 
     def begin_step(self, number: int) -> StepContext:
-        """Return the context of a step, after releasing the payloads of an abandoned one."""
+        """Return the context of a step, after discarding the calls and the payloads of an abandoned one.
+
+        Raises:
+            RoleError: a call of the abandoned step failed.
+        """
         if self.step is not None:
             self.step.lease.release()
+            self._discard_calls(self.step)
         progress = replace(self.progress, step=number)
         self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))
         return self.step
@@ -195,6 +200,15 @@ class Session:
         """
         if self.run.interrupted:
             raise KeyboardInterrupt
+
+    def _discard_calls(self, step: StepContext) -> None:
+        """Drop the results of calls that a step has submitted and not waited for, since an error ended it before."""
+        discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
+        if discarded:
+            logger.warning(
+                "step %d of %s ended without waiting for %d of its calls, whose results are discarded: %s",
+                *(step.number, step.progress.phase, len(discarded), ", ".join(discarded)),
+            )
 
     def _commit(self, step: StepContext, elapsed_s: float) -> None:
         """Replace the progress by the step's, and log its metrics."""

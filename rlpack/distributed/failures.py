@@ -25,6 +25,7 @@ class RankCall:
         role: name of the role.
         rank: that runs it.
         method: name of the method.
+        order: place in the order of submission, in which a rank runs its calls; the same on all ranks of a call.
         background: it runs in a thread, while the rank answers other calls.
     """
 
@@ -32,6 +33,7 @@ class RankCall:
     role: str
     rank: int
     method: str
+    order: int
     background: bool = False
 
 

@@ -137,7 +137,10 @@ class RankProcess:
         return self._columns.pop(call_id)
 
     def discard(self, call_id: int) -> None:
-        """Forget the offloaded columns of a call's rows, for which there is no room."""
+        """Forget a call whose rows nobody gets: cancel it if it waits for the role's thread, and drop its columns."""
+        future = self._background.pop(call_id, None)
+        if future is not None and not future.cancel():
+            future.add_done_callback(lambda _: self._columns.pop(call_id, None))  # it runs, or has ended
         self._columns.pop(call_id, None)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from rlpack.distributed.object_handles import for_node
 from rlpack.distributed.process import driver_import_path
 from rlpack.distributed.rank_actor import RankActor, is_batch
 from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.submitted import SubmittedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,22 @@ _CLOSE_S = 5.0
 _RELAYS_IN_FLIGHT = 2
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()
+# Of all calls of this process, whatever their pool.
+_ORDER = count()
 
 
-def _rank_calls(refs: Sequence[ray.ObjectRef], role: str, method: str, *, background: bool = False) -> list[RankCall]:
-    return [RankCall(ref, role, rank, method, background) for rank, ref in enumerate(refs)]
+def _rank_calls(
+    refs: Sequence[ray.ObjectRef],
+    role: str,
+    method: str,
+    *,
+    ranks: Sequence[int] | None = None,
+    background: bool = False,
+) -> list[RankCall]:
+    """Return calls that were just submitted to these ranks (None: 0, 1, …), as the last of all."""
+    order = next(_ORDER)
+    numbered = zip(range(len(refs)) if ranks is None else ranks, refs, strict=True)
+    return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
 
 
 def _strategy(group: PlacementGroup | None, rank: int) -> PlacementGroupSchedulingStrategy | str:
@@ -61,8 +74,7 @@ class RayRanks:
         self._store = store
         self._nodes: list[str] = []
         self._roles: set[str] = set()
-        self._submitted: dict[ray.ObjectRef, RankCall] = {}  # calls that nobody waits for yet
-        self._background: dict[int, str] = {}  # names of the calls in threads, by their ids
+        self._submitted = SubmittedCalls()
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
         device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
@@ -137,16 +149,12 @@ class RayRanks:
         """
         call_id = next(_CALL_IDS)
         calls = self._start(call, call_id)
-        self._submitted |= {one.ref: one for one in calls}
-        if call.background:
-            self._background[call_id] = call.name
+        self._submitted.add(call_id, call, calls)
         return Pending(partial(self._result, call, call_id, calls))
 
     def _result(self, call: Call, call_id: int, calls: list[RankCall]) -> list[Any]:
         """Wait for a submitted call and return the results of its output ranks."""
-        for one in calls:
-            self._submitted.pop(one.ref, None)
-        self._background.pop(call_id, None)
+        self._submitted.remove(call_id)
         if call.background:
             self._wait(calls, self._call_s)
             refs = [self._actors[one.rank].result.remote(call_id) for one in calls]
@@ -174,10 +182,8 @@ class RayRanks:
                 self._actors[rank].discard.remote(call_id)
             raise
         with reserved as room:
-            puts = [
-                RankCall(self._actors[rank].store_columns.remote(call_id), call.role, rank, call.method)
-                for rank in having
-            ]
+            stored = [self._actors[rank].store_columns.remote(call_id) for rank in having]
+            puts = _rank_calls(stored, call.role, call.method, ranks=having)
             refs = dict(zip(having, self._wait(puts, self._call_s), strict=True))
             return [
                 offloaded.with_handles(
@@ -188,6 +194,23 @@ class RayRanks:
                 )
                 for rank, offloaded in rows.items()
             ]
+
+    def discard_submitted(self) -> list[str]:
+        """Drop the results of all calls that nobody has waited for, and return the names of these calls.
+
+        Ranks complete them first, because one that left a collective would block the others in it. Background calls
+        take part in none: those that have not begun are canceled, and the rest end on their own.
+
+        Raises:
+            RoleError: one of them failed, or missed its deadline.
+        """
+        discarded = self._submitted.pop_all()
+        for call_id, submitted in discarded.items():
+            self._wait(list(submitted.unfinished.values()), self._call_s)
+            if submitted.call.returns_rows:
+                for rank in range(len(submitted.call.args_of_rank)):
+                    self._actors[rank].discard.remote(call_id)
+        return [submitted.call.name for submitted in discarded.values()]
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
         """Pass values to all ranks of `target`.
@@ -264,7 +287,7 @@ class RayRanks:
         deadline = time.monotonic() + timeout_s
         results: dict[ray.ObjectRef, Any] = {}
         pending = [call.ref for call in calls]
-        earlier = {ref: call for pool in pools for ref, call in pool._submitted.items()}
+        earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
         while pending:
             done, _ = ray.wait([*earlier, *pending], timeout=max(0.0, deadline - time.monotonic()))
             if not done:
@@ -284,7 +307,7 @@ class RayRanks:
                 pending.remove(done[0])
                 continue
             for pool in pools:
-                pool._submitted.pop(done[0], None)
+                pool._submitted.record_answer(done[0])
             deadline = time.monotonic() + timeout_s
         return [results[call.ref] for call in calls]
 
@@ -293,7 +316,7 @@ class RayRanks:
         if isinstance(cause, RayTaskError) and (maker := self._store.maker_of(cause)):
             text = f"the process that held tokens or texts for {call.role}.{call.method} died"
             return RoleError(*maker, call.method, text)
-        context = describe_context(call, cause, earlier, list(self._background.values()))
+        context = describe_context(call, cause, earlier, self._submitted.names_in_background())
         return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
 
 

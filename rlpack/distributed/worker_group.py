@@ -73,6 +73,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def discard_submitted(self) -> list[str]:
+        """Drop the results of all calls that nobody has waited for, and return the names of these calls."""
+        ...
+
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
         """Pass values to all ranks of `target`; return the last results."""
         ...
@@ -197,6 +201,16 @@ class WorkerGroup(Generic[W]):
         args_of_rank = [tuple(args)] * num_called
         pending = self.ranks.submit(Call(self.role, method.__name__, args_of_rank, dict(kwargs), output_ranks=(0,)))
         return Pending(lambda: pending.result()[0])
+
+    def discard_submitted(self) -> list[str]:
+        """Drop the results of calls that nobody has waited for, and return the names of these calls.
+
+        These are the calls of all roles on the same processes. Nobody may wait for one of them afterwards.
+
+        Raises:
+            RoleError: one of them failed, or missed its deadline.
+        """
+        return self.ranks.discard_submitted()
 
     def _submit_sharded(
         self, method: Callable[..., Any], dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]

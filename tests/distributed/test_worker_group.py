@@ -216,6 +216,28 @@ def test_a_call_that_hangs_is_named_by_the_later_one_that_waits_behind_it(groups
     assert str(failure.value).startswith(message)
 
 
+def test_a_call_that_hangs_is_named_though_later_ones_were_submitted_meanwhile(groups: Groups):
+    group = groups["exports"]
+    group.ranks._call_s = 2.0
+    pending = group.submit(Faulty.hang_over_rows, tiny_rollouts(UNEVEN))
+    group.submit(Faulty.wait_for_all)
+    with prompt_failure() as failure:
+        pending.result()
+    message = "role exports, rank 0, in hang_over_rows: no answer from rank(s) 0, 1 within 2 s"
+    assert str(failure.value).startswith(message)
+
+
+def test_calls_that_nobody_waits_for_can_be_discarded(groups: Groups, store: RayStore):
+    batch, echo = tiny_rollouts(UNEVEN), groups["packed"]
+    before, in_flight = sum(echo.run(Echo.read_noted)), store.in_flight
+    echo.submit(Echo.times, batch, 3)
+    echo.submit(Echo.overlaps, batch)
+    echo.submit(Echo.note_rows, batch)
+    assert groups["fixed"].discard_submitted() == ["packed.times", "packed.overlaps", "packed.note_rows"]
+    assert echo.discard_submitted() == []
+    assert (sum(echo.run(Echo.read_noted)), store.in_flight) == (before + len(UNEVEN), in_flight)
+
+
 def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: Groups, store: RayStore, tmp_path: Path):
     session = session_of(tmp_path, rollout=Rollout(max_num_seqs=2))
     session.groups["rollout"] = groups["sampler"]

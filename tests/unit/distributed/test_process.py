@@ -1,5 +1,6 @@
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,24 @@ class Raiser(Worker):
 
     def plain(self) -> None:
         raise KeyError("plain")
+
+
+class Waiter(Worker):
+    """Returns rows once it may."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.begun, self.may_end, self.calls = threading.Event(), threading.Event(), 0
+
+    @classmethod
+    def from_settings(cls, context: RankContext, *settings: Any) -> "Waiter":
+        return cls(context)
+
+    def tell(self) -> BatchedDataDict:
+        self.calls += 1
+        self.begun.set()
+        assert self.may_end.wait(30)
+        return BatchedDataDict({"text": ["a", "b"]}, row_ids=[1, 0])
 
 
 class Namer(Worker):
@@ -191,6 +210,21 @@ def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(process
     process.discard(9)
     with pytest.raises(KeyError):
         process.pop_columns(9)
+
+
+def test_a_background_call_that_is_discarded_is_canceled_or_drops_its_rows_at_its_end(process: RankProcess):
+    process.start("waiter", f"{__name__}:Waiter", (tiny_config(), tiny_tokenizer()))
+    waiter = process._roles["waiter"]
+    for call_id in (1, 2):
+        process.submit(call_id, "waiter", "tell", {})
+    assert waiter.begun.wait(30)
+    running = process._background[1]
+    for call_id in (1, 2):
+        process.discard(call_id)
+    waiter.may_end.set()
+    assert len(running.result(30).sizes) == 1  # of a column that the rank keeps
+    process._threads["waiter"].shutdown()
+    assert (waiter.calls, process._columns, process._background) == (1, {}, {})
 
 
 def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):

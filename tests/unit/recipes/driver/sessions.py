@@ -62,6 +62,7 @@ class AnsweringGroup:
         self.called: list[str] = []
         self.trained = False
         self.mini_batch_size: int | None = None
+        self.submitted: list[str] = []
 
     def implements(self, interface: type) -> bool:
         return interface is Trainable and self.trained
@@ -73,6 +74,10 @@ class AnsweringGroup:
 
     def with_plan(self, plan: Any) -> Self:
         return self
+
+    def discard_submitted(self) -> list[str]:
+        discarded, self.submitted = self.submitted, []
+        return discarded
 
     def submit(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return Pending(partial(self.run, method, *args, **kwargs))

@@ -101,6 +101,24 @@ def test_a_step_that_fails_midway_commits_nothing_and_is_repeated_with_the_same_
     assert disturbed.progress == undisturbed.progress
 
 
+def test_calls_that_a_failed_step_did_not_wait_for_are_discarded_before_the_next_attempt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    session = session_of(tmp_path)
+    groups = [set_group(session, name) for name in ("reward", "reference")]
+    for attempt in range(2):
+        for step in session.steps("train", 2):
+            assert [group.submitted for group in groups] == [[], []]
+            if (attempt, step.number) == (0, 2):
+                groups[0].submitted, groups[1].submitted = ["reward.score"] * 2, ["reference.logprobs"]
+                break  # as an error would
+    assert session.progress.step == 2
+    assert [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()] == [
+        "step 2 of train ended without waiting for 3 of its calls, whose results are discarded: reward.score, "
+        "reward.score, reference.logprobs"
+    ]
+
+
 def without_times(run: RecordingRun) -> list[tuple[tuple[str, int], dict[str, float]]]:
     records = [
         {name: value for name, value in record.items() if not name.startswith("time/")} for record in run.records

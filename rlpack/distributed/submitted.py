@@ -1,0 +1,62 @@
+"""The calls of one pool that nobody has waited for yet.
+
+Invariants (tests/unit/distributed/test_submitted.py):
+
+1. only calls that were submitted before another one can hold it up, because a rank runs its calls in this order;
+2. discarding leaves nothing behind: no call is named in a later error, or delays a later deadline.
+"""
+
+from dataclasses import dataclass, field
+
+import ray
+
+from rlpack.distributed.calls import Call
+from rlpack.distributed.failures import RankCall
+
+
+@dataclass
+class SubmittedCall:
+    """A call that nobody has waited for yet.
+
+    Attributes:
+        call: the call.
+        unfinished: what its ranks have not been seen to answer, by reference.
+    """
+
+    call: Call
+    unfinished: dict[ray.ObjectRef, RankCall]
+
+
+@dataclass
+class SubmittedCalls:
+    """The calls of one pool that nobody has waited for yet, by their ids, in the order of submission."""
+
+    _calls: dict[int, SubmittedCall] = field(default_factory=dict)
+
+    def add(self, call_id: int, call: Call, calls: list[RankCall]) -> None:
+        """Add a call, with its parts on each rank."""
+        self._calls[call_id] = SubmittedCall(call, {one.ref: one for one in calls})
+
+    def remove(self, call_id: int) -> None:
+        """Forget a call, because someone waits for it now."""
+        self._calls.pop(call_id, None)
+
+    def record_answer(self, ref: ray.ObjectRef) -> None:
+        """Record that a rank has answered: it does not hold up later calls any more."""
+        for submitted in self._calls.values():
+            submitted.unfinished.pop(ref, None)
+
+    def before(self, calls: list[RankCall]) -> dict[ray.ObjectRef, RankCall]:
+        """Return the unfinished parts of the calls that were submitted before the last of `calls`."""
+        last = max((call.order for call in calls), default=-1)
+        every = [one for submitted in self._calls.values() for one in submitted.unfinished.values()]
+        return {one.ref: one for one in every if one.order < last}
+
+    def names_in_background(self) -> list[str]:
+        """Return the names of the calls that run in threads."""
+        return [submitted.call.name for submitted in self._calls.values() if submitted.call.background]
+
+    def pop_all(self) -> dict[int, SubmittedCall]:
+        """Forget all calls and return them by their ids."""
+        calls, self._calls = self._calls, {}
+        return calls

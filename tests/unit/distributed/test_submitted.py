@@ -1,0 +1,43 @@
+"""Which calls hold up another one, and what is left of calls that are discarded."""
+
+from typing import Any
+
+from rlpack.distributed.calls import Call
+from rlpack.distributed.failures import RankCall
+from rlpack.distributed.submitted import SubmittedCalls
+
+
+def parts(name: str, order: int, num_ranks: int = 2) -> list[RankCall]:
+    """Return a call on each rank; strings stand in for references."""
+    refs: list[Any] = [f"{name} {rank}" for rank in range(num_ranks)]
+    return [RankCall(ref, "echo", rank, name, order) for rank, ref in enumerate(refs)]
+
+
+def submitted(*names: str) -> SubmittedCalls:
+    calls = SubmittedCalls()
+    for order, name in enumerate(names):
+        call = Call("echo", name, [()] * 2, {}, background=name.startswith("slow"))
+        calls.add(100 + order, call, parts(name, order))
+    return calls
+
+
+def test_only_calls_that_were_submitted_before_one_that_is_waited_for_hold_it_up():
+    calls = submitted("first", "second", "third")
+    calls.remove(101)  # as the driver waits for it
+    assert list(calls.before(parts("second", 1))) == ["first 0", "first 1"]
+    assert list(calls.before(parts("fourth", 3))) == ["first 0", "first 1", "third 0", "third 1"]
+    assert calls.before([]) == {}
+
+
+def test_a_rank_that_has_answered_holds_nothing_up():
+    calls = submitted("first", "second")
+    calls.record_answer(parts("first", 0)[1].ref)
+    assert list(calls.before(parts("third", 2))) == ["first 0", "second 0", "second 1"]
+
+
+def test_of_discarded_calls_nothing_is_left():
+    calls = submitted("first", "slow")
+    assert calls.names_in_background() == ["echo.slow"]
+    discarded = calls.pop_all()
+    assert [(call_id, one.call.name) for call_id, one in discarded.items()] == [(100, "echo.first"), (101, "echo.slow")]
+    assert (calls.pop_all(), calls.before(parts("third", 2)), calls.names_in_background()) == ({}, {}, [])
