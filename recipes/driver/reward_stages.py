@@ -166,7 +166,8 @@ def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[
     while parts:
         pending, plan = parts.pop(0)  # drops the reference to the submitted rows
         results.append(pending.result())
-        check_scores(group.role, method, results[-1], plan, reserved, first_row=sum(map(len, planned)))
+        first_row = sum(map(len, planned))
+        check_scores(group.role, method, results[-1], plan, reserved, layout=group.layout, first_row=first_row)
         planned.append(plan.step_of_row >= 0)
     pairs = list(zip(results, planned, strict=True))
     typed = next((rows for rows, scored in pairs if scored.any()), results[0])

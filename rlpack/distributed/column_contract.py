@@ -24,8 +24,8 @@ class ColumnContract:
     """The columns of a sharded method.
 
     Attributes:
-        reads: columns that the batch must have; None sends all columns.
-        optional: columns that are sent if the batch has them.
+        reads: columns that the batch must have; None if not declared, which sends all columns.
+        optional: columns that are sent, too, if the batch has them.
         returns: columns that the result must have; None allows any.
     """
 
@@ -33,10 +33,16 @@ class ColumnContract:
     optional: tuple[str, ...] = ()
     returns: tuple[str, ...] | None = None
 
-    def or_that_of(self, other: "ColumnContract") -> "ColumnContract":
-        """Return this contract, completed by `other` where it declares nothing."""
-        reads, optional = (self.reads, self.optional) if self.reads is not None else (other.reads, other.optional)
-        return ColumnContract(reads, optional, other.returns if self.returns is None else self.returns)
+    def overriding(self, other: "ColumnContract") -> "ColumnContract":
+        """Return the contract of a method that overrides one with the contract `other`.
+
+        Declared `reads` replace those of `other` and its `optional` columns. Without them, both are inherited, and the
+        method's own `optional` columns are added.
+        """
+        returns = other.returns if self.returns is None else self.returns
+        if self.reads is not None:
+            return ColumnContract(self.reads, self.optional, returns)
+        return ColumnContract(other.reads, (*other.optional, *self.optional), returns)
 
     def columns_to_send(
         self, batch: BatchedDataDict, args: Sequence[Any], kwargs: Mapping[str, Any], *, call: str, producers: Producers

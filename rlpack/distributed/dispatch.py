@@ -66,9 +66,11 @@ def sharded(
 
     Args:
         reads: columns that the batch must have, `TEXT_COLUMNS` for all of its lists; or a function from the method's
-            other arguments to these. Nothing else is sent; None sends every column.
-        optional: columns that are sent, too, if the batch has them.
-        returns: columns that the result must have; it may have more.
+            other arguments to these. Nothing else is sent. If it is left out, a method that overrides another one reads
+            the columns of that one, and any other method every column.
+        optional: columns that are sent, too, if the batch has them. An override without `reads` adds them to those of
+            the method that it overrides.
+        returns: columns that the result must have; it may have more. An override inherits them if it is left out.
         mini_batches: plan the batch as optimizer steps of the role's mini-batch size, in arrival order; a call with
             and one without it never share microbatches, so log-probs that an update is compared with set it too.
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for

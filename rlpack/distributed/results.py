@@ -16,6 +16,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.distributed.column_contract import ColumnContract
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.packing import MicrobatchPlan
 
 _ROWS = "return every row of the shard once, with its id: shard.keep([]).union({...})"
@@ -166,17 +167,17 @@ def check_scores(
     plan: MicrobatchPlan,
     reserved: Collection[str] = (),
     *,
+    layout: ParallelLayout,
     first_row: int = 0,
 ) -> None:
     """Raise unless `scores` is a valid result of a scoring role.
 
-    It is a whole batch in its own order.
-
     Args:
         role: name of the role.
         method: its method.
-        scores: what it returned.
+        scores: what it returned, a whole batch in its own order.
         plan: by which the call was sharded.
+        layout: of the role's ranks.
         reserved: names that columns added by the role can't have.
         first_row: number of the first row, for messages, where these rows are a part of a batch.
 
@@ -200,9 +201,10 @@ def check_scores(
         row = broken[0]
         value = scores["rewards"][row].item()
         problem = f"row {first_row + row} has the reward {value} and is not quarantined; {_SCORES}"
-        raise RoleError(role, _rank_of(plan, row), method, problem)
+        raise RoleError(role, _rank_of(plan, layout, row), method, problem)
 
 
-def _rank_of(plan: MicrobatchPlan, row: int) -> int | None:
-    """Return the data rank of a row, None if the plan dropped it."""
-    return next((rank for rank in range(plan.num_ranks) if row in plan.rank_plan(rank).rows), None)
+def _rank_of(plan: MicrobatchPlan, layout: ParallelLayout, row: int) -> int | None:
+    """Return the rank that returned a row, None if the plan dropped it."""
+    ranks = enumerate(layout.output_ranks)
+    return next((rank for dp_rank, rank in ranks if row in plan.rank_plan(dp_rank).rows), None)

@@ -221,7 +221,7 @@ class WorkerGroup(Generic[W]):
         """
         batch, *rest = args
         assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
-        columns = dispatch.columns.or_that_of(declared_columns(method))
+        columns = dispatch.columns.overriding(declared_columns(method))
         names = columns.columns_to_send(
             batch, rest, kwargs, call=f"{self.role}.{method.__name__}", producers=self._producers
         )

@@ -160,7 +160,8 @@ class RoleUnderTest:
             return
         reserved = {*FIELDS, *batch, *Algorithm.model_fields}
         with broken("scores", "rewards.isfinite() tells which rows have a reward"):
-            check_scores(self.name, "score", result, (plan_of or self.group()).plan(batch), reserved)
+            group = plan_of or self.group()
+            check_scores(self.name, "score", result, group.plan(batch), reserved, layout=group.layout)
 
     def compare(
         self, expected: BatchedDataDict, result: BatchedDataDict, contract: str, when: str, remedy: str

@@ -69,6 +69,22 @@ class Plain(Reader):
         return self._names(shard)
 
 
+class Curious(Reader):
+    """Overrides methods of `Reader`, and reads more or less than they do."""
+
+    @sharded(optional=("policy_weight", "absent"))
+    def read(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return self._names(shard)
+
+    @sharded(reads=("uid",))
+    def read_texts(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return self._names(shard)
+
+    @sharded(optional=("uid",))
+    def read_all(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return self._names(shard)
+
+
 def group(kind: type[Reader] = Reader, batching: Batching | None = None, **options: Any) -> WorkerGroup[Reader]:
     return WorkerGroup("reader", LocalRanks([kind] * 2), batching or Batching(), kind=kind, **options)
 
@@ -83,6 +99,14 @@ def test_only_the_columns_that_a_method_reads_are_sent(kind: type[Reader]):
     assert set(group(kind).run(Reader.read, batch())["names"]) == {"advantages response_mask"}
     without = batch().drop(["advantages"])
     assert set(group(kind).run(Reader.read, without)["names"]) == {"response_mask"}
+
+
+def test_an_override_adds_optional_columns_and_its_own_reads_replace_those_it_overrides():
+    names = set(group(Curious).run(Reader.read, batch())["names"])
+    assert names == {"advantages policy_weight response_mask"}
+    assert set(group(Curious).run(Reader.read_texts, batch())["names"]) == {"uid"}
+    everything = " ".join(sorted(batch()))
+    assert set(group(Curious).run(Reader.read_all, batch())["names"]) == {everything}
 
 
 def test_all_texts_can_be_read_and_without_a_declaration_everything():

@@ -8,15 +8,17 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.distributed.errors import RoleError
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_scores, restored
 from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.packing import Batching
+from rlpack.packing import Batching, make_plan
 from rlpack.testing.local_ranks import LocalRanks
 from rlpack.worker import Worker, sharded
 from tests.builders import tiny_rollouts
 
 SIZES = [(3, 9), (5, 1), (4, 0), (2, 16), (7, 6)]
 CALL = ("judge", "score")
+TWO_DATA_RANKS = ParallelLayout(dp_shard=2)
 
 
 def refuse(results: list[Any]) -> int:
@@ -129,11 +131,26 @@ def test_what_is_no_score_is_refused_and_says_what_is(columns: dict[str, Any], m
     if "uid" in columns:
         columns = columns | {"quarantined": torch.zeros(5, dtype=torch.bool)}
     with pytest.raises(RoleError, match=message):
-        check_scores("judge", "score", batch.keep([]).union(columns), plan, {"uid"})
+        check_scores("judge", "score", batch.keep([]).union(columns), plan, {"uid"}, layout=TWO_DATA_RANKS)
 
 
 def test_a_row_that_is_quarantined_may_hold_anything():
     batch = tiny_rollouts(SIZES).keep(["input_ids"])
     plan = WorkerGroup("judge", LocalRanks([Worker] * 2), Batching()).plan(batch)
     found = {"rewards": torch.full((5,), float("nan")), "quarantined": torch.ones(5, dtype=torch.bool)}
-    check_scores("judge", "score", batch.keep([]).union(found | {"verbosity": torch.ones(5)}), plan, {"uid"})
+    scores = batch.keep([]).union(found | {"verbosity": torch.ones(5)})
+    check_scores("judge", "score", scores, plan, {"uid"}, layout=TWO_DATA_RANKS)
+
+
+def test_a_wrong_score_is_blamed_on_the_rank_that_returned_it_where_data_ranks_have_replicas():
+    layout, batch = ParallelLayout(dp_shard=2, tp=2, pp=2), tiny_rollouts([(1, 1)] * 4).keep(["input_ids"])
+    plan = make_plan([2] * 4, Batching(mode="fixed", micro_batch_size=1), dp_size=2)
+    # Pipeline stages are outermost: ranks 4 to 7 run the last stage, and of each pair of tp ranks the first returns.
+    for dp_rank, rank in ((0, 4), (1, 6)):
+        for row in plan.rank_plan(dp_rank).rows.tolist():
+            rewards = torch.zeros(4)
+            rewards[row] = torch.nan
+            scores = batch.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(4, dtype=torch.bool)})
+            with pytest.raises(RoleError, match=f"row {row} has the reward nan") as wrong:
+                check_scores("judge", "score", scores, plan, layout=layout)
+            assert wrong.value.rank == rank

@@ -10,6 +10,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Checkpoint, Config, Data
 from rlpack.distributed.calls import Pending
+from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.session import Session
@@ -59,6 +60,7 @@ class AnsweringGroup:
 
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
         self.role, self.batching, self.answers, self.dp_size = role, batching, answers, 1
+        self.layout = ParallelLayout()
         self.called: list[str] = []
         self.trained = False
         self.mini_batch_size: int | None = None
