@@ -1,7 +1,7 @@
 """One local Ray for a module's tests, with roles that live as long: a process takes seconds to start."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ class Judge(Worker):
         return shard.keep([]).union({"rewards": counts * self.weight, "quarantined": quarantined})
 '''
 
-# Ranks of the pools whose role is there to fail.
-FAULTY_POOLS = {
+# Ranks of the pools that a module starts only if its EXTRA_POOLS names them: those whose role is there to fail, and
+# "lost", whose ranks a test ends.
+EXTRA_RANKS = {
+    "lost": 2,
     "explodes": 2,
     "explodes_first": 2,
     "hangs_first": 2,
@@ -53,8 +55,8 @@ FAULTY_POOLS = {
 }
 
 
-def ray_config() -> Config:
-    """Return a run with a role per batching mode, a user's own judge, and roles that fail in pools of their own."""
+def ray_config(extra: Sequence[str]) -> Config:
+    """Return a run with a role per batching mode, a user's own judge, and the roles `extra` in pools of their own."""
     echo = "tests.distributed.roles:Echo"
     roles = {
         **builtin_roles(),
@@ -65,15 +67,16 @@ def ray_config() -> Config:
         "sampler": Role(target="tests.distributed.roles:Sampler"),
         "listener": Role(target="tests.distributed.roles:Listener"),
         "lost": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
-        **{name: Role(target="tests.distributed.roles:Faulty") for name in FAULTY_POOLS},
+        **{name: Role(target="tests.distributed.roles:Faulty") for name in EXTRA_RANKS if name != "lost"},
     }
-    ranks = {"main": 2, "lost": 2, **FAULTY_POOLS}
+    roles = {name: role for name, role in roles.items() if name not in EXTRA_RANKS or name in extra}
+    ranks = {"main": 2, **{name: EXTRA_RANKS[name] for name in extra}}
     pools = {name: Pool(ranks=count, cpus_per_rank=0.2) for name, count in ranks.items()}
     return tiny_config(
         roles=roles,
         placement=Placement(
             pools=pools,
-            roles={name: name for name in ("lost", *FAULTY_POOLS)},
+            roles={name: name for name in extra},
             start_timeout_s=240.0,
             call_timeout_s=90.0,
         ),
@@ -92,9 +95,15 @@ def role_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def cluster(role_path: Path) -> Iterator[Cluster]:
+def role_config(request: pytest.FixtureRequest) -> Config:
+    """Return the configuration of the module's roles."""
+    return ray_config(getattr(request.module, "EXTRA_POOLS", ()))
+
+
+@pytest.fixture(scope="module")
+def cluster(role_path: Path, role_config: Config) -> Iterator[Cluster]:
     """Return the cluster on which the roles of `groups` run."""
-    with Cluster(ray_config().placement) as cluster:
+    with Cluster(role_config.placement) as cluster:
         yield cluster
 
 
@@ -105,7 +114,6 @@ def store(cluster: Cluster) -> RayStore:
 
 
 @pytest.fixture(scope="module")
-def groups(cluster: Cluster) -> dict[str, WorkerGroup[Any]]:
-    """Return the running roles of `ray_config`."""
-    config = ray_config()
-    return start_roles(cluster, config, started_roles(config), (config, tiny_tokenizer()))
+def groups(cluster: Cluster, role_config: Config) -> dict[str, WorkerGroup[Any]]:
+    """Return the running roles of `ray_config`, with the module's extra pools."""
+    return start_roles(cluster, role_config, started_roles(role_config), (role_config, tiny_tokenizer()))

@@ -20,6 +20,7 @@ from tests.builders import tiny_rollouts
 from tests.distributed.roles import Echo, Faulty
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+EXTRA_POOLS = ("lost", "returns")
 
 Groups = dict[str, WorkerGroup[Any]]
 

@@ -12,6 +12,7 @@ from tests.distributed.roles import Echo
 from tests.distributed.test_worker_group import ends, prompt_failure
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+EXTRA_POOLS = ("dies", "exports", "imports", "lost")
 
 Groups = dict[str, WorkerGroup[Any]]
 ROWS = tiny_rollouts([(1, 1), (1, 1)]).keep(["input_ids"])
