@@ -40,11 +40,16 @@ log = logging.getLogger(__name__)
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _OWN_PACKAGES = ("rlpack.",)
 _DIRECTORY_FLAGS = {"--config-dir", "-cd", "--config-path", "-cp"}
+_NAME_FLAGS = {"--config-name", "-cn"}
 # Hydra's own options.
-_FLAGS = _DIRECTORY_FLAGS | {
-    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
-    *("--multirun", "-m", "--shell-completion", "-sc", "--config-name", "-cn", "--experimental-rerun", "--info", "-i"),
-}
+_FLAGS = (
+    _DIRECTORY_FLAGS
+    | _NAME_FLAGS
+    | {
+        *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
+        *("--multirun", "-m", "--shell-completion", "-sc", "--experimental-rerun", "--info", "-i"),
+    }
+)
 _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 
@@ -146,7 +151,8 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
         jobs.append(Job(config, job.num, sweep_dir, job.override_dirname) if in_sweep else Job(config))
 
     flags, overrides = _split(arguments)
-    root = register_base(recipe_targets(overrides, [PRESETS, *_config_dirs(flags)]))
+    names = list(_values_of(flags, _NAME_FLAGS))
+    root = register_base(recipe_targets(overrides, [PRESETS, *_config_dirs(flags)], *names[-1:]))
     with config_errors(overrides, root), _hydras_command_line([*flags, *overrides]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
@@ -184,10 +190,15 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _config_dirs(flags: Sequence[str]) -> Iterator[Path]:
     """Yield the directories that flags add to Hydra's search path."""
+    yield from map(Path, _values_of(flags, _DIRECTORY_FLAGS))
+
+
+def _values_of(flags: Sequence[str], names: set[str]) -> Iterator[str]:
+    """Yield the values of flags with one of the names, as `--flag value` or `--flag=value`."""
     for flag, following in zip_longest(flags, flags[1:], fillvalue=""):
         name, has_value, value = flag.partition("=")
-        if name in _DIRECTORY_FLAGS:
-            yield Path(value if has_value else following)
+        if name in names:
+            yield value if has_value else following
 
 
 def _unknown_flag(flag: str) -> str:

@@ -1,8 +1,9 @@
 """Which recipes a command line chooses, found before it is composed.
 
 Hydra refuses an override of a key that its base node lacks, so the sections of a recipe have to be in the base node
-before Hydra reads `my_section.key=3`. In order of precedence, `recipe.target=…`, an
-experiment, or the recipe's preset decides. A sweep can choose several recipes.
+before Hydra reads `my_section.key=3`. In order of precedence, `recipe.target=…`, the `recipe.target` of the root config
+(`--config-name`) or of an experiment, or the recipe's preset decides. The command line chooses the preset, or else the
+defaults lists of the root config and of experiments. A sweep can choose several recipes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,24 +14,67 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-_DEFAULT_RECIPE = "grpo"
+_DEFAULT_RECIPE, _DEFAULT_ROOT = "grpo", "train"
 
 
-def recipe_targets(overrides: Sequence[str], folders: Sequence[Path]) -> list[str]:
+def recipe_targets(overrides: Sequence[str], folders: Sequence[Path], root: str = _DEFAULT_ROOT) -> list[str]:
     """Return each `recipe.target` that a job of a command line may have; never empty where presets are whole.
 
     Args:
         overrides: Hydra overrides as written; what can't be parsed is left for Hydra to refuse.
         folders: config directories, which hold `<group>/<choice>.yaml`.
+        root: name of the root config.
     """
     if explicit := _values(overrides, "recipe.target"):
         return explicit
-    experiments = [_read(folders, "experiment", choice) for choice in _values(overrides, "experiment")]
+    roots = list(_root_values(folders, root))
+    if targets := [target for values in roots if (target := _target(values))]:
+        return targets[:1]
+    named = _values(overrides, "experiment") or _choice(roots, "experiment")
+    experiments = [_read(folders, f"experiment/{choice}") for choice in named]
     if targets := [target for values in experiments if (target := _target(values))]:
         return targets
-    chosen = [recipe for values in experiments for recipe in _recipes(values)]
-    chosen = _values(overrides, "recipe") or chosen or [_DEFAULT_RECIPE]
-    return [target for choice in chosen if (target := _target(_read(folders, "recipe", choice)))]
+    chosen = (
+        _values(overrides, "recipe")
+        or _choice(roots, "recipe", plain=False)
+        or [choice for values in experiments for choice in _choice([values], "/recipe")]
+        or _choice(roots, "recipe")
+        or [_DEFAULT_RECIPE]
+    )
+    return [target for choice in chosen if (target := _target(_read(folders, f"recipe/{choice}")))]
+
+
+def _choice(configs: Sequence[dict[str, Any]], group: str, *, plain: bool = True) -> list[str]:
+    """Return what defaults lists choose for a group: the first `override`, else the first plain entry if `plain`."""
+    names = {group, f"/{group.removeprefix('/')}"}
+    entries = [
+        (str(name).split(), choice)
+        for values in configs
+        for entry in _defaults(values)
+        if isinstance(entry, dict)
+        for name, choice in entry.items()
+    ]
+    overriding = [choice for words, choice in entries if words[:-1] == ["override"] and words[-1] in names]
+    listed = [choice for words, choice in entries if len(words) == 1 and words[0] in names] if plain else []
+    for choice in (*overriding, *listed):
+        return [str(one) for one in (choice if isinstance(choice, list) else [choice]) if one is not None]
+    return []
+
+
+def _root_values(folders: Sequence[Path], name: str, seen: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the root config and those that its defaults list includes by name, outermost first."""
+    if name in seen:
+        return
+    values = _read(folders, name.removesuffix(".yaml"))
+    yield values
+    for entry in _defaults(values):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _root_values(folders, entry.removeprefix("/"), (*seen, name))
+
+
+def _defaults(values: dict[str, Any]) -> list[Any]:
+    defaults = values.get("defaults")
+    return defaults if isinstance(defaults, list) else []
 
 
 def _values(overrides: Sequence[str], key: str) -> list[str]:
@@ -50,10 +94,10 @@ def _override_values(text: str, key: str) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
 
 
-def _read(folders: Sequence[Path], group: str, choice: str) -> dict[str, Any]:
-    """Return the values of a preset, or nothing if it can't be read, which Hydra reports."""
+def _read(folders: Sequence[Path], name: str) -> dict[str, Any]:
+    """Return the values of a config, or nothing if it can't be read, which Hydra reports."""
     for folder in folders:
-        path = folder / group / f"{choice}.yaml"
+        path = folder / f"{name}.yaml"
         if path.is_file():
             try:
                 values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -67,12 +111,3 @@ def _target(values: dict[str, Any]) -> str | None:
     recipe = values.get("recipe")
     target = recipe.get("target") if isinstance(recipe, dict) else None
     return target if isinstance(target, str) else None
-
-
-def _recipes(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the recipe presets that an experiment's defaults list chooses."""
-    defaults = values.get("defaults")
-    for entry in defaults if isinstance(defaults, list) else []:
-        for name, choice in entry.items() if isinstance(entry, dict) else []:
-            if str(name).split() in (["override", "/recipe"], ["/recipe"]):
-                yield str(choice)
