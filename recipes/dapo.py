@@ -15,8 +15,10 @@ for each step:
 The clipping bounds and the mean over tokens are settings: see configs/recipe/dapo.yaml.
 """
 
+from rlpack.config.recipes import recipe_section
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
@@ -40,11 +42,18 @@ def main(config: Config) -> None:
 
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
+    settings = recipe_section(session.config, Dapo)
     freeze_reference(session)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        rollouts = sample_informative_groups(session, step)
-        rollouts = filter_overlong(session, step, rollouts)
+        rollouts = sample_informative_groups(
+            session,
+            step,
+            max_rounds=settings.max_rounds,
+            overlong_buffer=settings.overlong_buffer,
+            overlong_penalty=settings.overlong_penalty,
+        )
+        rollouts = filter_overlong(step, rollouts, enabled=settings.overlong_filter)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)

@@ -5,26 +5,37 @@ import torch
 
 from rlpack.algorithms.shaping import informative_rows, soft_overlong_penalty
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.recipes import recipe_section
-from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards, report_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate, report_lengths
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 
 
-def sample_informative_groups(session: Session, step: StepContext) -> BatchedDataDict:
+def sample_informative_groups(
+    session: Session, step: StepContext, *, max_rounds: int, overlong_buffer: int = 0, overlong_penalty: float = 0.0
+) -> BatchedDataDict:
     """Return scored rollouts of `trainer.prompts_per_step` groups whose rewards differ.
 
-    Prompts are drawn until there are enough such groups, in at most `dapo.max_rounds` rounds. Missing ones are filled
-    up with groups of equal rewards, which add nothing to the loss. Both are counted.
+    Prompts are drawn until there are enough such groups. Missing ones are filled up with groups of equal rewards, which
+    add nothing to the loss. Both are counted.
+
+    Args:
+        session: the run.
+        step: the step in progress.
+        max_rounds: most rounds of drawing prompts.
+        overlong_buffer: tokens at the end of `rollout.max_new_tokens` over which the length penalty rises; 0 for none.
+        overlong_penalty: the penalty at the end of the buffer.
     """
-    settings, num_groups = session.config, session.config.trainer.prompts_per_step
+    num_groups, longest = session.config.trainer.prompts_per_step, session.config.rollout.max_new_tokens
     rounds: list[BatchedDataDict] = []
     num_informative = num_drawn = 0
-    while num_informative < num_groups and len(rounds) < recipe_section(settings, Dapo).max_rounds:
+    while num_informative < num_groups and len(rounds) < max_rounds:
         missing = num_groups - num_informative
         rollouts = _score_groups(session, step, missing)
+        penalties = soft_overlong_penalty(
+            rollouts["response_lengths"], longest=longest, buffer=overlong_buffer, penalty=overlong_penalty
+        )
+        rollouts = rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + penalties})
         rollouts["group_ids"] = rollouts["group_ids"] + num_drawn
         rounds.append(rollouts)
         num_drawn += missing
@@ -46,9 +57,9 @@ def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:
     return informative_rows(rollouts["rewards"], rollouts["group_ids"], rollouts["valid"])
 
 
-def filter_overlong(session: Session, step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Exclude truncated responses from training if `dapo.overlong_filter` is set; their rewards still count."""
-    if not recipe_section(session.config, Dapo).overlong_filter:
+def filter_overlong(step: StepContext, rollouts: BatchedDataDict, *, enabled: bool) -> BatchedDataDict:
+    """Exclude truncated responses from training if `enabled`; their rewards still count."""
+    if not enabled:
         return rollouts
     truncated = torch.tensor([reason == "length" for reason in rollouts["finish_reason"]], dtype=torch.bool)
     step.metrics["sampling/overlong_filtered"] = float(truncated.sum())
@@ -56,14 +67,10 @@ def filter_overlong(session: Session, step: StepContext, rollouts: BatchedDataDi
 
 
 def _score_groups(session: Session, step: StepContext, count: int) -> BatchedDataDict:
-    """Return the rollouts of `count` new prompts with their rewards, less the overlong penalty."""
-    settings, longest = recipe_section(session.config, Dapo), session.config.rollout.max_new_tokens
+    """Return the rollouts of `count` new prompts with their rewards."""
     pending = PendingRewards(session.scorers)
     rollouts = generate(session, step, draw_prompts(session, step, count), pending.submit)
-    rollouts = collect_rewards(session, step, rollouts, pending)
-    buffer, penalty = settings.overlong_buffer, settings.overlong_penalty
-    added = soft_overlong_penalty(rollouts["response_lengths"], longest=longest, buffer=buffer, penalty=penalty)
-    return rollouts.drop(["rewards"]).union({"rewards": rollouts["rewards"] + added})
+    return collect_rewards(session, step, rollouts, pending)
 
 
 def _first_groups(group_ids: np.ndarray, informative: np.ndarray, count: int) -> np.ndarray:

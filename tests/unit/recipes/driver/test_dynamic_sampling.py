@@ -8,7 +8,6 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout, Trainer
-from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
 from rlpack.recipes.driver.policy_stages import add_loss_weights
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_greedy_rewards
@@ -19,9 +18,9 @@ from tests.unit.recipes.driver.sessions import SavingSession, session_of, set_gr
 TRAINER = Trainer(prompts_per_step=3, group_size=2)
 
 
-def answering(folder: Path, rounds: Sequence[Sequence[float]], dapo: Dapo) -> tuple[SavingSession, list[int]]:
+def answering(folder: Path, rounds: Sequence[Sequence[float]]) -> tuple[SavingSession, list[int]]:
     """Return a session whose roles make two responses per prompt, with set rewards per round, and the batch sizes."""
-    session = session_of(folder, recipe="dapo", trainer=TRAINER, dapo=dapo, rollout=Rollout(max_new_tokens=10))
+    session = session_of(folder, recipe="dapo", trainer=TRAINER, rollout=Rollout(max_new_tokens=10))
     sizes: list[int] = []
 
     def generate(prompts: BatchedDataDict, params: object) -> BatchedDataDict:
@@ -46,9 +45,9 @@ def answering(folder: Path, rounds: Sequence[Sequence[float]], dapo: Dapo) -> tu
 
 def test_prompts_are_drawn_until_the_rewards_of_enough_groups_differ(tmp_path: Path) -> None:
     rounds = [[0.0, 1.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0]]
-    session, sizes = answering(tmp_path, rounds, Dapo(max_rounds=5))
+    session, sizes = answering(tmp_path, rounds)
     step = session.begin_step(1)
-    rollouts = sample_informative_groups(session, step)
+    rollouts = sample_informative_groups(session, step, max_rounds=5)
     assert sizes == [6, 4, 2]  # only the missing groups
     assert rollouts["rewards"].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     assert rollouts["group_ids"].unique().numel() == 3
@@ -63,18 +62,18 @@ def test_prompts_are_drawn_until_the_rewards_of_enough_groups_differ(tmp_path: P
 
 def test_missing_groups_are_filled_up_with_uninformative_ones_after_the_last_round(tmp_path: Path) -> None:
     rounds = [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
-    session, _ = answering(tmp_path, rounds, Dapo(max_rounds=2))
+    session, _ = answering(tmp_path, rounds)
     step = session.begin_step(1)
-    rollouts = sample_informative_groups(session, step)
+    rollouts = sample_informative_groups(session, step, max_rounds=2)
     assert rollouts.num_rows == 6
     assert rollouts["rewards"].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     assert step.metrics["sampling/filled_groups"] == 2
 
 
 def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:
-    session, _ = answering(tmp_path, [[1.0] * 6], Dapo(max_rounds=1, overlong_buffer=5, overlong_penalty=0.5))
+    session, _ = answering(tmp_path, [[1.0] * 6])
     step = session.begin_step(1)
-    rollouts = sample_informative_groups(session, step)
+    rollouts = sample_informative_groups(session, step, max_rounds=1, overlong_buffer=5, overlong_penalty=0.5)
     assert rollouts["rewards"].tolist() == [1.0, 0.5] * 3  # every second response has all ten tokens
     assert step.metrics["sampling/informative_fraction"] == 1.0
 
@@ -83,12 +82,12 @@ def test_length_is_punished_before_groups_are_compared(tmp_path: Path) -> None:
 def test_truncated_responses_are_excluded_from_training_if_configured(
     tmp_path: Path, enabled: bool, shares: list[float]
 ) -> None:
-    session = session_of(tmp_path, recipe="dapo", dapo=Dapo(overlong_filter=enabled))
+    session = session_of(tmp_path, recipe="dapo")
     rollouts = tiny_rollouts([(3, 4), (3, 10)]).drop(["finish_reason"])
     rollouts = rollouts.union({"finish_reason": ["stop", "length"], "response_tokens": torch.tensor([4, 10])})
     set_group(session, "actor")
     step = session.begin_step(1)
-    filtered = filter_overlong(session, step, rollouts).union({"valid": torch.ones(2, dtype=torch.bool)})
+    filtered = filter_overlong(step, rollouts, enabled=enabled).union({"valid": torch.ones(2, dtype=torch.bool)})
     weighted = add_loss_weights(session, step, filtered, session.actor.plan(filtered))
     assert weighted["token_weight"].tolist() == pytest.approx(shares)
     assert weighted["response_tokens"].tolist() == [4, 10]  # advantages still read it
@@ -96,7 +95,7 @@ def test_truncated_responses_are_excluded_from_training_if_configured(
 
 
 def test_responses_are_compared_with_the_greedy_one_of_their_prompt(tmp_path: Path) -> None:
-    session, _ = answering(tmp_path, [[0.25, float("nan"), 0.75]], Dapo())
+    session, _ = answering(tmp_path, [[0.25, float("nan"), 0.75]])
     broken = torch.tensor([False, True, False])
     set_group(
         session,
