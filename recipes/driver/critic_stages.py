@@ -18,7 +18,7 @@ from rlpack.workers.loss import Moments, ValueLoss
 
 def initialize_critic(session: Session) -> None:
     """Copy the initial policy into a new critic, unless `critic.path` is set."""
-    if not session.progress.took_recipe_steps and session.config.critic.path is None:
+    if not session.progress.recipe_started and session.config.critic.path is None:
         WeightChannel(session.actor, session.critic).transfer()
 
 

@@ -207,7 +207,7 @@ def freeze_reference(session: Session) -> None:
     The policy is stored in the run directory, where a resumed run finds it.
     """
     folder = reference_folder(session.run.run_dir)
-    if not session.progress.took_recipe_steps:  # left behind by a run that wrote no checkpoint
+    if not session.progress.recipe_started:  # left behind by a run that wrote no checkpoint
         rmtree(folder, ignore_errors=True)
     if session.reference is None:
         return

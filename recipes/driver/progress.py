@@ -27,6 +27,6 @@ class Progress:
     kl_coef: float | None = None
 
     @property
-    def took_recipe_steps(self) -> bool:
+    def recipe_started(self) -> bool:
         """Return whether a step of the recipe itself is completed."""
         return self.phase == "train" and self.step > 0

@@ -19,7 +19,7 @@ from rlpack.observe.run_dir import flat
 FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
 # Keys that determine which weights and moments a checkpoint holds.
 _OPTIMIZER_KEYS = ("name", "freeze", "no_decay")
-FIXED_BELOW = (
+FIXED_PREFIXES = (
     "actor.lora.",
     "critic.path",
     "critic.revision",
@@ -28,14 +28,14 @@ FIXED_BELOW = (
 
 
 @dataclass(frozen=True)
-class Resumed:
+class LoadedCheckpoint:
     """A committed checkpoint whose files are verified, and its state."""
 
     path: Path
     state: dict[str, Any]
 
 
-def newest_checkpoint(directory: Path) -> Resumed | None:
+def newest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
     """Return the newest intact checkpoint of a run directory.
 
     The recipe's checkpoints are newer than the warm-up's.
@@ -47,7 +47,7 @@ def newest_checkpoint(directory: Path) -> Resumed | None:
     for root in roots:
         path = newest(root)
         if path is not None:
-            return Resumed(path, load_state(path))
+            return LoadedCheckpoint(path, load_state(path))
     for folder, fault in filter(None, map(newest_damage, roots)):
         raise CheckpointError(
             f"no checkpoint of run_dir={directory} can be loaded; the newest, {folder}, is damaged: {fault}; restore "
@@ -63,7 +63,7 @@ def reference_folder(directory: Path) -> Path:
 
 def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a resumed run may not change, by dotted key."""
-    optimizer = {key: value for key, value in flat(config).items() if key.startswith(FIXED_BELOW)}
+    optimizer = {key: value for key, value in flat(config).items() if key.startswith(FIXED_PREFIXES)}
     return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
 
 
@@ -116,7 +116,7 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
         raise ConfigError(differing)
 
 
-def check_same_prompts(resumed: Resumed, config: Config, prompts: Prompts, held_out: Prompts) -> None:
+def check_same_prompts(resumed: LoadedCheckpoint, config: Config, prompts: Prompts, held_out: Prompts) -> None:
     """Refuse to resume over changed datasets: the run's position would mean other prompts.
 
     Raises:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.store import LocalStore, Store
 from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config
@@ -34,7 +35,7 @@ from rlpack.observe.run import Run
 from rlpack.packing import warm_up_jit
 from rlpack.recipes.driver.progress import Phase, Progress
 from rlpack.recipes.driver.resume import (
-    Resumed,
+    LoadedCheckpoint,
     check_same_prompts,
     check_same_run,
     newest_checkpoint,
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 Evaluate = Callable[["Session", StepContext], None]
 # Built-in roles that score.
 _SCORERS = ("reward", "reward_model")
+# The policy's folder in the run directory; other trained roles are exported to `<role>_model`.
+_POLICY_FOLDER = "model"
 
 
 @dataclass
@@ -110,13 +113,18 @@ class Session:
 
     @property
     def scorers(self) -> list[WorkerGroup[RewardWorker]]:
-        """Return all scoring roles: reward functions, the reward model, and the user's own roles."""
-        return [group for name, group in self.groups.items() if name in _SCORERS or not is_builtin(name)]
+        """Return all scoring roles: reward functions, the reward model, and roles that users add."""
+        of_recipe = recipe_of(self.config).own_roles
+        return [
+            group
+            for name, group in self.groups.items()
+            if name in _SCORERS or not (is_builtin(name) or name in of_recipe)
+        ]
 
     @property
     def trained(self) -> dict[str, WorkerGroup[Any]]:
-        """Return the trained roles by name: they have a part in a checkpoint."""
-        return {name: group for name, group in self.groups.items() if group.implements(Trainable)}
+        """Return the roles that the recipe trains, by name: they are saved, resumed and exported."""
+        return {name: self.groups[name] for name in recipe_of(self.config).trains}
 
     @property
     def kl_coef(self) -> float:
@@ -179,18 +187,19 @@ class Session:
             }
             staging.commit(state, keep=self.config.checkpoint.keep)
 
-    def restore(self, checkpoint: Resumed) -> None:
+    def restore(self, checkpoint: LoadedCheckpoint) -> None:
         """Load weights and optimizers from a checkpoint."""
         for name, group in self.trained.items():
             group.run(Trainable.load, str(checkpoint.path / name))
         self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
 
     def export(self) -> None:
-        """Write the trained model as a Hugging Face folder, tokenizer included."""
-        folder = self.run.run_dir / "model"
-        self.actor.run(ActorWorker.export_model, str(folder))
-        self.tokenizer.save_pretrained(folder)
-        self.run.note(f"model written to {folder}")
+        """Write each trained role's model as a Hugging Face folder, tokenizer included."""
+        for name, group in self.trained.items():
+            folder = self.run.run_dir / (_POLICY_FOLDER if name == "actor" else f"{name}_model")
+            group.run(Trainable.export_model, str(folder))
+            self.tokenizer.save_pretrained(folder)
+            self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
 
     def stop_if_interrupted(self) -> None:
         """End the run after a Ctrl-C; called where no work would be lost.
@@ -249,7 +258,7 @@ def open_session(config: Config) -> Iterator[Session]:
     resumed = newest_checkpoint(directory) if config.resume == "auto" else None
     progress = Progress(**resumed.state["progress"]) if resumed else Progress()
     if resumed is not None:
-        has_reference = not progress.took_recipe_steps or reference_folder(directory).exists()
+        has_reference = not progress.recipe_started or reference_folder(directory).exists()
         check_same_run(resumed.state["config"], config, has_reference=has_reference)
     tokenizer, prompts, held_out = load_splits(config)
     if resumed is not None:

@@ -62,7 +62,7 @@ def check_before_start(
     names = started_roles(config)
     _check_weight_patterns(config, model, tokenizer)
     for name in names:
-        check_role(name, config.roles[name])
+        check_role(name, config.roles[name], is_own=name in spec.own_roles, is_trained=name in spec.trains)
     if any(config.roles[name].target == JUDGE for name in names):
         _check_judge(config, prompts, held_out)
     if "reward" in names:

@@ -1,6 +1,7 @@
 """Role checks: whether ranks can build a role's class and the driver can call it."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,17 +12,26 @@ from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.process import load_class
 from rlpack.worker import Trainable, Worker
 
+logger = logging.getLogger(__name__)
+
 _SCORE = (
     "a custom role derives from rlpack.worker.Worker and scores rollouts with `@sharded() def score(self, shard)`; see "
     "workers/reward.py"
 )
+_DERIVE = "derive from rlpack.worker.Trainable and define save, load and export_model with @broadcast"
 _BUILD = "write it as `@classmethod def from_settings(cls, context, config, tokenizer, **arguments)`"
 
 
-def check_role(name: str, role: Role) -> None:
+def check_role(name: str, role: Role, *, is_own: bool = False, is_trained: bool = False) -> None:
     """Raise unless a role's class can be loaded, built with its arguments, and called.
 
-    A custom role has to be a scoring role.
+    A role that users add has to be a scoring role.
+
+    Args:
+        name: of the role.
+        role: its section.
+        is_own: whether it is one of the recipe's own roles, which only the recipe calls.
+        is_trained: whether the recipe trains it.
 
     Raises:
         PlacementError: names the role's key, what is wrong with the class, and what a role looks like.
@@ -32,11 +42,48 @@ def check_role(name: str, role: Role) -> None:
         raise PlacementError(f"roles.{name}.target: {error}") from error
     where = f"roles.{name}.target is {role.target!r}"
     standard = load_class(builtin_roles()[name].target) if is_builtin(name) else None
-    if standard is None or (kind is not standard and "score" in _called(standard)):
+    if is_own:
+        _check_own(where, kind)
+    elif standard is None or (kind is not standard and "score" in _called(standard)):
         _check_score(where, kind)
     elif kind is not standard:
         _check_stands_in(where, kind, standard)
     _check_built(name, where, kind, role.arguments)
+    _check_trained(name, where, kind, is_trained=is_trained)
+
+
+def _check_own(where: str, kind: type[Any]) -> None:
+    """Raise unless a recipe can call a class of its own."""
+    if not _has(kind, "from_settings"):
+        raise PlacementError(f"{where}, which has no method from_settings; derive it from rlpack.worker.Worker")
+    if not _called(kind):
+        raise PlacementError(
+            f"{where}, which has no method that a recipe can call; decorate one with @sharded, @broadcast or @rank_zero"
+        )
+
+
+def _check_trained(name: str, where: str, kind: type[Any], *, is_trained: bool) -> None:
+    """Raise unless a trained role can be saved, loaded and exported; warn about one that the recipe doesn't train."""
+    if not issubclass(kind, Trainable):
+        if is_trained:
+            missing = sorted(Trainable.__abstractmethods__ - _called(kind))
+            lacks = f" and has no decorated method {', '.join(missing)}" if missing else ""
+            raise PlacementError(
+                f"{where}; the recipe trains the role {name}, but {kind.__qualname__} does not derive from "
+                f"rlpack.worker.Trainable{lacks}, so it would not be saved; {_DERIVE}"
+            )
+    elif not is_trained:
+        logger.warning(
+            "%s, a Trainable, but the recipe doesn't train the role %s: checkpoints don't hold it; to save it, name it "
+            "in RecipeSpec.trains of a recipe of your own",
+            where,
+            name,
+        )
+    elif missing := sorted(kind.__abstractmethods__):
+        raise PlacementError(
+            f"{where}; the recipe trains the role {name}, but {kind.__qualname__} does not define "
+            f"{', '.join(missing)}; {_DERIVE}"
+        )
 
 
 def _check_score(where: str, kind: type[Any]) -> None:
@@ -68,8 +115,6 @@ def _check_stands_in(where: str, kind: type[Any], standard: type[Any]) -> None:
             f"{where}, which has no decorated method {missing[0]}; a replacement of {standard.__name__} needs "
             f"{', '.join(sorted(_called(standard)))}: derive from it"
         )
-    if issubclass(standard, Trainable) and not issubclass(kind, Trainable):
-        raise PlacementError(f"{where}, which does not derive from rlpack.worker.Trainable, so it would not be saved")
 
 
 def _called(kind: type[Any]) -> set[str]:

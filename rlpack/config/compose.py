@@ -24,6 +24,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.keys import Key, children, find, how_to_set, root_key, unknown_key_problem, walk
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import config_class, sweep_class
+from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config, Recipe
 from rlpack.config.validate import target_of, validate
 
@@ -66,8 +67,13 @@ def register_base(targets: Sequence[str]) -> Key:
 
 
 def base_node(kind: type[Config]) -> DictConfig:
-    """Return every key at its default; mappings in which users choose the names are left open."""
-    node = OmegaConf.create(kind().model_dump(mode="json"))
+    """Return every key at its default; mappings in which users choose the names are left open.
+
+    A recipe's own roles are left out, because a sweep's jobs share the node; validation adds them to their job.
+    """
+    values = kind().model_dump(mode="json")
+    values["roles"] = {name: role for name, role in values["roles"].items() if is_builtin(name)}
+    node = OmegaConf.create(values)
     for key in walk(root_key(kind)):
         if key.is_open and "<" not in key.path:
             OmegaConf.set_struct(OmegaConf.select(node, key.path), False)

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from pydantic import ValidationError, create_model
+from pydantic import ValidationError, create_model, model_validator
 
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Recipe
+from rlpack.config.schema import Config, Recipe, builtin_roles
 from rlpack.config.sections.section import Section
 
 Rule = Callable[[Any], Iterator[str]]
@@ -44,7 +44,9 @@ class RecipeSpec:
     Attributes:
         roles: built-in roles that it always starts. A recipe that starts `rollout` also starts `reference` when
             `algorithm.kl_coef` is above 0, `reward_model` when it has a path, and every role that users add.
-        trains: roles that it trains, so that a checkpoint holds them; the exported model is the actor's.
+        own_roles: roles of its own, each with the default of `roles.<name>.target`. They are always started, and only
+            the recipe calls them; roles that users add score rollouts.
+        trains: roles that it trains, each a `Trainable`: they are saved, resumed and exported.
         sections: its own config sections by name; every key needs a default.
         rules: generators of problems that make a config invalid.
         warnings: generators of texts about choices that are valid but hardly intended.
@@ -54,6 +56,7 @@ class RecipeSpec:
     """
 
     roles: tuple[str, ...] = ("actor", "rollout", "reward")
+    own_roles: Mapping[str, str] = field(default_factory=dict)
     trains: tuple[str, ...] = ("actor",)
     sections: Mapping[str, type[Section]] = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
@@ -61,6 +64,11 @@ class RecipeSpec:
     ignores: Mapping[str, str] = field(default_factory=dict)
     advantage_columns: tuple[str, ...] = ()
     needs_demonstrations: bool = False
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The roles that it always starts, built-in and its own."""
+        return (*self.roles, *self.own_roles)
 
     @property
     def generates(self) -> bool:
@@ -130,12 +138,10 @@ def config_class(target: str) -> type[Config]:
     Raises:
         ConfigError: there is no such recipe, or its sections can't be part of a config.
     """
-    sections = find_recipe(target).sections
-    if target == Config().recipe.target and not sections:
-        return Config
-    if problems := list(_section_problems(target, sections)):
+    spec = find_recipe(target)
+    if problems := [*_section_problems(target, spec.sections), *_role_problems(target, spec)]:
         raise ConfigError(problems)
-    fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
+    fields: dict[str, Any] = {name: (section, section()) for name, section in spec.sections.items()}
     fields["recipe"] = (Recipe, Recipe(target=target))
     return create_model("Config", __base__=_RecipeConfig, __module__=__name__, __doc__=Config.__doc__, **fields)
 
@@ -164,6 +170,21 @@ def load_main(target: str) -> Callable[[Config], None]:
 
 class _RecipeConfig(Config):
     """Base of configs whose class is made at run time, which pickle can't find by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_own_roles(cls, values: Any) -> Any:
+        """Give the recipe's own roles their classes, unless the values do."""
+        own = find_recipe(cls.model_fields["recipe"].default.target).own_roles
+        roles = values.get("roles", builtin_roles()) if isinstance(values, Mapping) else None
+        if not isinstance(roles, Mapping):
+            return values
+        added = {
+            name: {"target": target, **roles.get(name, {})}
+            for name, target in own.items()
+            if isinstance(roles.get(name, {}), Mapping)
+        }
+        return {**values, "roles": {**roles, **added}} if added else values
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.recipe.target, self.__getstate__())
@@ -201,6 +222,22 @@ def _section_problems(target: str, sections: Mapping[str, type[Section]]) -> Ite
             yield f"{where} can't have this name; use a Python name that is not a key: {', '.join(Config.model_fields)}"
         else:
             yield from _default_problems(where, section)
+
+
+def _role_problems(target: str, spec: RecipeSpec) -> Iterator[str]:
+    """Yield why roles of a recipe can't be started or trained."""
+    for name in spec.own_roles:
+        if name in builtin_roles():
+            yield (
+                f"recipe.target is {target!r}, whose own role {name!r} has the name of a built-in one; choose another "
+                f"name, or set roles.{name}.target to replace the built-in class"
+            )
+    for name in spec.trains:
+        if name not in spec.starts:
+            yield (
+                f"recipe.target is {target!r}, which trains the role {name!r} but does not start it; name it in "
+                "RecipeSpec.roles or own_roles"
+            )
 
 
 def _default_problems(where: str, section: type[Section]) -> Iterator[str]:

@@ -92,7 +92,7 @@ def started_roles(config: Config) -> list[str]:
     ['actor', 'rollout', 'reward']
     """
     spec = recipe_of(config)
-    required = dict.fromkeys(spec.roles, True)
+    required = dict.fromkeys(spec.starts, True)
     if not spec.generates:
         return [role for role in config.roles if role in required]
     builtin = dict.fromkeys(builtin_roles(), False)

@@ -210,7 +210,7 @@ def _names(config: Config) -> Iterator[str]:
         for name in names:
             if not _NAME.fullmatch(name):
                 yield f"{kind} holds the name {name!r}; use letters, digits, - and _, starting with a letter"
-    for role in recipe_of(config).roles:
+    for role in recipe_of(config).starts:
         if role not in config.roles:
             yield f"recipe={config.recipe.name} needs the role {role}; keep roles.{role}"
     if config.reward_model.path is not None and "reward_model" not in config.roles:

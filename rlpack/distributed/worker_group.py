@@ -141,10 +141,6 @@ class WorkerGroup(Generic[W]):
         """Return the number of data ranks."""
         return self.layout.dp_size
 
-    def implements(self, interface: type[Any]) -> bool:
-        """Whether the role's class derives from `interface`, `Trainable` say."""
-        return self._kind is not None and issubclass(self._kind, interface)
-
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False, whole_groups: bool = False) -> MicrobatchPlan:
         """Plan a sharded call on `batch`.
 

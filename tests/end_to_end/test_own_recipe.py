@@ -1,6 +1,8 @@
 """A recipe of a user's own, in a package outside of this project, trains by its name alone."""
 
+import json
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,55 +13,145 @@ from tests.end_to_end.settings import EASY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 RECIPE = '''
-    """GRPO without a warm-up, for as many steps as its own section says."""
+    """GRPO with a role of its own, trained together with the policy."""
 
     from pydantic import Field
 
     from rlpack.config.recipes import RecipeSpec, recipe_section
     from rlpack.config.sections.section import Section
-    from rlpack.recipes import grpo
+    from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, sync_weights, update_actor
+    from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
+    from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
     from rlpack.recipes.driver.session import open_session
 
 
     class Mine(Section):
         """What this recipe adds."""
 
-        key: int = Field(default=1, ge=1, description="Steps.")
+        rate: float = Field(default=0.5, gt=0, description="Learning rate of the role tracker.")
 
 
-    SPEC = RecipeSpec(sections={"my_section": Mine})
+    def rate_is_stable(config):
+        if recipe_section(config, Mine).rate > 1:
+            yield "my_section.rate is above 1, so the tracker overshoots; lower it"
+
+
+    def rate_is_slow(config):
+        if recipe_section(config, Mine).rate < 0.5:
+            yield "my_section.rate is low: the tracker lags"
+
+
+    SPEC = RecipeSpec(
+        own_roles={"tracker": "my_pkg.tracker:Tracker"},
+        trains=("actor", "tracker"),
+        sections={"my_section": Mine},
+        rules=(rate_is_stable,),
+        warnings=(rate_is_slow,),
+    )
 
 
     def main(config):
         """Run the recipe."""
-        steps = recipe_section(config, Mine).key
-        trainer = config.trainer.model_copy(update={"steps": steps})
-        with open_session(config.model_copy(update={"trainer": trainer})) as session:
-            grpo.train(session)
+        from my_pkg.tracker import Tracker
+
+        rate = recipe_section(config, Mine).rate
+        with open_session(config) as session:
+            assert [group.role for group in session.scorers] == ["reward"]
+            sync_weights(session)
+            for step in session.steps("train", config.trainer.steps):
+                rewards = PendingRewards(session.scorers)
+                rollouts = generate(session, step, draw_prompts(session, step), rewards.submit)
+                plan = session.actor.plan(rollouts, mini_batches=True)
+                rollouts = compute_old_logprobs(session, step, rollouts, plan)
+                rollouts = collect_rewards(session, step, rollouts, rewards)
+                session.groups["tracker"].run(Tracker.train_step, step.metrics["reward/mean"], rate)
+                rollouts = compute_advantages(session, step, rollouts, plan)
+                update_actor(session, step, rollouts, plan)
+                sync_weights(session, step)
 '''
+ROLE = '''
+    import json
+    from pathlib import Path
+
+    from rlpack.worker import Trainable, Worker, broadcast
 
 
-def test_a_recipe_outside_the_package_trains_and_resumes(tmp_path) -> None:
+    class Tracker(Worker, Trainable):
+        """Follows the mean reward."""
+
+        def __init__(self, context, start=0.0):
+            super().__init__(context)
+            self.value = start
+
+        @broadcast
+        def train_step(self, reward, rate):
+            self.value += rate * (reward - self.value)
+
+        @broadcast
+        def save(self, folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f"rank{self.context.rank}.json").write_text(json.dumps(self.value))
+
+        @broadcast
+        def load(self, folder):
+            self.value = json.loads((Path(folder) / f"rank{self.context.rank}.json").read_text())
+
+        @broadcast
+        def export_model(self, folder):
+            if self.context.rank == 0:
+                self.save(folder)
+'''
+COMMAND = (
+    *EASY,
+    "trainer.prompts_per_step=4",
+    "trainer.mini_batch_size=null",
+    "recipe.target=my_pkg.my_recipe",
+    "roles.tracker.arguments.start=1.0",
+    "sft_warmup.steps=0",
+    "algorithm.kl_coef=0",
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a folder with the package `my_pkg`."""
     (tmp_path / "my_pkg").mkdir()
-    (tmp_path / "my_pkg" / "__init__.py").touch()
-    (tmp_path / "my_pkg" / "my_recipe.py").write_text(textwrap.dedent(RECIPE))
-    command = (
-        *EASY,
-        "trainer.prompts_per_step=4",
-        "trainer.mini_batch_size=null",
-        "recipe.target=my_pkg.my_recipe",
-        "sft_warmup.steps=0",
-        "algorithm.kl_coef=0",
-    )
-    with started(tmp_path, *command, "my_section.kay=3", run_dir="refused") as refused:
-        assert refused.wait() == 2
-    assert "my_section.kay is not a key; did you mean my_section.key?" in refused.err
-    run = done(tmp_path, *command, "my_section.key=3")
-    assert steps(run.run_dir, "train") == [1, 2, 3]
-    assert committed(run.run_dir, "train") == [3]
+    for name, text in (("__init__", ""), ("my_recipe", RECIPE), ("tracker", ROLE)):
+        (tmp_path / "my_pkg" / f"{name}.py").write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+def test_a_recipe_outside_the_package_trains_and_resumes_with_a_role_of_its_own(package: Path) -> None:
+    run = done(package, *COMMAND, "my_section.rate=0.25", "trainer.steps=1")
+    assert "my_section.rate is low: the tracker lags" in run.err
+    assert committed(run.run_dir, "train") == [1]
     config = yaml.safe_load((run.run_dir / "config.yaml").read_text())
-    assert (config["recipe"], config["my_section"]) == ({"target": "my_pkg.my_recipe"}, {"key": 3})
+    assert (config["recipe"], config["my_section"]) == ({"target": "my_pkg.my_recipe"}, {"rate": 0.25})
+    assert config["roles"]["tracker"]["target"] == "my_pkg.tracker:Tracker"
     assert "recipe my_recipe" in (run.run_dir / REPORT).read_text()
-    done(tmp_path, *command, "my_section.key=4", "resume=auto")
-    assert steps(run.run_dir, "train") == [1, 2, 3, 4]
-    assert all(record["actor/grad_norm"] >= 0 for record in records(run.run_dir) if record["phase"] == "train")
+    run = done(package, *COMMAND, "my_section.rate=0.25", "trainer.steps=2", "resume=auto")
+    assert steps(run.run_dir, "train") == [1, 2]
+    trained = [record for record in records(run.run_dir) if record["phase"] == "train"]
+    assert all(record["actor/grad_norm"] >= 0 for record in trained)
+    expected = 1.0
+    for record in trained:
+        expected += 0.25 * (record["reward/mean"] - expected)
+    exported = json.loads((run.run_dir / "tracker_model" / "rank0.json").read_text())
+    assert exported == pytest.approx(expected, abs=1e-12)
+    assert (run.run_dir / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("my_section.rate=2", "my_section.rate is above 1, so the tracker overshoots; lower it"),
+        ("roles.tracker.target=my_pkg.tracker:Worker", "Worker does not derive from rlpack.worker.Trainable"),
+    ],
+)
+def test_its_keys_rules_and_roles_are_checked_before_anything_starts(
+    package: Path, override: str, message: str
+) -> None:
+    with started(package, *COMMAND, override, run_dir="refused") as refused:
+        assert refused.wait() == 2
+    assert message in refused.err
+    assert not (package / "refused" / "config.yaml").exists()

@@ -1,12 +1,14 @@
 """Recipes outside the package: found by name, with sections of their own, and refused with one clear error."""
 
 import pickle
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from rlpack.cli.main import main
+from rlpack.cli.train import compose_jobs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import (
@@ -18,6 +20,7 @@ from rlpack.config.recipes import (
     recipe_section,
 )
 from rlpack.config.roles import optimizers, started_roles
+from rlpack.config.schema import Role
 from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
 from tests.builders import tiny_config
@@ -108,6 +111,77 @@ def test_an_experiment_can_choose_the_recipe(own, tmp_path, capsys):
     preset.write_text("# @package _global_\ndefaults:\n- override /recipe: dapo\n")
     assert main([*command, "dapo.max_rounds=-1"]) == 2
     assert "dapo.max_rounds is -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "defaults:\n- train\n- override recipe: dapo\n- _self_\n",
+        "defaults:\n- train\n- override /recipe: dapo\n- _self_\n",
+        "defaults:\n- train\n- _self_\nrecipe:\n  target: rlpack.recipes.dapo\n",
+        "defaults:\n- schema\n- model: tiny\n- recipe: dapo\n- data: arithmetic\n- reward: final_answer\n- _self_\n",
+        "defaults:\n- train\n- override experiment: chooses_dapo\n- _self_\n",
+        "defaults:\n- other_root\n- _self_\n",
+        "defaults:\n- train\n- override recipe: dapo\n- override experiment: chooses_ppo\n- _self_\n",
+    ],
+)
+def test_a_root_config_can_choose_the_recipe(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "mine.yaml").write_text(text + "dapo:\n  max_rounds: 3\n")
+    (tmp_path / "conf" / "other_root.yaml").write_text("defaults:\n- train\n- override recipe: dapo\n- _self_\n")
+    for name in ("dapo", "ppo"):
+        preset = tmp_path / "conf" / "experiment" / f"chooses_{name}.yaml"
+        preset.write_text(f"# @package _global_\ndefaults:\n- override /recipe: {name}\n")
+    command = ["train", "--config-dir", "conf", "--config-name", "mine"]
+    assert main([*command, "--cfg", "job"]) == 0
+    shown = capsys.readouterr().out
+    assert "target: rlpack.recipes.dapo\n" in shown
+    assert "max_rounds: 3\n" in shown
+    assert main([*command, "dapo.max_rounds=-1"]) == 2
+    assert "dapo.max_rounds is -1" in capsys.readouterr().err
+
+
+def test_the_command_line_chooses_over_a_root_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("defaults:\n- train\n- override recipe: dapo\n- _self_\n")
+    command = ["train", "--config-dir=conf", "--config-name=mine", "recipe=ppo"]
+    assert main([*command, "--cfg", "job"]) == 0
+    assert "target: rlpack.recipes.ppo\n" in capsys.readouterr().out
+    assert main([*command, "dapo.max_rounds=2"]) == 2
+    assert "dapo.* belongs to recipe=dapo" in capsys.readouterr().err
+
+
+def with_role(own: str, spec: str) -> None:
+    text = RECIPE.replace('SPEC = RecipeSpec(roles=("actor",), ', f"SPEC = RecipeSpec({spec}, ")
+    Path(own.replace(".", "/") + ".py").write_text(text)
+
+
+def test_roles_of_a_recipe_have_a_class_by_default_and_are_started(own):
+    with_role(own, 'own_roles={"teacher": "my_pkg.teacher:Teacher"}, trains=("actor", "teacher")')
+    config = compose([f"recipe.target={own}", "roles.teacher.arguments.size=3", "algorithm.kl_coef=0.1"])
+    assert started_roles(config) == ["actor", "reference", "rollout", "reward", "teacher"]
+    assert config.roles["teacher"] == Role(target="my_pkg.teacher:Teacher", arguments={"size": 3})
+    replaced = compose([f"recipe.target={own}", "roles.teacher.target=my_pkg.other:Teacher"])
+    assert replaced.roles["teacher"].target == "my_pkg.other:Teacher"
+    assert pickle.loads(pickle.dumps(config)) == config
+    jobs = compose_jobs(["--multirun", f"recipe.target={own},rlpack.recipes.dapo"])
+    assert ["teacher" in job.config.roles for job in jobs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ('own_roles={"actor": "my_pkg.actor:Actor"}', "whose own role 'actor' has the name of a built-in one"),
+        ('trains=("actor", "critic")', "trains the role 'critic' but does not start it; name it in RecipeSpec.roles"),
+        ('trains=("tutor",)', "trains the role 'tutor' but does not start it"),
+    ],
+)
+def test_roles_that_a_recipe_cannot_have_are_one_clear_error(own, spec, message):
+    with_role(own, spec)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose([f"recipe.target={own}"])
 
 
 def test_roles_warnings_and_optimizers_follow_from_its_spec(own):

@@ -1,21 +1,9 @@
-"""Trained roles are found by their class, and a method that not every rank would run is refused where it is written."""
+"""A method of a trained role that not every rank would run is refused where it is written."""
 
 import pytest
 
-from rlpack.packing import Batching
 from rlpack.worker import Trainable, Worker, broadcast, rank_zero
 from rlpack.workers.actor import ActorWorker
-from rlpack.workers.critic import CriticWorker
-from rlpack.workers.reference import ReferenceWorker
-from tests.unit.distributed.test_worker_group import Doubler, LocalRanks, WorkerGroup
-
-
-@pytest.mark.parametrize(
-    ("kind", "trained"),
-    [(ActorWorker, True), (CriticWorker, True), (ReferenceWorker, False), (Doubler, False), (None, False)],
-)
-def test_a_group_knows_whether_its_role_is_trained(kind: type | None, trained: bool):
-    assert WorkerGroup("role", LocalRanks(1), Batching(), kind=kind).implements(Trainable) is trained
 
 
 def test_a_trained_role_whose_save_is_not_run_by_every_rank_is_refused():

@@ -15,7 +15,6 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import in_store, load_splits
-from rlpack.worker import Trainable
 from tests.builders import tiny_config
 
 DATA = Data(generator={"train_size": 16, "validation_size": 4}, completion_column="demonstration")
@@ -62,12 +61,8 @@ class AnsweringGroup:
         self.role, self.batching, self.answers, self.dp_size = role, batching, answers, 1
         self.layout = ParallelLayout()
         self.called: list[str] = []
-        self.trained = False
         self.mini_batch_size: int | None = None
         self.submitted: list[str] = []
-
-    def implements(self, interface: type) -> bool:
-        return interface is Trainable and self.trained
 
     def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False) -> Any:
         mini_batch_size = self.mini_batch_size if mini_batches else None

@@ -11,7 +11,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.data.prompts import Prompts
-from rlpack.recipes.driver.resume import Resumed, check_same_prompts, check_same_run, newest_checkpoint
+from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, check_same_run, newest_checkpoint
 from rlpack.recipes.driver.splits import load_splits
 from tests.builders import tiny_config
 
@@ -65,7 +65,7 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
         return load_splits(tiny_config(data=Data(source=str(file), validation_source=str(file))))[1]
 
     before, after = read("2"), read("3")
-    resumed = Resumed(tmp_path / "step-4", {"prompts": before.fingerprint, "held_out": before.fingerprint})
+    resumed = LoadedCheckpoint(tmp_path / "step-4", {"prompts": before.fingerprint, "held_out": before.fingerprint})
     check_same_prompts(resumed, Config(), read("2"), before)
     with pytest.raises(DataError, match=r"has other rows than when the checkpoint .*step-4 was written; restore them"):
         check_same_prompts(resumed, Config(), after, before)

@@ -1,6 +1,8 @@
 """A session's own work: steps, progress, checkpoints and interruption."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Trainer
 from rlpack.recipes.driver.dynamic_sampling import sample_informative_groups
+from rlpack.recipes.driver.resume import LoadedCheckpoint
 from rlpack.recipes.driver.session import Session
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import RecordingRun, run_of, session_of, set_group
@@ -54,13 +57,34 @@ def test_skipped_steps_make_no_new_version_of_the_policy(tmp_path: Path):
     assert step.metrics == {"policy_version": 2, "sft_warmup/skipped_steps": 1.0}
 
 
-def test_a_checkpoint_holds_all_roles_that_are_trained_and_no_others(tmp_path: Path):
-    session = session_of(tmp_path)
-    for name, trained in (("actor", True), ("rollout", False), ("judge_in_training", True)):
-        set_group(session, name, save=lambda folder: Path(folder).mkdir()).trained = trained
+@pytest.mark.parametrize(("recipe", "trained"), [("grpo", ["actor"]), ("ppo", ["actor", "critic"])])
+def test_roles_that_the_recipe_trains_and_no_others_are_saved_loaded_and_exported(
+    tmp_path: Path, recipe: str, trained: list[str]
+):
+    session = session_of(tmp_path, recipe=recipe)
+    calls: list[tuple[str, str, Path]] = []
+
+    def record(role: str, method: str) -> Callable[[str], None]:
+        def called(folder: str) -> None:
+            Path(folder).mkdir(exist_ok=True)
+            calls.append((role, method, Path(folder)))
+
+        return called
+
+    for name in ("actor", "rollout", "critic", "judge"):
+        methods: dict[str, Any] = {method: record(name, method) for method in ("save", "load", "export_model")}
+        set_group(session, name, **methods)
     Session.save(session)
     (folder,) = (tmp_path / "checkpoints").glob("*/step-0")
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"actor", "judge_in_training"}
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == set(trained)
+    calls.clear()
+    session.restore(LoadedCheckpoint(folder, {}))
+    assert calls == [(name, "load", folder / name) for name in trained]
+    calls.clear()
+    session.export()
+    folders = {"actor": tmp_path / "model", "critic": tmp_path / "critic_model"}
+    assert calls == [(name, "export_model", folders[name]) for name in trained]
+    assert all((folders[name] / "tokenizer.json").exists() for name in trained)
 
 
 def sampling_session(folder: Path) -> Session:
@@ -83,7 +107,7 @@ def sampling_session(folder: Path) -> Session:
 
 def take_steps(session: Session, fails_at: int | None = None) -> None:
     for step in session.steps("train", 3):
-        sample_informative_groups(session, step)
+        sample_informative_groups(session, step, max_rounds=8)
         step.record_optimizer_steps([{"actor/skipped_steps": 0.0}])
         if step.number == fails_at:
             raise ValueError("failed midway")

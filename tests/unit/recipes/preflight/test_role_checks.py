@@ -7,7 +7,7 @@ import pytest
 from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.errors import PlacementError
 from rlpack.recipes.preflight.role_checks import check_role
-from rlpack.worker import Worker, broadcast, sharded
+from rlpack.worker import Trainable, Worker, broadcast, sharded
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
 
@@ -90,8 +90,35 @@ class Stand(RolloutWorker):
 Unsaved = type("Unsaved", (Worker,), {n: m for n, m in vars(ActorWorker).items() if not n.startswith("__")})
 
 
+class Tracker(Worker, Trainable):
+    """A recipe's own role, trained, which scores nothing."""
+
+    @broadcast
+    def save(self, folder: str) -> None: ...
+
+    @broadcast
+    def load(self, folder: str) -> None: ...
+
+    @broadcast
+    def export_model(self, folder: str) -> None: ...
+
+
+class Half(Worker, Trainable):
+    @broadcast
+    def save(self, folder: str) -> None: ...
+
+
+class Called(Worker):
+    @broadcast
+    def save(self, folder: str) -> None: ...
+
+
 def check(kind: str, /, key: str = "judge", **arguments: Any) -> None:
     check_role(key, Role(target=f"{__name__}:{kind}", arguments=arguments))
+
+
+def check_own(kind: str, *, is_trained: bool) -> None:
+    check_role("tracker", Role(target=f"{__name__}:{kind}"), is_own=True, is_trained=is_trained)
 
 
 def test_classes_that_ranks_can_build_and_call_pass():
@@ -129,8 +156,42 @@ def test_a_role_that_no_session_could_build_or_call_is_refused_by_its_key(name: 
 
 
 def test_a_class_in_the_place_of_a_trained_role_has_to_be_one_that_is_saved():
-    with pytest.raises(PlacementError, match=r"does not derive from rlpack\.worker\.Trainable"):
-        check("Unsaved", key="actor")
+    unsaved = Role(target=f"{__name__}:Unsaved")
+    with pytest.raises(
+        PlacementError, match=r"role actor, but Unsaved does not derive from rlpack\.worker\.Trainable,"
+    ):
+        check_role("actor", unsaved, is_trained=True)
+
+
+def test_a_role_of_the_recipe_needs_a_method_to_call_and_no_score():
+    check_own("Called", is_trained=False)
+    check_own("Tracker", is_trained=True)
+    for name, message in (
+        ("Mute", "has no method that a recipe can call; decorate one with @sharded, @broadcast or @rank_zero"),
+        ("Foreign", "has no method from_settings; derive it from rlpack.worker.Worker"),
+    ):
+        with pytest.raises(PlacementError, match=rf"roles\.tracker\.target is .*:{name}', which {message}"):
+            check_own(name, is_trained=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("Half", "does not define export_model, load; derive from"),
+        ("Called", "does not derive from rlpack.worker.Trainable and has no decorated method export_model, load, so"),
+    ],
+)
+def test_a_trained_role_that_is_no_trainable_is_refused_with_what_it_lacks(name: str, missing: str):
+    message = rf"roles\.tracker\.target is '.*:{name}'; the recipe trains the role tracker, but {name} {missing}"
+    with pytest.raises(PlacementError, match=message):
+        check_own(name, is_trained=True)
+
+
+def test_a_trainable_that_the_recipe_does_not_train_gives_a_warning(caplog: pytest.LogCaptureFixture):
+    check_own("Tracker", is_trained=True)
+    assert not caplog.records
+    check_own("Tracker", is_trained=False)
+    assert "the recipe doesn't train the role tracker: checkpoints don't hold it" in caplog.text
 
 
 def test_arguments_that_the_class_does_not_take_or_lacks_are_named_with_those_it_takes():
