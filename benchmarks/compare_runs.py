@@ -3,9 +3,9 @@
     python -m benchmarks.compare_runs OLD NEW [--tolerance 1e-6]
 
 OLD and NEW are run directories, or folders of run directories with the same names. The metrics of OLD may have the
-names of commit b99bad4 (`RENAMED`). Times, throughput and peak memory are left out. Prints one line for each pair of
-runs: the number of records, metrics and weights that were compared, and the largest difference. Lists what differs by
-more than the tolerance, relative to the larger of 1 and the value. Exits with 1 if anything differs.
+names of commit b99bad4 or later (`RENAMED`). Times, throughput and peak memory are left out. Prints one line for each
+pair of runs: the number of records, metrics and weights that were compared, and the largest difference. Lists what
+differs by more than the tolerance, relative to the larger of 1 and the value. Exits with 1 if anything differs.
 """
 
 import argparse
@@ -18,13 +18,14 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-# Names of commit b99bad4, and what they are called since.
+# Names of commit b99bad4 and later ones, and what they are called today.
 RENAMED = {
-    "prompts_seen": "prompts_trained",
+    "prompts_seen": "prompts_consumed",
+    "policy_version": "optimizer_steps",
     "packing/fillers": "packing/dummy_microbatches",
     "packing/searches_stopped": "packing/search_limit_hits",
 }
-PREFIXES = {"warm_up/": "sft_warmup/"}
+PREFIXES = {"warm_up/": "sft_warmup/", "evaluation/accuracy_": "evaluation/reward_"}
 PHASES = {"warm_up": "sft_warmup"}
 # Wall-clock figures; what the object store held depends on when objects are freed.
 LEFT_OUT = ("time_s", "time/", "throughput/", "store/")
@@ -110,6 +111,8 @@ def weight_gaps(old: Path, new: Path) -> Iterator[tuple[str, float]]:
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     kept = {_name(name): value for name, value in record.items() if not name.startswith(LEFT_OUT)}
+    if "prompts_consumed" not in kept and "prompts_trained" in kept:  # which counted all drawn prompts before
+        kept["prompts_consumed"] = kept.pop("prompts_trained")
     return kept | {"phase": PHASES.get(record["phase"], record["phase"])}
 
 

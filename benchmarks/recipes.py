@@ -56,7 +56,7 @@ def learn(recipe: str, seed: int) -> Ending:
         subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
         seconds = time.perf_counter() - began
         lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    name = "evaluation/accuracy_sampled"
+    name = "evaluation/reward_sampled"
     curve = [record[name] for record in map(json.loads, lines) if name in record]
     return Ending(curve[0], curve[-1], seconds)
 

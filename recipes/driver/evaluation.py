@@ -12,7 +12,7 @@ from torch import Tensor
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.observe.console import Sample
 from rlpack.recipes.driver.reward_stages import PendingRewards, count_failures
-from rlpack.recipes.driver.rollout_stages import Draw, sample_responses
+from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
@@ -26,9 +26,9 @@ def evaluate(session: Session, step: StepContext) -> None:
     samples = session.config.evaluation.samples
     sampled = _rewards(session, step, samples, session.config.rollout.temperature).view(-1, samples)
     step.metrics |= {
-        "evaluation/accuracy_sampled": sampled.mean().item(),
-        "evaluation/accuracy_best_of_n": sampled.amax(1).mean().item(),
-        "evaluation/accuracy_greedy": _rewards(session, step, 1, temperature=0.0).mean().item(),
+        "evaluation/reward_sampled": sampled.mean().item(),
+        "evaluation/reward_best_of_n": sampled.amax(1).mean().item(),
+        "evaluation/reward_greedy": _rewards(session, step, 1, temperature=0.0).mean().item(),
     }
 
 
@@ -44,9 +44,9 @@ def _rewards(session: Session, step: StepContext, samples: int, temperature: flo
     """Return the rewards of all held-out samples, f32 [prompts × samples]; 0 if quarantined."""
     positions = np.arange(len(session.held_out))
     with session.store.lease("an evaluation"):
-        draw = Draw(session.held_out.batch(positions), _STEP, positions)
+        drawn = DrawnPrompts(session.held_out.batch(positions), _STEP, positions)
         pending = PendingRewards([session.groups["reward"]])
-        rollouts = sample_responses(session, draw, samples, temperature=temperature, on_part=pending.submit)
+        rollouts = sample_responses(session, drawn, samples, temperature=temperature, on_part=pending.submit)
         rewards, valid, _, counts = pending.result()
         count_failures(step, counts)
         key = "evaluation/quarantined"

@@ -114,10 +114,10 @@ def compute_advantages(
         if reward_kl_coef(session) > 0:
             columns["rewards"] = (columns["rewards"] - reward_kl_coef(session) * columns["kl_sum"]).float()
         per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
-    of_valid = per_row[rollouts["valid"]]
+    valid_advantages = per_row[rollouts["valid"]]
     step.metrics |= {
-        "advantage/mean": of_valid.mean().item() if of_valid.numel() else 0.0,
-        "advantage/std": of_valid.std(unbiased=False).item() if of_valid.numel() else 0.0,
+        "advantage/mean": valid_advantages.mean().item() if valid_advantages.numel() else 0.0,
+        "advantage/std": valid_advantages.std(unbiased=False).item() if valid_advantages.numel() else 0.0,
         "advantage/zero_group_fraction": zero_group_fraction(per_row, rollouts["group_ids"]),
     }
     return add_loss_weights(session, step, rollouts.union({"advantages": per_row}), plan)
@@ -133,15 +133,19 @@ def add_loss_weights(
 ) -> BatchedDataDict:
     """Add `loss_weight` and `token_weight` f32 [B] of the actor's update, which follows `plan`.
 
-    Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0.
+    Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0. Prompts with a row
+    that counts are added to `prompts_trained`.
     """
     trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
     counts = rollouts["response_tokens"].where(trains, 0)
+    prompts = rollouts["group_ids"][counts > 0].unique().numel()
+    step.advance(prompts_trained=step.progress.prompts_trained + prompts)
+    step.metrics["prompts_trained"] = step.progress.prompts_trained
     if session.reference is not None:
         step.metrics["reference/kl_coef"] = session.kl_coef
     if "kl_sum" in rollouts:
-        of_valid = rollouts["kl_sum"][rollouts["valid"]]
-        step.metrics["reference/kl"] = of_valid.mean().item() if of_valid.numel() else 0.0
+        kl_sums = rollouts["kl_sum"][rollouts["valid"]]
+        step.metrics["reference/kl"] = kl_sums.mean().item() if kl_sums.numel() else 0.0
     step.report_plan(plan, keep=True)
     return rollouts.union(step_weights(counts, plan, session.config.algorithm))
 
@@ -220,7 +224,7 @@ def freeze_reference(session: Session) -> None:
 
 def sync_weights(session: Session, step: StepContext | None = None) -> None:
     """Send the actor's weights to the rollout role, unless `step` left them unchanged."""
-    if step is not None and step.progress.policy_version == session.progress.policy_version:
+    if step is not None and step.progress.optimizer_steps == session.progress.optimizer_steps:
         return
     timer = session.run.timer if step is None else step.timer
     with timer("sync"):

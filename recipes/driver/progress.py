@@ -1,7 +1,8 @@
 """Progress: where a run is. With the seed it determines everything random that follows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Phase = Literal["sft_warmup", "train"]
 
@@ -13,18 +14,30 @@ class Progress:
     Attributes:
         phase: `sft_warmup`, or `train` for the recipe's own steps.
         step: number of completed steps of the phase.
-        policy_version: number of completed optimizer steps of the actor, over all phases.
-        prompts_trained: prompts used up by completed steps, including those that dynamic sampling discarded.
+        optimizer_steps: number of completed optimizer steps of the actor, over all phases.
+        prompts_consumed: position in the stream of prompts, including those that dynamic sampling discarded; the next
+            step draws from here.
+        prompts_trained: prompts that completed steps were trained on.
         demonstrations_trained: demonstrations used up by completed supervised steps, over all phases.
         kl_coef: the adapted KL coefficient; None before the first step that adapts it.
     """
 
     phase: Phase = "sft_warmup"
     step: int = 0
-    policy_version: int = 0
+    optimizer_steps: int = 0
+    prompts_consumed: int = 0
     prompts_trained: int = 0
     demonstrations_trained: int = 0
     kl_coef: float | None = None
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Progress":
+        """Return the progress that a checkpoint holds, under today's names or those of older checkpoints."""
+        values = dict(state)
+        if "policy_version" in values:  # checkpoints before optimizer_steps and prompts_consumed
+            values["optimizer_steps"] = values.pop("policy_version")
+            values["prompts_consumed"] = values["prompts_trained"]
+        return cls(**values)
 
     @property
     def recipe_started(self) -> bool:

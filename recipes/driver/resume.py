@@ -116,7 +116,7 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
         raise ConfigError(differing)
 
 
-def check_same_prompts(resumed: LoadedCheckpoint, config: Config, prompts: Prompts, held_out: Prompts) -> None:
+def check_same_prompts(checkpoint: LoadedCheckpoint, config: Config, prompts: Prompts, held_out: Prompts) -> None:
     """Refuse to resume over changed datasets: the run's position would mean other prompts.
 
     Raises:
@@ -125,8 +125,8 @@ def check_same_prompts(resumed: LoadedCheckpoint, config: Config, prompts: Promp
     data = config.data
     sources = {"prompts": (prompts, data.source), "held_out": (held_out, data.validation_source or data.source)}
     for name, (split, source) in sources.items():
-        if resumed.state[name] != split.fingerprint:
+        if checkpoint.state[name] != split.fingerprint:
             raise DataError(
-                f"{source} has other rows than when the checkpoint {resumed.path} was written; restore them, or choose "
-                "another run_dir"
+                f"{source} has other rows than when the checkpoint {checkpoint.path} was written; restore them, or "
+                "choose another run_dir"
             )

@@ -148,12 +148,12 @@ def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
             if name.startswith(prefix) and isinstance(column, Tensor) and column.ndim == 1:
                 numbers = column[~column.isnan()].float()
                 step.metrics[family + name.removeprefix(prefix)] = numbers.mean().item() if numbers.numel() else 0.0
-    of_valid = rewards[valid]
+    valid_rewards = rewards[valid]
     step.metrics |= {
-        "reward/mean": of_valid.mean().item() if of_valid.numel() else 0.0,
-        "reward/std": of_valid.std(unbiased=False).item() if of_valid.numel() else 0.0,
-        "reward/min": of_valid.min().item() if of_valid.numel() else 0.0,
-        "reward/max": of_valid.max().item() if of_valid.numel() else 0.0,
+        "reward/mean": valid_rewards.mean().item() if valid_rewards.numel() else 0.0,
+        "reward/std": valid_rewards.std(unbiased=False).item() if valid_rewards.numel() else 0.0,
+        "reward/min": valid_rewards.min().item() if valid_rewards.numel() else 0.0,
+        "reward/max": valid_rewards.max().item() if valid_rewards.numel() else 0.0,
         "reward/quarantined": float((~valid).sum()),
     }
 

@@ -22,8 +22,8 @@ from rlpack.workers.rollout import RolloutWorker
 OnPart = Callable[[BatchedDataDict], None]
 
 
-class Draw(NamedTuple):
-    """Drawn prompts.
+class DrawnPrompts(NamedTuple):
+    """Prompts drawn for a step.
 
     Attributes:
         prompts: their rows.
@@ -36,20 +36,22 @@ class Draw(NamedTuple):
     positions: np.ndarray
 
 
-def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> Draw:
+def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> DrawnPrompts:
     """Return the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
 
     They follow the last prompts drawn, so a resumed run may change their number and still skips and repeats none.
     """
-    start = step.progress.prompts_trained
+    start = step.progress.prompts_consumed
     count = session.config.trainer.prompts_per_step if count is None else count
     epochs, rows = prompt_positions(session.config.seed, len(session.prompts), start, count)
-    step.advance(prompts_trained=start + count)
-    step.metrics |= {"prompts_trained": start + count, "epoch": float(epochs[-1])}
-    return Draw(session.prompts.batch(rows), step.number, np.arange(start, start + count))
+    step.advance(prompts_consumed=start + count)
+    step.metrics |= {"prompts_consumed": start + count, "epoch": float(epochs[-1])}
+    return DrawnPrompts(session.prompts.batch(rows), step.number, np.arange(start, start + count))
 
 
-def generate(session: Session, step: StepContext, draw: Draw, on_part: OnPart | None = None) -> BatchedDataDict:
+def generate(
+    session: Session, step: StepContext, drawn: DrawnPrompts, on_part: OnPart | None = None
+) -> BatchedDataDict:
     """Return the rollout batch: `group_size` responses per prompt, B = prompts × group_size rows.
 
     Its columns are those of `rlpack.rollout.assemble.assemble`, `completion`, and the dataset's own. With
@@ -58,16 +60,16 @@ def generate(session: Session, step: StepContext, draw: Draw, on_part: OnPart | 
     settings = session.config
     with step.timer("generate"):
         rollouts = sample_responses(
-            session, draw, settings.trainer.group_size, temperature=settings.rollout.temperature, on_part=on_part
+            session, drawn, settings.trainer.group_size, temperature=settings.rollout.temperature, on_part=on_part
         )
     report_lengths(step, rollouts)
     return rollouts
 
 
-def generate_greedily(session: Session, step: StepContext, draw: Draw, on_part: OnPart) -> None:
+def generate_greedily(session: Session, step: StepContext, drawn: DrawnPrompts, on_part: OnPart) -> None:
     """Generate the greedy response to each prompt; `on_part` gets the parts."""
     with step.timer("greedy"):
-        sample_responses(session, draw, 1, temperature=0.0, on_part=on_part)
+        sample_responses(session, drawn, 1, temperature=0.0, on_part=on_part)
 
 
 def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
@@ -81,19 +83,19 @@ def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
 
 
 def sample_responses(
-    session: Session, draw: Draw, samples: int, *, temperature: float, on_part: OnPart | None = None
+    session: Session, drawn: DrawnPrompts, samples: int, *, temperature: float, on_part: OnPart | None = None
 ) -> BatchedDataDict:
     """Return `samples` adjacent responses per prompt.
 
     Each is drawn from the random stream of its position in the run. With `on_part` the batch is generated in parts of
     whole groups, and `on_part` gets each part before the next begins.
     """
-    prompts = draw.prompts.repeat_interleave(samples)
-    prompts["group_ids"] = torch.arange(draw.prompts.num_rows).repeat_interleave(samples)
-    seeds = row_seeds(session.config.seed, draw.step, draw.positions, samples)
+    prompts = drawn.prompts.repeat_interleave(samples)
+    prompts["group_ids"] = torch.arange(drawn.prompts.num_rows).repeat_interleave(samples)
+    seeds = row_seeds(session.config.seed, drawn.step, drawn.positions, samples)
     prompts["seeds"] = torch.from_numpy(seeds.view(np.int64))
     params = _sampling_params(session, temperature)
-    sizes = [prompts.num_rows] if on_part is None else _part_rows(session, draw.prompts.num_rows, samples)
+    sizes = [prompts.num_rows] if on_part is None else _part_rows(session, drawn.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):
         generated = session.rollout.run(RolloutWorker.generate, part, params)

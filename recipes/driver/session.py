@@ -255,17 +255,17 @@ def open_session(config: Config) -> Iterator[Session]:
         RoleError: a call failed; it carries the step.
     """
     directory = Path(cast(str, config.run_dir))
-    resumed = newest_checkpoint(directory) if config.resume == "auto" else None
-    progress = Progress(**resumed.state["progress"]) if resumed else Progress()
-    if resumed is not None:
+    loaded = newest_checkpoint(directory) if config.resume == "auto" else None
+    progress = Progress.from_state(loaded.state["progress"]) if loaded else Progress()
+    if loaded is not None:
         has_reference = not progress.recipe_started or reference_folder(directory).exists()
-        check_same_run(resumed.state["config"], config, has_reference=has_reference)
+        check_same_run(loaded.state["config"], config, has_reference=has_reference)
     tokenizer, prompts, held_out = load_splits(config)
-    if resumed is not None:
-        check_same_prompts(resumed, config, prompts, held_out)
+    if loaded is not None:
+        check_same_prompts(loaded, config, prompts, held_out)
     cost = sequence_cost(check_before_start(config, tokenizer, prompts, held_out))
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    run = Run.start(config, directory, resume_at=progress if resumed else None)
+    run = Run.start(config, directory, resume_at=progress if loaded else None)
     with run, Cluster(config.placement, config.job) as cluster:
         names = started_roles(config)
         run.note(f"starting the roles {', '.join(names)}")
@@ -273,8 +273,8 @@ def open_session(config: Config) -> Iterator[Session]:
         train, test = in_store(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()
-        if resumed is not None:
-            session.restore(resumed)
+        if loaded is not None:
+            session.restore(loaded)
         try:
             yield session
         except RoleError as error:

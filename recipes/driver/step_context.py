@@ -69,14 +69,14 @@ class StepContext:
         self.progress = replace(self.progress, **changes)
 
     def record_optimizer_steps(self, metrics: Sequence[dict[str, float]]) -> None:
-        """Count optimizer steps and record their metrics.
+        """Count the actor's optimizer steps and record the metrics of steps.
 
-        Metrics are means over the steps, extremes, or counts. A skipped step leaves the policy unchanged, so it adds
-        no policy version; neither do the critic's steps.
+        Metrics are means over the steps, extremes, or counts. Skipped steps, which leave the policy unchanged, and the
+        critic's steps are not counted.
         """
-        versions = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
-        self.advance(policy_version=self.progress.policy_version + round(sum(versions)))
-        self.metrics["policy_version"] = self.progress.policy_version
+        taken = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
+        self.advance(optimizer_steps=self.progress.optimizer_steps + round(sum(taken)))
+        self.metrics["optimizer_steps"] = self.progress.optimizer_steps
         for name in dict.fromkeys(name for step in metrics for name in step):
             values = [step[name] for step in metrics if name in step]
             reduce = np.sum if name.endswith("/skipped_steps") else _OVER_STEPS[reducer_of(name)]

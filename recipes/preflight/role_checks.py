@@ -42,6 +42,7 @@ def check_role(name: str, role: Role, *, is_own: bool = False, is_trained: bool 
         raise PlacementError(f"roles.{name}.target: {error}") from error
     where = f"roles.{name}.target is {role.target!r}"
     standard = load_class(builtin_roles()[name].target) if is_builtin(name) else None
+    _check_trained(name, where, kind, is_trained=is_trained)
     if is_own:
         _check_own(where, kind)
     elif standard is None or (kind is not standard and "score" in _called(standard)):
@@ -49,7 +50,6 @@ def check_role(name: str, role: Role, *, is_own: bool = False, is_trained: bool 
     elif kind is not standard:
         _check_stands_in(where, kind, standard)
     _check_built(name, where, kind, role.arguments)
-    _check_trained(name, where, kind, is_trained=is_trained)
 
 
 def _check_own(where: str, kind: type[Any]) -> None:

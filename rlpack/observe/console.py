@@ -26,9 +26,9 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sft_warmup/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("evaluation/loss", "held-out loss", "{:.3f}"),
-    ("evaluation/accuracy_sampled", "held-out sampled", "{:.1%}"),
-    ("evaluation/accuracy_best_of_n", "best of n", "{:.1%}"),
-    ("evaluation/accuracy_greedy", "greedy", "{:.1%}"),
+    ("evaluation/reward_sampled", "held-out sampled", "{:.1%}"),
+    ("evaluation/reward_best_of_n", "best of n", "{:.1%}"),
+    ("evaluation/reward_greedy", "greedy", "{:.1%}"),
     ("rollout/response_tokens_mean", "length", "{:.1f}"),
     ("actor/loss", "loss", "{:+.4f}"),
     ("actor/entropy", "entropy", "{:.3f}"),
@@ -40,7 +40,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("time/step_s", "", "{:.2f} s"),
 )
 # Mean rewards, which share one format.
-MEAN_REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/accuracy"))
+MEAN_REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/reward"))
 TITLES: dict[LogPhase, str] = {"sft_warmup": "warm-up", "train": "step", "evaluation": "evaluation"}
 STYLES: dict[LogPhase, str] = {"sft_warmup": "yellow", "train": "cyan", "evaluation": "bold green"}
 HIDDEN_IF_ZERO = frozenset({"reward/quarantined"})

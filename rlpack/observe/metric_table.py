@@ -55,7 +55,10 @@ METRICS: dict[str, Metric] = {
         "nats", "Largest difference between engine and trainer in a log-prob of the canary, after loading weights."
     ),
     "rollout/logprob_gap": Metric(
-        "nats", "Mean absolute difference between the trainer's and the sampler's log-probs."
+        "nats",
+        "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Where a "
+        "batch gets a single optimizer step, the update measures it, over the tokens that train; the steps of "
+        "recipe=ppo that train only the critic then lack it.",
     ),
     "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term."),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),
@@ -82,7 +85,12 @@ METRICS: dict[str, Metric] = {
     "critic/grad_norm": Metric("1", "Global norm of the critic's gradient before clipping."),
     "critic/learning_rate": Metric("1", "Learning rate of the critic's optimizer step."),
     "critic/skipped_steps": Metric("steps", "Skipped optimizer steps of the critic, as in actor/skipped_steps."),
-    "reference/kl": Metric("nats", "KL divergence from the reference, summed over a response's tokens; mean."),
+    "reference/kl": Metric(
+        "nats",
+        "KL divergence from the reference, summed over a response's tokens; mean over responses. Where a batch gets a "
+        "single optimizer step and the KL term is in the loss, the update measures it; the steps of recipe=ppo that "
+        "train only the critic then lack it.",
+    ),
     "reference/kl_coef": Metric("1", "Weight of the KL term in this step."),
     "sampling/rounds": Metric("1", "Rounds of drawing prompts for the step (recipe=dapo)."),
     "sampling/informative_fraction": Metric("fraction", "Groups drawn for the step whose rewards differ."),
@@ -94,13 +102,13 @@ METRICS: dict[str, Metric] = {
     "advantage/zero_group_fraction": Metric(
         "fraction", "Groups without gradient, because all their rewards are equal."
     ),
-    "evaluation/accuracy_sampled": Metric(
+    "evaluation/reward_sampled": Metric(
         "1", "Held-out mean reward over evaluation.samples samples per prompt; the accuracy if rewards are 0 or 1."
     ),
-    "evaluation/accuracy_best_of_n": Metric(
+    "evaluation/reward_best_of_n": Metric(
         "1", "Held-out mean of each prompt's best reward; the fraction of solved prompts if rewards are 0 or 1."
     ),
-    "evaluation/accuracy_greedy": Metric(
+    "evaluation/reward_greedy": Metric(
         "1", "Held-out mean reward of greedy responses; the accuracy if rewards are 0 or 1."
     ),
     "evaluation/quarantined": Metric(
@@ -153,9 +161,16 @@ METRICS: dict[str, Metric] = {
     "store/peak_bytes": Metric(
         "bytes", "Most bytes of a step's tokens and texts in the object store at one time, without the dataset cache."
     ),
-    "policy_version": Metric("steps", "Optimizer steps so far, including those of the warm-up."),
+    "optimizer_steps": Metric(
+        "steps", "Optimizer steps of the actor so far, including those of the warm-up, without skipped ones."
+    ),
     "epoch": Metric("1", "Dataset epoch of the step's last prompt, starting at 0."),
-    "prompts_trained": Metric("prompts", "Prompts used up by training since the start of the run."),
+    "prompts_consumed": Metric(
+        "prompts", "Prompts drawn since the start of the run, including those that recipe=dapo discarded."
+    ),
+    "prompts_trained": Metric(
+        "prompts", "Prompts trained on since the start of the run: those with a response that counts in a loss."
+    ),
 }
 
 

@@ -4,7 +4,7 @@ Letters: B rows, S segments of all rows, n tokens of one segment. Per token of a
 and a policy version, in the order of its token ids; given tokens (prompts, tool results) have neither.
 
 A *policy version* is the number of weight publications that the engine had received when it sampled the token: 0 before
-the first, 1 after it. It is not the number of optimizer steps, which the metric `policy_version` counts.
+the first, 1 after it. It is not the number of optimizer steps, which the metric `optimizer_steps` counts.
 """
 
 from collections.abc import Sequence

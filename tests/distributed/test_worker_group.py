@@ -17,7 +17,7 @@ from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.reward_stages import PendingRewards
-from rlpack.recipes.driver.rollout_stages import Draw, sample_responses
+from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.rollout.canary import canary_tokens
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.actor import ActorWorker
@@ -243,7 +243,7 @@ def test_a_part_of_the_responses_is_scored_while_the_next_is_generated(groups: G
     session = session_of(tmp_path, rollout=Rollout(max_num_seqs=2))
     session.groups["rollout"] = groups["sampler"]
     prompts = tiny_rollouts([(3, 0), (5, 0), (2, 0), (4, 0), (1, 0)]).keep(["input_ids", "uid"])
-    pending, draw = PendingRewards([groups["listener"]]), Draw(prompts, 1, np.arange(5))
+    pending, draw = PendingRewards([groups["listener"]]), DrawnPrompts(prompts, 1, np.arange(5))
     with store.lease("a step"):
         rollouts = sample_responses(session, draw, 2, temperature=1.0, on_part=pending.submit)
         rewards, valid, _, _ = pending.result()

@@ -29,7 +29,7 @@ def overlaps(word, overrides):
 # Of 8 prompts with 4 samples, one at a near tie may tip by rounding.
 @pytest.mark.parametrize(("name", "one"), [("sampled", 1 / 32), ("best_of_n", 1 / 8), ("greedy", 1 / 8)])
 def test_held_out_accuracy_is_that_of_packing_on_two_ranks(other, uninterrupted, name, one):
-    found, expected = (curve(r.run_dir, f"evaluation/accuracy_{name}", "evaluation") for r in (other, uninterrupted))
+    found, expected = (curve(r.run_dir, f"evaluation/reward_{name}", "evaluation") for r in (other, uninterrupted))
     assert found == pytest.approx(expected[: 1 + STEPS // 2], abs=one + 1e-9)
     assert max(found) > 0
 

@@ -114,7 +114,7 @@ def test_the_exported_folder_alone_answers_as_the_run_did(run):
         return right / len(prompts)
 
     _, trained, held_out = load_splits(validate(yaml.safe_load((run.run_dir / "config.yaml").read_text())))
-    assert accuracy(held_out) == curve(run.run_dir, "evaluation/accuracy_greedy", "evaluation")[-1]
+    assert accuracy(held_out) == curve(run.run_dir, "evaluation/reward_greedy", "evaluation")[-1]
     assert accuracy(trained) > 0.6
 
 
@@ -125,7 +125,8 @@ def test_the_last_checkpoint_is_whole_and_knows_where_the_run_stands(run):
     assert checkpoint is not None
     progress = load_state(checkpoint)["progress"]
     assert progress == {
-        "phase": "train", "step": STEPS, "policy_version": WARM_UP + STEPS, "prompts_trained": 16 * STEPS,
+        "phase": "train", "step": STEPS, "optimizer_steps": WARM_UP + STEPS,
+        "prompts_consumed": 16 * STEPS, "prompts_trained": 16 * STEPS,
         "demonstrations_trained": 32 * WARM_UP, "kl_coef": None,
     }  # fmt: skip
     assert not list((run.run_dir / "checkpoints").glob("*/.*"))

@@ -15,9 +15,9 @@ from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, 
 Records = Sequence[dict[str, Any]]
 SIZE = (9.2, 3.6)
 ACCURACIES = (
-    ("evaluation/accuracy_sampled", "held-out accuracy, sampled", SAMPLED, "o-"),
-    ("evaluation/accuracy_best_of_n", "held-out, best of n samples", BEST, "^--"),
-    ("evaluation/accuracy_greedy", "held-out, greedy", GREEDY, "s--"),
+    ("evaluation/reward_sampled", "held-out accuracy, sampled", SAMPLED, "o-"),
+    ("evaluation/reward_best_of_n", "held-out, best of n samples", BEST, "^--"),
+    ("evaluation/reward_greedy", "held-out, greedy", GREEDY, "s--"),
 )
 HEALTH = (
     "actor/loss",

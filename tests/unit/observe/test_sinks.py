@@ -23,7 +23,7 @@ def filled(path: Path, steps: int = 4, sft_warmup: int = 6) -> None:
     for step in range(1, steps + 1):
         sink.log(step, "train", {"reward/mean": step / 10})
         if step % 2 == 0:
-            sink.log(step, "evaluation", {"evaluation/accuracy_greedy": step / 10})
+            sink.log(step, "evaluation", {"evaluation/reward_greedy": step / 10})
     sink.close()
 
 

@@ -49,7 +49,7 @@ def a_run(folder: Path) -> None:
                 "train",
                 {"reward/mean": step / 4, "actor/grad_norm": 1.0, "actor/kl": float("nan"), "time/update_s": 2.0},
             )
-        sink.log(step, "evaluation", {"evaluation/accuracy_sampled": step / 5})
+        sink.log(step, "evaluation", {"evaluation/reward_sampled": step / 5})
     sink.close()
     PlanRecord(3, (5, 60, 7, 8), Batching(max_tokens=64, micro_batch_size=2), 2).write(folder / "packing.json")
     (folder / "config.yaml").write_text(f"seed: 1\ndata:\n  source: {HOSTILE!a}\n")
@@ -109,9 +109,9 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
 
 
 def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent() -> None:
-    record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/accuracy_sampled": 0.5}
-    later = record | {"step": 9, "evaluation/accuracy_sampled": 7.25}
-    assert summarise([record, later | {"evaluation/accuracy_sampled": 0.75}], None)[0].text == "50.0% → 75.0%"
+    record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/reward_sampled": 0.5}
+    later = record | {"step": 9, "evaluation/reward_sampled": 7.25}
+    assert summarise([record, later | {"evaluation/reward_sampled": 0.75}], None)[0].text == "50.0% → 75.0%"
     assert summarise([record, later], None)[0].text == "0.500 → 7.250"
 
 

@@ -57,7 +57,12 @@ def test_prompts_are_drawn_until_the_rewards_of_enough_groups_differ(tmp_path: P
     assert step.metrics["sampling/discarded_groups"] == 3
     assert step.metrics["sampling/filled_groups"] == 0
     assert step.metrics["reward/mean"] == pytest.approx(5 / 12)  # of all that was sampled
-    assert (step.progress.prompts_trained, session.progress.prompts_trained) == (6, 0)
+    assert (step.progress.prompts_consumed, session.progress.prompts_consumed) == (6, 0)
+    assert step.progress.prompts_trained == 0  # not before it is planned for training
+    set_group(session, "actor")
+    rollouts = rollouts.union({"response_tokens": rollouts["response_lengths"]})
+    add_loss_weights(session, step, rollouts, session.actor.plan(rollouts))
+    assert step.progress.prompts_trained == step.metrics["prompts_trained"] == 3
 
 
 def test_missing_groups_are_filled_up_with_uninformative_ones_after_the_last_round(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.recipes.driver.progress import Progress
-from rlpack.recipes.driver.rollout_stages import Draw, draw_prompts, sample_responses
+from rlpack.recipes.driver.rollout_stages import DrawnPrompts, draw_prompts, sample_responses
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import session_of, set_group
 
@@ -23,12 +23,12 @@ def test_a_resumed_run_draws_the_next_prompts_even_if_it_draws_another_number_pe
     step = parts.begin_step(1)
     draws = [draw_prompts(parts, step)]
     resumed = session_of(tmp_path, trainer=Trainer(prompts_per_step=4))
-    resumed.progress = Progress(phase="train", step=1, prompts_trained=step.progress.prompts_trained)
+    resumed.progress = Progress(phase="train", step=1, prompts_consumed=step.progress.prompts_consumed)
     step = resumed.begin_step(2)
     draws.append(draw_prompts(resumed, step))
     assert [uid for draw in draws for uid in draw.prompts["uid"]] == expected.prompts["uid"]
     assert np.concatenate([draw.positions for draw in draws]).tolist() == expected.positions.tolist()
-    assert step.metrics["prompts_trained"] == 6
+    assert step.metrics["prompts_consumed"] == 6
 
 
 @settings(deadline=None)
@@ -47,7 +47,7 @@ def test_responses_come_in_parts_of_whole_groups_that_the_engines_run_at_a_time(
 
     set_group(session, "rollout", generate=generate).dp_size = ranks
     rows = BatchedDataDict({"input_ids": tiny_rollouts([(1, 0)] * prompts)["input_ids"], "uid": ["a"] * prompts})
-    draw = Draw(rows, 1, np.arange(prompts))
+    draw = DrawnPrompts(rows, 1, np.arange(prompts))
     in_parts = sample_responses(session, draw, samples, temperature=1.0, on_part=parts.append)
     assert [part.num_rows for part in parts] == sizes
     assert all(size % samples == 0 for size in sizes)

@@ -47,14 +47,14 @@ def test_a_recipe_that_reports_no_plan_runs_and_every_step_is_known(tmp_path: Pa
     assert (session.step.number, session.saved) == (3, (3,))
 
 
-def test_skipped_steps_make_no_new_version_of_the_policy(tmp_path: Path):
+def test_skipped_steps_are_not_counted_as_optimizer_steps(tmp_path: Path):
     session = session_of(tmp_path)
     step = session.begin_step(1)
     step.record_optimizer_steps(
         [{"actor/skipped_steps": 0.0}, {"actor/skipped_steps": 1.0}, {"actor/skipped_steps": 0.0}]
     )
-    assert step.progress.policy_version == 2
-    assert step.metrics == {"policy_version": 2, "sft_warmup/skipped_steps": 1.0}
+    assert step.progress.optimizer_steps == 2
+    assert step.metrics == {"optimizer_steps": 2, "sft_warmup/skipped_steps": 1.0}
 
 
 @pytest.mark.parametrize(("recipe", "trained"), [("grpo", ["actor"]), ("ppo", ["actor", "critic"])])
@@ -118,8 +118,8 @@ def test_a_step_that_fails_midway_commits_nothing_and_is_repeated_with_the_same_
     take_steps(undisturbed)
     with pytest.raises(ValueError, match="failed midway"):
         take_steps(disturbed, fails_at=2)
-    assert (disturbed.progress.step, disturbed.progress.policy_version) == (1, 1)
-    assert disturbed.progress.prompts_trained == run_of(undisturbed).records[0]["prompts_trained"]
+    assert (disturbed.progress.step, disturbed.progress.optimizer_steps) == (1, 1)
+    assert disturbed.progress.prompts_consumed == run_of(undisturbed).records[0]["prompts_consumed"]
     take_steps(disturbed)
     assert without_times(run_of(disturbed)) == without_times(run_of(undisturbed))
     assert disturbed.progress == undisturbed.progress
