@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong configuration or command line, 3 w
 """
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: list[str]) -> int:
     """Run `rlpack train` or its shell completion; an interrupt before the run starts is one line and code 130."""
+    gc.disable()  # imports make half a million objects that stay; `rlpack.cli.train` turns it on again
     try:
         with sigterm_as_keyboard_interrupt():
             from rlpack.cli.train import train
@@ -86,6 +88,8 @@ def _train(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("rlpack train: interrupted; nothing was saved yet", file=sys.stderr)
         return _INTERRUPTED
+    finally:
+        gc.enable()
 
 
 def _plan(arguments: list[str]) -> int:

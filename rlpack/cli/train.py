@@ -4,6 +4,7 @@ Recipes run outside Hydra's job runner, which would print its own messages and c
 sweep are validated before the first one starts.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -92,6 +93,9 @@ def run(config: Config) -> int:
     """Run the recipe of a config with an absolute run_dir, and return the exit code."""
     try:
         main = _load_while_ray_starts(config)
+        if not gc.isenabled():  # off since the command began; what was imported by now is never garbage
+            gc.freeze()
+            gc.enable()
         main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
     except KeyboardInterrupt:
         saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))

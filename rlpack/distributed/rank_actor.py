@@ -1,7 +1,8 @@
 """The Ray actor behind one rank: a `RankProcess` that reads batches from the object store and puts results there."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -10,12 +11,20 @@ import ray
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch, select_rows
+from rlpack.distributed.context import RankContext
 from rlpack.distributed.object_handles import END_OF_CALL, ObjectReader, handles_of
 from rlpack.distributed.process import RankProcess
 
 
 class RankActor(RankProcess):
     """`RankProcess` with access to Ray: it knows its node, reads stored columns and stores its results."""
+
+    def __init__(self, context: RankContext, threads: int, import_path: Sequence[str] = ()) -> None:
+        """Prepare the process."""
+        super().__init__(context, threads, import_path)
+        if not gc.isenabled():  # see `rlpack.distributed.imports_without_gc`; what was imported is never garbage
+            gc.freeze()
+            gc.enable()
 
     def node_ip(self) -> str:
         """Return the address of this rank's node."""

@@ -13,9 +13,11 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import ray
 from ray._private import services
@@ -32,7 +34,9 @@ logger = logging.getLogger(__name__)
 # Ranks may share a core, for a test run; a mistyped number of ranks would only exhaust the machine's memory.
 MAX_RANKS_PER_CORE = 32
 _ANSWER_S = 5.0
+_POLL_S = 0.05
 _MAX_WORKERS_PER_RANK = 2
+_WITHOUT_GC = "rlpack.distributed.imports_without_gc"
 
 
 def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
@@ -133,7 +137,11 @@ def _start_local(placement: Placement, preload: Sequence[str]) -> None:
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    with _own_process_group(), _preloading(preload if is_small else ()):
+    with (
+        _own_process_group(),
+        _preloading([_WITHOUT_GC, *preload] if preload and is_small else ()),
+        _patience(placement.start_timeout_s),
+    ):
         ray.init(
             address="local",
             num_cpus=max(claimed, cores),
@@ -156,6 +164,35 @@ def _preloading(modules: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+@contextmanager
+def _patience(timeout_s: float) -> Iterator[None]:
+    """Give Ray's daemons this long to start; Ray itself gives up after 30 s, too early for a busy machine.
+
+    Ray also asks for the node without a pause, which slows the start down on few cores.
+    """
+    before = services.get_node
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return before(gcs_address, node_id)
+            except RuntimeError as error:  # not registered yet
+                if time.monotonic() > deadline:
+                    raise PlacementError(
+                        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; "
+                        f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs "
+                        "have ended, raise placement.start_timeout_s, or join a running cluster with placement.address"
+                    ) from error
+                time.sleep(_POLL_S)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = before
 
 
 @contextmanager

@@ -1,0 +1,45 @@
+"""Starting Ray on a busy machine, with Ray's own start replaced by one that registers late or never."""
+
+import re
+from collections.abc import Iterator
+from itertools import chain, repeat
+
+import pytest
+import ray
+from ray._private import services
+
+from rlpack.config.schema import Placement
+from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.ray_connection import connect
+
+
+def ray_that_registers(monkeypatch: pytest.MonkeyPatch, answers: Iterator[bool]) -> list[dict[str, str]]:
+    """Make `ray.init` ask for its node as Ray does, with these answers; return what it was told."""
+    told: list[dict[str, str]] = []
+
+    def get_node(gcs_address: str, node_id: str) -> dict[str, str]:
+        if not next(answers):
+            raise RuntimeError("not registered")
+        return {"node_id": node_id, "gcs_address": gcs_address}
+
+    def init(**settings: object) -> None:
+        told.append(services.get_node("127.0.0.1:6379", "abc"))
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "init", init)
+    return told
+
+
+def test_a_node_that_registers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    told = ray_that_registers(monkeypatch, chain([False] * 5, repeat(True)))
+    asked = services.get_node
+    connect(Placement())
+    assert told == [{"node_id": "abc", "gcs_address": "127.0.0.1:6379"}]
+    assert services.get_node is asked
+
+
+def test_a_node_that_never_registers_is_one_error_that_names_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    ray_that_registers(monkeypatch, repeat(False))
+    limit = r"within placement.start_timeout_s=0.2 s; \d+ cores have a load of \d+: "
+    with pytest.raises(PlacementError, match=limit + re.escape("wait until other programs have ended")):
+        connect(Placement(start_timeout_s=0.2))
