@@ -12,7 +12,7 @@ from rlpack.config.schema import Config
 from rlpack.distributed.weights import Bucket, unpack_bucket
 from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.assemble import assemble
-from rlpack.rollout.canary import canary_tolerance, check_canary
+from rlpack.rollout.canary import CanaryTolerance, canary_tolerance, check_canary
 from rlpack.rollout.engine import Engine, engine_class
 from rlpack.rollout.types import SamplingParams, TrajectoryBatch
 from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
@@ -24,9 +24,14 @@ class RolloutWorker(Worker):
     """One rank of a generation engine."""
 
     def __init__(
-        self, context: RankContext, engine: Engine, tokenizer: PreTrainedTokenizerBase, *, canary_tolerance: float
+        self,
+        context: RankContext,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        canary_tolerance: CanaryTolerance,
     ) -> None:
-        """Wrap an engine; `canary_tolerance` is the largest difference, in nats, from the trainer's log-probs."""
+        """Wrap an engine; `canary_tolerance` bounds the differences from the trainer's log-probs."""
         super().__init__(context)
         self._engine = engine
         self._tokenizer = tokenizer
@@ -96,7 +101,7 @@ class RolloutWorker(Worker):
             The largest difference between the engine's and the trainer's log-probs, in nats.
 
         Raises:
-            CanaryError: it exceeds the tolerance.
+            CanaryError: it or the mean difference exceeds its tolerance.
         """
         gap = check_canary(
             self._engine.logprobs(token_ids),

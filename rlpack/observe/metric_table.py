@@ -52,7 +52,9 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
     "rollout/truncated_fraction": Metric("fraction", "Responses cut off at rollout.max_new_tokens."),
     "rollout/canary_gap": Metric(
-        "nats", "Largest difference between engine and trainer in a log-prob of the canary, after loading weights."
+        "nats",
+        "Largest difference between engine and trainer in a log-prob of the canary, after loading weights; the run "
+        "ends if it or the mean over tokens exceeds its tolerance.",
     ),
     "rollout/logprob_gap": Metric(
         "nats",

@@ -3,7 +3,30 @@
 If a weight was lost, mixed up or rounded on its way, the log-probs differ, and the run stops before a token is sampled
 with it. The prompt is random tokens, so that every layer contributes. The cost is one forward pass of 64 tokens on each
 side.
+
+Two differences are bounded: the largest of any token, and the mean over tokens, whose rounding errors vary less.
+Rounding grows with the spread of the log-probs, so the mean is also bounded by a share of their standard deviation.
+Measured on 30 random Qwen2 models (2 to 24 layers, hidden size 64 to 256, initializer range 0.02 to 0.2), trainer in
+bf16 and engine in fp32: correct weights differ by at most 1.5 nats in one token, 0.28 nats in the mean, and 0.16 of the
+standard deviation.
+
+| fault in the engine's weights | the largest alone fails | both together fail |
+|---|---|---|
+| embedding, final norm or head zeroed; head shifted by one row | 15 to 18 of 30 | 30 of 30 |
+| one layer's weights those of another layer, or all zeroed | 10, 8 | 29, 28 |
+| one layer's output projection transposed, or zeroed | 4, 3 | 30, 23 |
+| one layer's value projection or input norm zeroed | 3, 3 | 23, 23 |
+| one layer's MLP matrix or MLP norm zeroed | 7 | 13 |
+| one layer's query or key projection zeroed | 1, 1 | 3, 3 |
+| all weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 7, 18 | 1, 28, 30 |
+| one layer's weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 0, 0 | 0, 9, 20 |
+
+So in bf16 neither a layer that is stale by a usual step nor a lost query or key projection is reliably found. In fp32
+correct weights differ by at most 2e-6 nats. All faults of the table are found there, and weights that are stale by a
+step of ±0.0001; steps of ±0.00001 are found in some models only.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +35,23 @@ from rlpack.rollout.errors import CanaryError
 
 _NUM_ROWS, _NUM_TOKENS, _SEED = 4, 16, 20
 
-# Largest difference in nats, by the less precise type of the two forward passes. Two correct passes of random Qwen2
-# models of 2 to 24 layers differ by at most 2e-6 nats in fp32 and by 0.002 to 1.3 nats in bf16, which therefore only
-# shows weights that were lost or mixed up.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2.0}
+
+class CanaryTolerance(NamedTuple):
+    """Bounds on the differences between engine and trainer, in nats.
+
+    Attributes:
+        largest: of the difference of one token.
+        mean: of the mean difference; a mean over `MEAN_SHARE` of the log-probs' standard deviation is refused, too,
+            unless it is within rounding in fp32.
+    """
+
+    largest: float
+    mean: float
+
+
+# By the less precise type of the two forward passes; the module's docstring says how they were measured.
+TOLERANCES = {torch.float32: CanaryTolerance(1e-3, 1e-4), torch.bfloat16: CanaryTolerance(2.0, 0.5)}
+MEAN_SHARE = 0.25
 
 
 def canary_tokens(vocab_size: int) -> Tensor:
@@ -28,33 +64,38 @@ def canary_tokens(vocab_size: int) -> Tensor:
     return torch.randint(vocab_size, (_NUM_ROWS, _NUM_TOKENS), generator=generator)
 
 
-def canary_tolerance(*dtypes: torch.dtype) -> float:
-    """Return the largest difference in nats between correct forward passes in these types."""
+def canary_tolerance(*dtypes: torch.dtype) -> CanaryTolerance:
+    """Return the bounds on differences between correct forward passes in these types."""
     return max(TOLERANCES[dtype] for dtype in dtypes)
 
 
-def check_canary(logprobs: Tensor, expected: Tensor, token_ids: Tensor, *, tolerance: float, version: int) -> float:
+def check_canary(
+    logprobs: Tensor, expected: Tensor, token_ids: Tensor, *, tolerance: CanaryTolerance, version: int
+) -> float:
     """Return the largest difference between the engine's and the trainer's log-probs, in nats.
 
     Args:
-        logprobs: the engine's, f32 [R, L].
+        logprobs: the engine's, f32 [R, L]; those of a row's first token, which has no context, are 0.
         expected: the trainer's, f32 [R, L].
         token_ids: the canary, int64 [R, L].
-        tolerance: largest difference allowed.
+        tolerance: bounds on the differences.
         version: policy version of the weights.
 
     Raises:
-        CanaryError: the difference exceeds the tolerance or is NaN.
+        CanaryError: the largest or the mean difference exceeds its tolerance, or a log-prob is NaN.
     """
     gaps = (logprobs - expected).abs().nan_to_num(torch.inf)
-    gap = gaps.max().item()
-    if gap <= tolerance:
+    gap, mean = gaps.max().item(), gaps[:, 1:].mean().item()
+    spread = expected[:, 1:].std().nan_to_num(0.0).item()
+    mean_tolerance = max(TOLERANCES[torch.float32].mean, min(tolerance.mean, MEAN_SHARE * spread))
+    if gap <= tolerance.largest and mean <= mean_tolerance:
         return gap
     worst = gaps.flatten().topk(3).indices.tolist()
     columns = zip(*(column.flatten()[worst].tolist() for column in (token_ids, logprobs, expected)), strict=True)
     listed = ", ".join(f"token {token} (engine {own:.5g}, trainer {other:.5g})" for token, own, other in columns)
     raise CanaryError(
         f"log-probs of the canary at policy version {version} differ from the trainer's by up to {gap:.3g} nats "
-        f"(tolerance {tolerance:g}), most at {listed}; weights were corrupted in transfer, or the engine computes "
+        f"(tolerance {tolerance.largest:g}) and {mean:.3g} in the mean (tolerance {mean_tolerance:.3g}), most at "
+        f"{listed}; weights were corrupted in transfer, or the engine computes "
         "another function of them than the trainer"
     )

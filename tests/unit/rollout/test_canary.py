@@ -1,8 +1,12 @@
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from rlpack.rollout.canary import canary_tokens, canary_tolerance, check_canary
+from rlpack.rollout.canary import TOLERANCES, CanaryTolerance, canary_tokens, canary_tolerance, check_canary
 from rlpack.rollout.errors import CanaryError
+from tests.unit.models.tiny import VOCABULARY, tiny_model
+
+SHAPE = {"initializer_range": 0.02, "tie_word_embeddings": False}
 
 
 def test_the_prompt_is_fixed_and_uses_the_vocabulary():
@@ -17,22 +21,71 @@ def test_the_largest_difference_is_returned_or_named_with_the_tokens_that_differ
     tokens = torch.tensor([[3, 4, 5], [6, 7, 8]])
     expected = torch.tensor([[0.0, -1.0, -2.0], [0.0, -3.0, -4.0]])
     logprobs = expected + torch.tensor([[0.0, 0.0, 0.25], [0.0, -0.5, 0.0]])
-    assert check_canary(logprobs, expected, tokens, tolerance=0.5, version=3) == 0.5
+    assert check_canary(logprobs, expected, tokens, tolerance=CanaryTolerance(0.5, 1.0), version=3) == 0.5
     message = (
-        r"policy version 3 differ from the trainer's by up to 0\.5 nats \(tolerance 0\.4\), most at "
+        r"policy version 3 differ from the trainer's by up to 0\.5 nats \(tolerance 0\.4\) and 0\.188 in the "
+        r"mean \(tolerance 0\.323\), most at "
         r"token 7 \(engine -3\.5, trainer -3\), token 5 \(engine -1\.75, trainer -2\)"
     )
     with pytest.raises(CanaryError, match=message):
-        check_canary(logprobs, expected, tokens, tolerance=0.4, version=3)
+        check_canary(logprobs, expected, tokens, tolerance=CanaryTolerance(0.4, 1.0), version=3)
 
 
 def test_a_nan_on_either_side_is_a_difference():
     expected, broken = torch.zeros(1, 4), torch.tensor([[0.0, float("nan"), 0.0, 0.0]])
     for logprobs, other in ((broken, expected), (expected, broken)):
         with pytest.raises(CanaryError, match="by up to inf nats"):
-            check_canary(logprobs, other, torch.arange(4)[None], tolerance=10.0, version=1)
+            check_canary(logprobs, other, torch.arange(4)[None], tolerance=CanaryTolerance(10.0, 10.0), version=1)
 
 
 def test_the_tolerance_is_that_of_the_less_precise_type():
-    assert canary_tolerance(torch.float32, torch.float32) == 1e-3
-    assert canary_tolerance(torch.float32, torch.bfloat16) == canary_tolerance(torch.bfloat16, torch.bfloat16) > 1e-2
+    assert canary_tolerance(torch.float32, torch.float32) == (1e-3, 1e-4)
+    assert canary_tolerance(torch.float32, torch.bfloat16) == canary_tolerance(torch.bfloat16, torch.bfloat16)
+    assert canary_tolerance(torch.float32, torch.bfloat16) == (2.0, 0.5)
+
+
+def test_a_mean_difference_is_refused_by_its_size_and_by_its_share_of_the_spread():
+    tokens = torch.arange(5)[None]
+    expected = torch.tensor([[0.0, -1.0, -3.0, -1.0, -3.0]])
+    spread = (4 / 3) ** 0.5  # of -1, -3, -1, -3 about their mean, -2
+    for shift, tolerance, refused in (
+        (0.2, 0.5, False),
+        (0.2, 0.19, True),
+        (0.24 * spread, 10.0, False),
+        (0.26 * spread, 10.0, True),
+    ):
+        logprobs = expected - shift * torch.tensor([[0.0, 1.0, -1.0, 1.0, 1.0]])
+        arguments = {"tolerance": CanaryTolerance(10.0, tolerance), "version": 1}
+        if refused:
+            with pytest.raises(CanaryError, match=f"{shift:.3g} in the mean"):
+                check_canary(logprobs, expected, tokens, **arguments)
+        else:
+            assert check_canary(logprobs, expected, tokens, **arguments) == pytest.approx(shift)
+
+
+def test_equal_log_probs_of_all_tokens_leave_room_for_rounding_in_fp32():
+    expected = torch.full((1, 5), -3.0)
+    check_canary(expected + 5e-5, expected, torch.arange(5)[None], tolerance=TOLERANCES[torch.bfloat16], version=1)
+    with pytest.raises(CanaryError):
+        check_canary(expected + 2e-4, expected, torch.arange(5)[None], tolerance=TOLERANCES[torch.bfloat16], version=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("damaged", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_bf16_rounding_passes_and_lost_weights_do_not(damaged: str):
+    """The largest difference alone passes all three on this model, whose log-probs are close together."""
+    engine = tiny_model(implementation="sdpa", dtype=torch.float32, **SHAPE)
+    tokens = canary_tokens(VOCABULARY)
+    expected = scores_of(tiny_model(implementation="sdpa", dtype=torch.float32, **SHAPE).bfloat16(), tokens)
+    tolerance = canary_tolerance(torch.float32, torch.bfloat16)
+    check_canary(scores_of(engine, tokens), expected, tokens, tolerance=tolerance, version=1)
+    engine.get_parameter(damaged).zero_()
+    assert (scores_of(engine, tokens) - expected).abs().max() < tolerance.largest
+    with pytest.raises(CanaryError, match="in the mean"):
+        check_canary(scores_of(engine, tokens), expected, tokens, tolerance=tolerance, version=1)
+
+
+def scores_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs [R, L] of each token by definition; 0 for the first."""
+    scores = model(tokens, use_cache=False).logits.float().log_softmax(-1)
+    return torch.nn.functional.pad(scores[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0], (1, 0))
