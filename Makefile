@@ -10,6 +10,8 @@ EIGHT_BIT := .eight_bit/.installed
 # the fallback where uv cannot run. Bytecode is compiled once for all packages, on all cores.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 ARGS ?=
+# Processes that run tests; each starts a local Ray.
+WORKERS ?= 2
 
 .PHONY: train test test-long test-recipes lint types unit bench peers install clean help
 
@@ -52,10 +54,12 @@ types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(INSTALLED) $(EIGHT_BIT)
-	$(BIN)/python -m pytest tests/unit rlpack -q
+	$(BIN)/python -m pytest tests/unit rlpack -q -n $(WORKERS) --dist loadfile
 
+# Many tests wait for processes or use one core. The files of tests/distributed and tests/end_to_end, which take longest,
+# come first.
 test: lint types $(EIGHT_BIT)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_make_plan.py -q
