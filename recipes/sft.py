@@ -45,7 +45,7 @@ def sft_warmup(session: Session) -> None:
 def sft_warmup_rate(settings: SFTWarmup, step: int) -> float:
     """Return the learning rate of a step, counted from 1.
 
-    It rises linearly over the first tenth, then follows half a cosine. The step after the last would have 0.
+    The rate rises linearly over the first tenth, then follows half a cosine. The step after the last would have 0.
 
     >>> settings = SFTWarmup(steps=21, learning_rate=1.0)
     >>> [round(sft_warmup_rate(settings, step), 2) for step in (1, 2, 12, 21)]

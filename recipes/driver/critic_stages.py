@@ -27,7 +27,7 @@ def compute_values(
 ) -> BatchedDataDict:
     """Add the critic's `values` f32 [T] before its update.
 
-    With them comes `value_tokens` int64 [B], the response tokens that the critic's `plan` keeps.
+    Also adds `value_tokens` int64 [B], the response tokens of each row that the critic's `plan` keeps.
     """
     with step.timer("values"):
         return rollouts.union(session.critic.with_plan(plan).run(CriticWorker.values, rollouts))

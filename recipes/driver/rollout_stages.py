@@ -39,7 +39,7 @@ class DrawnPrompts(NamedTuple):
 def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> DrawnPrompts:
     """Return the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
 
-    They follow the last prompts drawn, so a resumed run may change their number and still skips and repeats none.
+    The rows follow the last ones drawn, so a resumed run may change their number and still skips and repeats none.
     """
     start = step.progress.prompts_consumed
     count = session.config.trainer.prompts_per_step if count is None else count
@@ -54,7 +54,7 @@ def generate(
 ) -> BatchedDataDict:
     """Return the rollout batch: `group_size` responses per prompt, B = prompts × group_size rows.
 
-    Its columns are those of `rlpack.rollout.assemble.assemble`, `completion`, and the dataset's own. With
+    The batch has the columns of `rlpack.rollout.assemble.assemble`, `completion`, and the dataset's own. With
     `on_part` the batch is generated in parts of whole groups, and `on_part` gets each part before the next begins.
     """
     settings = session.config
@@ -87,8 +87,8 @@ def sample_responses(
 ) -> BatchedDataDict:
     """Return `samples` adjacent responses per prompt.
 
-    Each is drawn from the random stream of its position in the run. With `on_part` the batch is generated in parts of
-    whole groups, and `on_part` gets each part before the next begins.
+    A response is drawn from the random stream of its position in the run. With `on_part` the batch is generated in
+    parts of whole groups, and `on_part` gets each part before the next begins.
     """
     prompts = drawn.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(drawn.prompts.num_rows).repeat_interleave(samples)

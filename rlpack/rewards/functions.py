@@ -86,7 +86,7 @@ def extracted_answer(completion: str, answer: object, *, pattern: str) -> float 
 def has_format(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
     """Return 1 if the completion consists of these sections, else 0.
 
-    Each section has to occur once, with only whitespace around and between sections.
+    A section has to occur exactly once, with only whitespace around and between sections.
 
     >>> has_format("<think>3 + 4</think> <answer>7</answer>"), has_format("<answer>7</answer>")
     (1.0, 0.0)

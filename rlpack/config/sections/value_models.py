@@ -37,7 +37,7 @@ class Critic(RoleCompute):
 class RewardModel(RoleCompute):
     """A sequence classifier that scores responses, in addition to the reward functions; started only with a path.
 
-    It computes as the actor does, unless set.
+    Compute settings that are null are the actor's.
     """
 
     path: str | None = Field(

@@ -180,7 +180,7 @@ def _drop_capabilities(*, strict: bool) -> None:
 def _restrict_files(scratch: Path | None, version: int) -> None:
     """Enter a Landlock domain that refuses writes outside `scratch`.
 
-    With None, it refuses only the creation of device nodes.
+    Without `scratch` the domain refuses only the creation of device nodes.
 
     A process in a domain can't read the memory or environment of processes outside it and, from version 6 on, can't
     signal them.
@@ -216,7 +216,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
 def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> None:
     """Install a seccomp filter that makes the `denied` calls fail.
 
-    They fail with EPERM. So do new processes, unless allowed.
+    Such system calls fail with EPERM. So do those that create processes, unless allowed.
     """
     architecture, numbers = _CALLS[machine]
     code = [
