@@ -2,9 +2,9 @@
 
     python -m benchmarks.structure
 
-Prints one line for each measure, with its limit, and exits with 1 if a limit is exceeded.
-`tests/unit/test_structure.py`
-asserts the same limits.
+Prints one line for each measure, with its limit, and exits with 1 if a limit is exceeded. The last measure starts Ray:
+it traces a generate call (`benchmarks/generate_path.py`). `tests/unit/test_structure.py` and
+`tests/distributed/test_generate_path.py` assert the same limits.
 """
 
 import ast
@@ -41,8 +41,9 @@ _TEXTS = ("rlpack", "workers", "recipes", "configs", "docs", "examples", "deploy
 _TEXT_SUFFIXES = {".py", ".md", ".yaml", ".toml", ".sh"}
 # These name the banned words, or record the outputs of earlier versions.
 _EXEMPT = {"benchmarks/structure.py", "benchmarks/RESULTS.md", "tests/golden", "tests/unit/test_structure.py"}
+_RECIPE_VARIABLES = {"recipe", "recipe_name", "recipe_target"}
 _SHARED_STEMS = {"__init__", "errors", "__main__"}
-MAX_MEDIAN_LINES, MAX_LINES, MIN_INIT_LINES = 8, 60, 3
+MAX_MEDIAN_LINES, MAX_LINES, MIN_INIT_LINES, MAX_GENERATE_PATH = 8, 60, 3, 12
 
 
 class Measure(NamedTuple):
@@ -87,9 +88,18 @@ def import_cycle() -> list[str]:
 
 
 def recipe_comparisons() -> list[str]:
-    """Return the lines outside of `recipes/` that compare the recipe with a name."""
-    pattern = re.compile(r"\brecipe(?:\.\w+)? *(?:==|!=|in [(\[{])")
-    return [place for path in sources() if path.parts[0] != "recipes" for place in _matches(path, pattern)]
+    """Return the lines outside of `recipes/` that compare or match a recipe's name.
+
+    A comparison counts if one of its sides is a recipe (`recipe`, `config.recipe.name`, `values["recipe"]`) or the name
+    of a built-in recipe as a string, in a collection too; so does a `match` on either.
+    """
+    names = frozenset(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "__init__")
+    return [
+        place
+        for path in sources()
+        if path.parts[0] != "recipes"
+        for place in _lines(path, (node.lineno for node in _comparisons(_tree(path)) if _tests_recipe(node, names)))
+    ]
 
 
 def banned_words() -> list[str]:
@@ -138,7 +148,7 @@ def short_init_docs() -> list[str]:
 
 
 def measures() -> list[Measure]:
-    """Return every measure of the tree."""
+    """Return every measure of the source tree."""
     lengths = function_lengths()
     long = [f"{place}: {lines} lines" for place, lines in lengths.items() if lines > MAX_LINES]
     counted = {
@@ -157,9 +167,16 @@ def measures() -> list[Measure]:
     ]
 
 
+def generate_measure(path: list[str]) -> Measure:
+    """Return the measure of a generate call's path, as `benchmarks.generate_path` traces it."""
+    return Measure("functions from the recipe to the engine", len(path), MAX_GENERATE_PATH, path)
+
+
 def main() -> int:
     """Print every measure; return 1 if a limit is exceeded."""
-    results = measures()
+    from benchmarks.generate_path import traced_path  # imports PyTorch and Ray
+
+    results = [*measures(), generate_measure(traced_path())]
     for result in results:
         print(f"{result.name:55} {result.figure:8g}   limit {result.limit:g}{'' if result.is_kept else '   EXCEEDED'}")
         for place in [] if result.is_kept else result.places:
@@ -189,7 +206,47 @@ def _tree(path: Path) -> ast.Module:
 
 def _matches(path: Path, pattern: re.Pattern[str]) -> list[str]:
     lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
-    return [f"{path}:{number}: {line.strip()[:100]}" for number, line in enumerate(lines, 1) if pattern.search(line)]
+    return _lines(path, (number for number, line in enumerate(lines, 1) if pattern.search(line)))
+
+
+def _lines(path: Path, numbers: Iterable[int]) -> list[str]:
+    """Return `file:number: text` of each line, numbers from 1; a line is returned once."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return [f"{path}:{number}: {lines[number - 1].strip()[:100]}" for number in sorted(set(numbers))]
+
+
+def _comparisons(tree: ast.Module) -> Iterator[ast.Compare | ast.Match]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.Match))
+
+
+def _tests_recipe(node: ast.Compare | ast.Match, names: frozenset[str]) -> bool:
+    """Whether a comparison or a `match` tests which recipe runs."""
+    if isinstance(node, ast.Match):
+        patterns = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.MatchValue)]
+        return bool(patterns) and any(_is_recipe(value, names) for value in (node.subject, *patterns))
+    if not any(isinstance(operator, ast.Eq | ast.NotEq | ast.In | ast.NotIn) for operator in node.ops):
+        return False
+    sides = [node.left, *node.comparators]
+    elements = [element for side in sides if isinstance(side, ast.Tuple | ast.List | ast.Set) for element in side.elts]
+    return any(_is_recipe(value, names) for value in (*sides, *elements))
+
+
+def _is_recipe(value: ast.expr, names: frozenset[str]) -> bool:
+    """Whether an expression is a recipe, a part of one, or the name of a built-in one."""
+    match value:
+        case ast.Constant(value=str(text)):
+            return text in names
+        case ast.Name(id=key):
+            inner = None
+        case ast.Attribute(value=inner, attr=key) | ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+            pass
+        case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), *_]):
+            pass
+        case ast.Call(func=inner):
+            key = None
+        case _:
+            return False
+    return key in _RECIPE_VARIABLES or (inner is not None and _is_recipe(inner, names))
 
 
 def _imports(path: Path, names: Iterable[str]) -> set[str]:

@@ -36,6 +36,37 @@ def test_the_measures_find_what_they_look_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("if recipe == name: ...", True),
+        ("if 'sft' == x: ...", True),
+        ("if x != 'sft': ...", True),
+        ("if name in ('ppo', 'sft'): ...", True),
+        ("if recipe not in own: ...", True),
+        ("if config.recipe.name == own: ...", True),
+        ("if config.recipe.target.partition('.')[2] == own: ...", True),
+        ("if values['recipe'] == own: ...", True),
+        ("if values.get('recipe') == own: ...", True),
+        ("match config.recipe:\n    case 'mine': ...", True),
+        ("match x:\n    case 'ppo' | 'sft': ...", True),
+        ("if x == 'other': ...", False),
+        ("if recipe is None: ...", False),
+        ("match x:\n    case 'other': ...", False),
+        ("match recipe:\n    case {'target': str(target)}: ...", False),
+        ("x = 'sft'  # recipe == 'sft'", False),
+    ],
+)
+def test_every_form_of_a_branch_on_the_recipe_is_found(code, is_found, tmp_path, monkeypatch):
+    for folder in structure.PACKAGES:
+        (tmp_path / folder).mkdir()
+    (tmp_path / "rlpack" / "a.py").write_text(code)
+    (tmp_path / "recipes" / "sft.py").write_text("if x == 'sft': ...")
+    (tmp_path / "recipes" / "ppo.py").touch()
+    monkeypatch.setattr(structure, "ROOT", tmp_path)
+    assert bool(structure.recipe_comparisons()) == is_found
+
+
+@pytest.mark.parametrize(
     "text",
     ["as if anew", "the dearest bin", "they lie elsewhere", "put it away", "a file of one's own", "Whoever asks"],
 )
