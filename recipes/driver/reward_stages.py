@@ -14,7 +14,7 @@ from rlpack.batch.fields import FIELDS
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.results import blank, check_scores
+from rlpack.distributed.results import check_scores, placeholder_rows
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.session import Session
@@ -172,7 +172,9 @@ def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[
     pairs = list(zip(results, planned, strict=True))
     typed = next((rows for rows, scored in pairs if scored.any()), results[0])
     try:
-        columns = BatchedDataDict.concat([rows if scored.any() else blank(rows, typed) for rows, scored in pairs])
+        columns = BatchedDataDict.concat(
+            [rows if scored.any() else placeholder_rows(rows, typed) for rows, scored in pairs]
+        )
     except DataError as error:
         text = f"its results for two parts of the batch can't be concatenated: {error}"
         raise RoleError(group.role, None, method, text) from error

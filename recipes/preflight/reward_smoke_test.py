@@ -37,8 +37,8 @@ def score_demonstrations(session: Session) -> None:
             error.cause = f"on {rollouts.num_rows} demonstrations, tried before the first step: {error.cause}"
             raise
     for role, result in results.items():
-        of_valid = result.rewards[result.valid]
-        mean = f"{of_valid.mean():.3g} on average" if of_valid.numel() else "nothing"
+        valid_rewards = result.rewards[result.valid]
+        mean = f"{valid_rewards.mean():.3g} on average" if valid_rewards.numel() else "nothing"
         left_out = f", {int((~result.valid).sum())} of them no reward" if not result.valid.all() else ""
         session.run.note(f"role {role} gives {rollouts.num_rows} demonstrations {mean}{left_out}")
 

@@ -37,7 +37,7 @@ _LEGEND = {
     "tokens +%": "excess tokens of the fullest rank over the mean",
     "lock step +%": "longer step time because ranks synchronize at every microbatch",
     "idle %": "of the ranks' time, spent waiting for slower ranks",
-    "time s": "modelled, forward and backward, all optimizer steps",
+    "time s": "modeled, forward and backward, all optimizer steps",
     "memory GB": "of the fullest rank: --fixed-gb and its largest microbatch",
     "tokens/s a rank": "without padding",
     "plan ms": "time to make the plan",
@@ -186,7 +186,7 @@ def _print_suggestion(
     )
     batching, where = best.batching, f"on {ranks:,} ranks: "
     if not best.is_worth_it:
-        print(f"{where}no suggestion: no alternative saves {LEAST_GAIN:.0%} of the modelled time")
+        print(f"{where}no suggestion: no alternative saves {LEAST_GAIN:.0%} of the modeled time")
         return
     keys = [f"batching.mode={batching.mode}"]
     if batching.mode == "packed":

@@ -68,7 +68,7 @@ def load_prompts(
             check_text(demonstration, f"{place}: {completion_column}")
         answer = row[answer_column] if answer_column else None
         if isinstance(answer, str):
-            check_text(answer, f"{place}: {answer_column}", blank=True)
+            check_text(answer, f"{place}: {answer_column}", allow_blank=True)
         examples.append(
             Example(
                 uid=_uid(row, place, f"{split}-{number}"),

@@ -67,15 +67,15 @@ class PromptDataset:
         return iter(self.examples)
 
 
-def check_text(value: Any, what: str, *, blank: bool = False) -> str:
+def check_text(value: Any, what: str, *, allow_blank: bool = False) -> str:
     """Return `value` if it is text that can be tokenized.
 
     Raises:
-        DataError: it is not text, is blank although `blank` is false, or has an unpaired surrogate.
+        DataError: it is not text, is blank although `allow_blank` is false, or has an unpaired surrogate.
     """
     if not isinstance(value, str):
         raise DataError(f"{what} is {value!r} ({type(value).__name__}); it must be text")
-    if not blank and not value.strip():
+    if not allow_blank and not value.strip():
         raise DataError(f"{what} is blank ({value!r}); remove the row or fill it in")
     try:
         value.encode()
@@ -109,8 +109,8 @@ def _check_message(message: Any, what: str) -> Message:
         raise DataError(f"{what} is {message!r}; it must be an object with role and content")
     if message.get("role") not in ROLES:
         raise DataError(f"{what} has role {message.get('role')!r}; choose one of {', '.join(ROLES)}")
-    check_text(message.get("content"), f"{what}: content", blank=True)
+    check_text(message.get("content"), f"{what}: content", allow_blank=True)
     for key, value in message.items():
         if isinstance(value, str):  # a chat template may render any of them
-            check_text(value, f"{what}: {key}", blank=True)
+            check_text(value, f"{what}: {key}", allow_blank=True)
     return dict(message)

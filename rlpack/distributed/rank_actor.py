@@ -60,8 +60,8 @@ class RankActor(RankProcess):
         """Return only these rows (int64 [n]) of an object on this node."""
         return select_rows(part, rows)
 
-    def has(self, value: Any) -> None:
-        """Do nothing; Ray runs this once `value`, the result of a method of this rank, exists."""
+    def await_value(self, value: Any) -> None:
+        """Do nothing: Ray runs this call once `value`, the result of a method of this rank, exists."""
 
 
 @contextmanager

@@ -239,7 +239,7 @@ class RayRanks:
         role, method, args = relay.load
         loads = target._start(Call(role, method, [(value, *args)] * target.num_ranks, {}), next(_CALL_IDS))
         # Waiting for the value itself would fetch it to the driver.
-        exists = self._actors[relay.owner].has.remote(value)
+        exists = self._actors[relay.owner].await_value.remote(value)
         exports[relay.owner] = replace(exports[relay.owner], ref=exists)
         return [*exports, *loads]
 

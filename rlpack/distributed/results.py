@@ -142,12 +142,10 @@ def _kind(column: Column) -> str:
     return f"{kind} {dtype} [B{''.join(f', {size}' for size in values.shape[1:])}]"
 
 
-def blank(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
-    """Return rows that no rank received, typed like `typed`.
+def placeholder_rows(rows: BatchedDataDict, typed: BatchedDataDict) -> BatchedDataDict:
+    """Return stand-ins for rows that no rank received: zeros, and None in lists, with the types of `typed`.
 
-    They hold zeros, and None in lists.
-
-    A role may return other types for no rows, which could not be concatenated.
+    A role's own result for no rows may have other types, which could not be concatenated with results for rows.
     """
     nowhere = [np.zeros(0, dtype=np.int64)]
     columns = column_ops.place_rows([typed.select([])], nowhere, rows.num_rows)

@@ -53,7 +53,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, normalisers, means = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
+        logprobs, normalizers, means = (hidden.new_zeros(hidden.shape[0], dtype=dtype) for _ in range(3))
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
             logits = head.logits(hidden[part], weight, bias)
@@ -69,11 +69,11 @@ class _LinearLogprobs(torch.autograd.Function):
             else:
                 total = logits.exp_().sum(1)
             del logits
-            normalisers[part] = total.log_() + top[:, 0]
-            logprobs[part] = label_logits - normalisers[part]
-        ctx.save_for_backward(hidden, weight, bias, labels, normalisers, means)
+            normalizers[part] = total.log_() + top[:, 0]
+            logprobs[part] = label_logits - normalizers[part]
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizers, means)
         ctx.head = head
-        entropy = normalisers - means if head.entropy else torch.zeros_like(normalisers)
+        entropy = normalizers - means if head.entropy else torch.zeros_like(normalizers)
         if not head.entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -81,18 +81,18 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, labels, normalisers, means = ctx.saved_tensors
+        hidden, weight, bias, labels, normalizers, means = ctx.saved_tensors
         head, (by_logprob, by_entropy) = ctx.head, gradients
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks accumulate in fp32 even when the weights are not.
-        weight_gradient = weight.new_zeros(weight.shape, dtype=normalisers.dtype) if wants_weight else None
-        bias_gradient = bias.new_zeros(bias.shape, dtype=normalisers.dtype) if wants_bias else None
+        weight_gradient = weight.new_zeros(weight.shape, dtype=normalizers.dtype) if wants_weight else None
+        bias_gradient = bias.new_zeros(bias.shape, dtype=normalizers.dtype) if wants_bias else None
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
             logits = head.logits(hidden[part], weight, bias)
             # With p = softmax(x): d logprob / dx = onehot - p and d entropy / dx = -p·(x - Σ p·x).
-            gradient = (logits - normalisers[part, None]).exp_()
+            gradient = (logits - normalizers[part, None]).exp_()
             if head.entropy:
                 # The soft cap needs the logits again; without one, their buffer is free.
                 factor = logits.clone() if head.softcap is not None else logits

@@ -80,7 +80,7 @@ class ProgressBar(Protocol):
 
 
 class Console:
-    """Prints in colour to a terminal, else as plain text."""
+    """Prints in color to a terminal, else as plain text."""
 
     def __init__(self, output: RichConsole | None = None) -> None:
         """Print to `output`; the default is standard output."""

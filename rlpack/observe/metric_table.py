@@ -142,7 +142,7 @@ METRICS: dict[str, Metric] = {
     ),
     "packing/microbatches_per_rank": Metric("1", "Microbatches per rank, dummy ones included."),
     "packing/num_microbatches": Metric("microbatches", "Microbatches that hold rows, over ranks and optimizer steps."),
-    "packing/bin_utilisation": Metric("fraction", "Real tokens over microbatches × token budget."),
+    "packing/bin_utilization": Metric("fraction", "Real tokens over microbatches × token budget."),
     "packing/waste_ratio": Metric("fraction", "Token slots that hold no real token."),
     "packing/bin_balance": Metric("fraction", "Mean slots over the most slots of a microbatch."),
     "packing/packing_efficiency": Metric("fraction", "Fewest microbatches the rows could be packed into over theirs."),

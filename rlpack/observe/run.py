@@ -178,10 +178,10 @@ class Run:
         self._close_sinks()
         # Imported here because matplotlib takes a second, which would delay every start.
         from rlpack.observe.report.report import write_report
-        from rlpack.observe.report.summary import summarise
+        from rlpack.observe.report.summary import summarize
 
         path = write_report(self.run_dir)
-        rows = summarise(list(read_records(self.run_dir / METRICS)), read_plan(self.run_dir / LENGTHS))
+        rows = summarize(list(read_records(self.run_dir / METRICS)), read_plan(self.run_dir / LENGTHS))
         self._console.table([(row.label, row.before or "", row.after) for row in rows])
         self._console.note(f"report: {path.absolute()}")
         return path

@@ -1,8 +1,8 @@
 """Bins: the microbatches of one optimizer step.
 
-`labels`, int64 [I], say which bin each item is in; bins count from 0 without gaps.
+`labels`, int64 [I], give the bin of each item; bins are numbered from 0 without gaps.
 
-1. No bin passes the token budget, except one that holds a single oversized item.
+1. No bin exceeds the token budget, except one that holds a single oversized item.
 2. The number of bins is a multiple of the ranks; the number per rank meets `min_microbatches` and `divisible_by`.
 3. Bins of similar cost are at the same index on all ranks.
 """
@@ -28,9 +28,7 @@ _MIN_WORK, _WORK_PER_ROW = 2**20, 64
 
 
 def pack_items(batching: Batching, items: RowSets, seed: int) -> tuple[np.ndarray, bool]:
-    """Pack items into as few bins as the mode's packer finds.
-
-    Returns the labels, and whether the search hit its limit.
+    """Pack items into as few bins as the mode's packer finds; return labels and whether its search hit its limit.
 
     Packed bins are filled by `batching.algorithm`, dynamic ones by decreasing width, fixed ones in arrival order.
     """
@@ -39,12 +37,12 @@ def pack_items(batching: Batching, items: RowSets, seed: int) -> tuple[np.ndarra
             return optimal(items.slots, batching.budget)
         return pack_labels(items.slots, batching.budget, batching.algorithm, seed=seed), False
     if batching.mode == "dynamic":
-        order, max_rows = decreasing(items.widths), UNLIMITED
+        order, max_rows = decreasing(items.longest_slots), UNLIMITED
     else:
         order, max_rows = np.arange(items.size), batching.micro_batch_size
     labels = np.empty(items.size, dtype=np.int64)
     limits = (max_rows, batching.budget, UNLIMITED)
-    labels[order] = kernels.chunk(items.counts[order], items.widths[order], items.unit_costs[order], limits)
+    labels[order] = kernels.chunk(items.counts[order], items.longest_slots[order], items.longest_costs[order], limits)
     return labels, False
 
 
@@ -57,17 +55,15 @@ def split_bins(batching: Batching, items: RowSets, labels: np.ndarray, num_bins:
     if sizes.size >= num_bins:
         return labels
     packed = batching.mode == "packed"
-    costs = items.costs if packed else items.unit_costs
-    keys = items.costs if packed else items.widths
+    costs = items.costs if packed else items.longest_costs
+    keys = items.costs if packed else items.longest_slots
     members = np.arange(items.size) if batching.mode == "fixed" else decreasing(keys)
     members = members[ascending(labels[members])]
     return halve_costliest(labels, members, sizes, num_bins, items.counts, costs, packed)
 
 
 def bin_step(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
-    """Form the microbatches of one optimizer step.
-
-    They are cells of a grid of indices × ranks.
+    """Place the items of one optimizer step in a grid of microbatches, indices × ranks.
 
     Args:
         request: the request.
@@ -99,7 +95,7 @@ def _bin_in_order(request: PlanRequest, items: RowSets) -> tuple[np.ndarray, int
 
 
 def _bin_by_cost(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
-    """Form bins for a short step; align those of similar cost."""
+    """Form bins that make the step short, and put bins of similar cost at the same index."""
     sharing = items.select(~oversized) if oversized.any() else items
     packed, hit_limit = pack_items(request.batching, sharing, request.seed)
     num_bins = _num_bins(packed) + int(oversized.sum())
@@ -117,9 +113,7 @@ def _best_bins(
     packed: np.ndarray,
     num_indices: int,
 ) -> np.ndarray:
-    """Return the labels of the candidate with the lowest lock-step cost.
-
-    The search stops at one that is good enough.
+    """Return the labels of the candidate with the lowest lock-step cost, or of the first that is good enough.
 
     `sharing` are the items that are not oversized, and `packed` their labels in as few bins as the packer finds.
     """
@@ -159,9 +153,7 @@ def _with_oversized(shared: np.ndarray, oversized: np.ndarray) -> np.ndarray:
 
 
 def _cells_by_cost(costs: np.ndarray, ranks: int, num_indices: int) -> np.ndarray:
-    """Return the cell of each bin, by cost, int64 [K].
-
-    Bins of similar cost share an index.
+    """Return the cell of each bin, int64 [K]; bins of similar cost share an index.
 
     A pipeline fills with its first microbatch and drains with its last, while some of its stages are idle: the lightest
     bins go there.
@@ -180,16 +172,13 @@ def _num_indices(batching: Batching, per_rank: int) -> int:
 def _good_enough(request: PlanRequest, items: RowSets, num_indices: int) -> float:
     """Return the lock-step cost below which a step is not improved further."""
     bound = lockstep_bound(request.batching, items, request.dp_size)
-    # If all costs are multiples of a grain (such as the alignment), an index can't be levelled more finely than that.
+    # If all costs are multiples of a grain (such as the alignment), the costs at an index can't differ by less.
     grain = int(np.gcd.reduce(items.costs))
     return bound * (1 + _TOLERANCE) + min(num_indices * grain, 2 * bound * _TOLERANCE)
 
 
 def _work(request: PlanRequest) -> int:
-    """Return how many exchanges one optimizer step may try.
-
-    The planning time then grows linearly with the rows.
-    """
+    """Return how many exchanges one optimizer step may try, so that planning time grows linearly with the rows."""
     return max(_MIN_WORK, _WORK_PER_ROW * request.lengths.size) // max(1, request.num_steps)
 
 

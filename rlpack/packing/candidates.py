@@ -1,6 +1,7 @@
 """Candidates for the packed or dynamic bins of one optimizer step, and a bound on what they can cost.
 
-`labels`, int64 [I], say which bin each item is in; bins count from 0 without gaps. No bin passes the token budget.
+`labels`, int64 [I], give the bin of each item; bins are numbered from 0 without gaps. No bin exceeds the token budget.
+LPT (longest processing time first, Graham 1969) puts items into the cheapest bin with room, costliest items first.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from rlpack.packing.batching import Batching
 from rlpack.packing.lengths import UNLIMITED
 from rlpack.packing.row_sets import RowSets
 
-# Differencing takes time in items × bins; beyond this, levelling is as good and faster.
+# Differencing takes time in items × bins; beyond this, LPT is as good and faster.
 _DIFFERENCING_LIMIT = 2**13
 # Padded runs may take one slot in this many more than the fewest, if that lets ranks wait less for each other.
 _SLOTS_FOR_EVENNESS = 250
@@ -41,17 +42,17 @@ def candidates(
     elif batching.mode == "dynamic":
         yield from _contiguous(batching, items, num_bins)
     else:
-        levelled = _level(batching, items, num_bins)
-        if levelled is not None:
-            yield levelled
-        others = list(_not_levelled(batching, items, packed, num_bins, ranks))
+        lpt = _lpt_labels(batching, items, num_bins)
+        if lpt is not None:
+            yield lpt
+        others = list(_other_labels(batching, items, packed, num_bins, ranks))
         yield from sorted(others, key=lambda labels: lockstep_cost(items.merged_costs(labels, "packed"), ranks))
 
 
 def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
     """Return a lower bound of Σ_i max_rank cost(rank, i).
 
-    It holds however packed rows are dealt.
+    The bound holds for every way of dealing packed rows to the ranks.
 
     An index costs at least its costliest row. The first k indices cost at least what the longest rows 1, R + 1, … of R
     ranks cost, as long as no two of these fit together; their R · k bins hold at most as many of the costliest rows as
@@ -72,12 +73,12 @@ def lockstep_bound(batching: Batching, items: RowSets, ranks: int) -> int:
     return max(bound, int((heads + rest // ranks).max()))
 
 
-def _not_levelled(
+def _other_labels(
     batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int
 ) -> Iterator[np.ndarray]:
-    """Yield labels with no bins levelled, or only the last."""
+    """Yield candidates other than full LPT: the packer's bins, LPT for the last index, and differencing."""
     yield packed
-    tail = _level_tail(batching, items, packed, num_bins, ranks)
+    tail = _lpt_tail(batching, items, packed, num_bins, ranks)
     if tail is not None:
         yield tail
     if items.size * num_bins <= _DIFFERENCING_LIMIT:
@@ -86,11 +87,8 @@ def _not_levelled(
             yield differenced
 
 
-def _level(batching: Batching, items: RowSets, num_bins: int) -> np.ndarray | None:
-    """Return labels of packed bins of similar cost.
-
-    Each item goes to the cheapest bin, costliest items first. None if one doesn't fit.
-    """
+def _lpt_labels(batching: Batching, items: RowSets, num_bins: int) -> np.ndarray | None:
+    """Return labels of packed bins of similar cost, by LPT; None if an item fits nowhere."""
     order = decreasing(items.costs)
     placed = kernels.spread(items.slots[order], items.costs[order], num_bins, batching.budget)
     if placed.size and placed.min() < 0:
@@ -101,10 +99,10 @@ def _level(batching: Batching, items: RowSets, num_bins: int) -> np.ndarray | No
     return labels
 
 
-def _level_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int) -> np.ndarray | None:
-    """Keep the costliest bins and level the rest over the last index.
+def _lpt_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins: int, ranks: int) -> np.ndarray | None:
+    """Return labels that keep the costliest bins and distribute the other items over the last index by LPT.
 
-    None if there is nothing to keep, or if levelling breaks the budget.
+    The result is None if there is nothing to keep, or if an item fits nowhere.
     """
     costs = items.merged_costs(packed, "packed")
     num_unchanged = (num_bins - 1) // ranks * ranks
@@ -114,22 +112,21 @@ def _level_tail(batching: Batching, items: RowSets, packed: np.ndarray, num_bins
     place[decreasing(costs)] = np.arange(costs.size)
     labels = place[packed]
     rest = np.flatnonzero(labels >= num_unchanged)
-    levelled = _level(batching, items.select(rest), num_bins - num_unchanged)
-    if levelled is None:
+    lpt_of_rest = _lpt_labels(batching, items.select(rest), num_bins - num_unchanged)
+    if lpt_of_rest is None:
         return None
-    labels[rest] = num_unchanged + levelled
+    labels[rest] = num_unchanged + lpt_of_rest
     return labels
 
 
 def _contiguous(batching: Batching, items: RowSets, num_bins: int) -> Iterator[np.ndarray]:
-    """Yield runs of similar width.
+    """Yield labels of runs of items of similar width.
 
-    First those with the fewest slots, then more even ones with hardly more slots.
-
-    A tighter budget makes them more even.
+    The runs with the fewest slots come first. Tighter budgets give more even runs; these follow if they take hardly
+    more slots.
     """
-    order = decreasing(items.widths)
-    counts, widths = items.counts[order], items.widths[order]
+    order = decreasing(items.longest_slots)
+    counts, widths = items.counts[order], items.longest_slots[order]
     labels = np.empty(items.size, dtype=np.int64)
     labels[order] = partition_sorted(counts, widths, num_bins, batching.budget)
     yield labels

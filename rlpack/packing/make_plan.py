@@ -120,13 +120,13 @@ def _lay_out(rows: Rows, placement: np.ndarray, step_bounds: np.ndarray, search_
     inverse = np.full(rows.item.size, -1)
     inverse[order] = np.arange(order.size)
     counts = np.bincount(microbatch, minlength=shape[0] * shape[1]).astype(np.int64)
-    widths = np.zeros_like(counts)
-    widen = np.add if batching.mode == "packed" else np.maximum
-    widen.at(widths, microbatch, batching.slots_of(rows.lengths[planned]))
-    counts, widths = counts.reshape(shape), np.maximum(widths, batching.alignment).reshape(shape)
+    padded_lengths = np.zeros_like(counts)
+    merge_slots = np.add if batching.mode == "packed" else np.maximum
+    merge_slots.at(padded_lengths, microbatch, batching.slots_of(rows.lengths[planned]))
+    counts, padded_lengths = counts.reshape(shape), np.maximum(padded_lengths, batching.alignment).reshape(shape)
     return MicrobatchPlan(
         request=request,
-        metrics=measure(rows, order, counts, widths, step_bounds, search_limit_hits=search_limit_hits),
+        metrics=measure(rows, order, counts, padded_lengths, step_bounds, search_limit_hits=search_limit_hits),
         lengths=rows.lengths,
         order=order,
         inverse=inverse,
@@ -134,6 +134,6 @@ def _lay_out(rows: Rows, placement: np.ndarray, step_bounds: np.ndarray, search_
         truncated=np.flatnonzero(~rows.dropped & (rows.lengths < request.lengths)),
         dropped=np.flatnonzero(rows.dropped),
         counts=counts,
-        widths=widths,
+        padded_lengths=padded_lengths,
         step_bounds=step_bounds,
     )

@@ -42,7 +42,7 @@ class RankPlan:
         rows: rows of the batch on this rank, in dispatch order, int64 [n].
         lengths: their tokens after truncation, int64 [n].
         counts: rows of each microbatch, int64 [M], over all optimizer steps.
-        widths: padded length of each microbatch, int64 [M].
+        padded_lengths: padded length of each microbatch, int64 [M].
         step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1].
     """
 
@@ -52,7 +52,7 @@ class RankPlan:
     rows: np.ndarray
     lengths: np.ndarray
     counts: np.ndarray
-    widths: np.ndarray
+    padded_lengths: np.ndarray
     step_bounds: np.ndarray
 
     @property
@@ -75,7 +75,7 @@ class RankPlan:
         return [
             Microbatch(
                 rows=np.arange(bounds[at], bounds[at] + self.counts[at]),
-                length=int(self.widths[at]),
+                length=int(self.padded_lengths[at]),
                 is_dummy=bool(self.counts[at] == 0),
             )
             for at in range(first, stop)
@@ -96,7 +96,7 @@ class MicrobatchPlan:
         truncated: rows that were truncated, int64.
         dropped: rows that were left out, int64.
         counts: rows of each microbatch, int64 [ranks, M], over all optimizer steps.
-        widths: padded length of each microbatch, int64 [ranks, M].
+        padded_lengths: padded length of each microbatch, int64 [ranks, M].
         step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1]; the same on every rank.
     """
 
@@ -109,7 +109,7 @@ class MicrobatchPlan:
     truncated: np.ndarray
     dropped: np.ndarray
     counts: np.ndarray
-    widths: np.ndarray
+    padded_lengths: np.ndarray
     step_bounds: np.ndarray
 
     @property
@@ -152,7 +152,7 @@ class MicrobatchPlan:
             rows=rows,
             lengths=self.lengths[rows],
             counts=self.counts[rank].copy(),
-            widths=self.widths[rank].copy(),
+            padded_lengths=self.padded_lengths[rank].copy(),
             step_bounds=self.step_bounds,
         )
 

@@ -14,28 +14,25 @@ from rlpack.packing.batching import Mode
 
 @dataclass(frozen=True, eq=False)
 class RowSets:
-    """Sets of rows, as columns of one entry per set.
+    """Sets of rows, as arrays with one entry per set.
 
     Attributes:
         counts: rows of each set, int64 [I].
-        widths: slots of its longest row, int64 [I].
+        longest_slots: slots of its longest row, int64 [I].
         slots: slots of all its rows, packed, int64 [I].
         costs: integer cost of all its rows, packed, int64 [I].
-        unit_costs: integer cost of its longest row, int64 [I].
+        longest_costs: integer cost of its longest row, int64 [I].
     """
 
     counts: np.ndarray
-    widths: np.ndarray
+    longest_slots: np.ndarray
     slots: np.ndarray
     costs: np.ndarray
-    unit_costs: np.ndarray
+    longest_costs: np.ndarray
 
     @classmethod
     def of_rows(cls, slots: np.ndarray, cost: Cost | None) -> "RowSets":
-        """Return one set per row.
-
-        Without a cost model, a row costs its slots.
-        """
+        """Return one set per row; without a cost model, a row costs its slots."""
         costs = integer_costs(slots if cost is None else cost.of(slots))
         return cls(np.ones_like(slots), slots, slots, costs, costs)
 
@@ -47,47 +44,42 @@ class RowSets:
     def select(self, index: np.ndarray) -> "RowSets":
         """Return the sets at `index`."""
         return RowSets(
-            self.counts[index], self.widths[index], self.slots[index], self.costs[index], self.unit_costs[index]
+            self.counts[index],
+            self.longest_slots[index],
+            self.slots[index],
+            self.costs[index],
+            self.longest_costs[index],
         )
 
     def merge(self, labels: np.ndarray) -> "RowSets":
-        """Return the union of the sets of each label.
-
-        `labels`, int64 [I], count from 0.
-        """
+        """Return the union of the sets of each label; `labels`, int64 [I], are numbered from 0."""
         return RowSets(
             counts=_sums(labels, self.counts),
-            widths=_maxima(labels, self.widths),
+            longest_slots=_maxima(labels, self.longest_slots),
             slots=_sums(labels, self.slots),
             costs=_sums(labels, self.costs),
-            unit_costs=_maxima(labels, self.unit_costs),
+            longest_costs=_maxima(labels, self.longest_costs),
         )
 
     def merged_slots(self, labels: np.ndarray, mode: Mode) -> np.ndarray:
         """Return `merge(labels).slots_in(mode)`, without the other columns."""
         if mode == "packed":
             return _sums(labels, self.slots)
-        return _sums(labels, self.counts) * _maxima(labels, self.widths)
+        return _sums(labels, self.counts) * _maxima(labels, self.longest_slots)
 
     def merged_costs(self, labels: np.ndarray, mode: Mode) -> np.ndarray:
         """Return `merge(labels).costs_in(mode)`, without the other columns."""
         if mode == "packed":
             return _sums(labels, self.costs)
-        return _sums(labels, self.counts) * _maxima(labels, self.unit_costs)
+        return _sums(labels, self.counts) * _maxima(labels, self.longest_costs)
 
     def slots_in(self, mode: Mode) -> np.ndarray:
-        """Return the slots of each set as one microbatch, int64 [I].
-
-        They include padding.
-        """
-        return self.slots if mode == "packed" else self.counts * self.widths
+        """Return the slots of each set as one microbatch, padding included, int64 [I]."""
+        return self.slots if mode == "packed" else self.counts * self.longest_slots
 
     def costs_in(self, mode: Mode) -> np.ndarray:
-        """Return the cost of each set as one microbatch, int64 [I].
-
-        It is an integer cost and includes padding.
-        """
-        return self.costs if mode == "packed" else self.counts * self.unit_costs
+        """Return the integer cost of each set as one microbatch, padding included, int64 [I]."""
+        return self.costs if mode == "packed" else self.counts * self.longest_costs
 
 
 def _sums(labels: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The calling conventions of reward functions, recognised by parameter names alone.
+"""The calling conventions of reward functions, recognized by parameter names alone.
 
     f(prompts, completions, **columns) -> list[float | None]          `batched`: lists, one entry per row
     f(prompt, completion, **columns) -> float | None                  `single`: one row

@@ -91,8 +91,8 @@ def row_loss(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm, s
         tau = arguments["tau_positive"] if advantage > 0 else arguments["tau_negative"]
         return RowLoss(-(4 / tau) / (1 + (-tau * (ratio - 1)).exp()) * advantage, ratio, none, none)
     if settings.loss == "kl_cov":
-        centred = (new.detach() - statistics["logprob_mean"]) * (advantage - statistics["advantage_mean"])
-        held = centred >= statistics["threshold"]
+        centered = (new.detach() - statistics["logprob_mean"]) * (advantage - statistics["advantage_mean"])
+        held = centered >= statistics["threshold"]
         return RowLoss(-ratio * advantage + held * arguments["coef"] * (new - old).abs(), ratio, none, held)
     if settings.loss == "gspo":
         ratio = ((new - old).sum() / max(1, new.numel())).exp().expand(new.shape)

@@ -133,7 +133,9 @@ def test_loss_gradients_and_metrics_are_those_of_the_definition(updated: Updates
 def test_the_cases_differ_in_microbatches():
     lengths = BATCHES["seven"]["input_ids"].lengths.numpy()
     plans = [make_plan(lengths, batching, dp_size=size) for batching in BATCHINGS.values() for size in (1, 2)]
-    placed = {(tuple(plan.order.tolist()), str(plan.counts.tolist()), str(plan.widths.tolist())) for plan in plans}
+    placed = {
+        (tuple(plan.order.tolist()), str(plan.counts.tolist()), str(plan.padded_lengths.tolist())) for plan in plans
+    }
     assert len(placed) == len(plans)
     assert all(plan.counts.shape[1] > 1 for plan in plans)
     lone = make_plan(BATCHES["one"]["input_ids"].lengths.numpy(), BATCHINGS["packed"], dp_size=2)

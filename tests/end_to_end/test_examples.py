@@ -41,7 +41,7 @@ def judged(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Command
     """Return a run with the judge, and the advantage function that asks for its column."""
     overrides = commanded("custom_advantage")
     assert set(overrides) >= {"roles.judge.target=judge_role:JudgeWorker"}
-    # Of single tokens, of which nearly every response repeats some, and in favour of those that do.
+    # Of single tokens, of which nearly every response repeats some, and in favor of those that do.
     odd = ["roles.judge.arguments.n=1", "roles.judge.arguments.weight=-1.0"]
     path = [installed, EXAMPLES / "custom_advantage"]
     return done(tmp_path_factory.mktemp("judged"), *SHORT, *overrides, *odd, path=path)

@@ -1,4 +1,4 @@
-"""A judge that penalises repetition."""
+"""A judge that penalizes repetition."""
 
 import torch
 

@@ -2,8 +2,8 @@
 
 Each rank is a row, and time runs to the right in token slots. A microbatch is a box whose area is its number of slots:
 in the padded modes a matrix with one line per sequence, in packed mode one line of concatenated sequences. Each
-sequence has one colour in all plans, padding is grey, and hatching marks a rank that waits for a slower one, since all
-ranks synchronise at every microbatch. All plans share one scale, so a shorter bar is a shorter step.
+sequence has one color in all plans, padding is gray, and hatching marks a rank that waits for a slower one, since all
+ranks synchronize at every microbatch. All plans share one scale, so a shorter bar is a shorter step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
-from rlpack.observe.report.plot_style import INK, SETTINGS, TEXT_SIZE, WAITING, WASTE, sequence_colour
+from rlpack.observe.report.plot_style import INK, SETTINGS, TEXT_SIZE, WAITING, WASTE, sequence_color
 from rlpack.packing.plan import Microbatch, MicrobatchPlan
 
 MOST_RANKS = 8
@@ -154,7 +154,7 @@ def slots_of(microbatch: Microbatch, plan: MicrobatchPlan) -> int:
 
 
 def _add_microbatch(boxes: Boxes, microbatch: Microbatch, plan: MicrobatchPlan, left: float, rank: int) -> None:
-    """Add one microbatch: a grey box for padding, and its sequences on top."""
+    """Add one microbatch: a gray box for padding, and its sequences on top."""
     outline = (left, float(rank), float(slots_of(microbatch, plan)), BAND)
     boxes.outlines.append(outline)
     boxes.padding.append(outline)
@@ -177,11 +177,11 @@ def _draw_panel(axes: Axes, boxes: Boxes, ranks: int, end: float) -> None:
     waiting = PolyCollection(list(_corners(boxes.waiting)), facecolors=WAITING, edgecolors="#d5d9de", linewidths=0.5)
     waiting.set_hatch("////")
     axes.add_collection(waiting)
-    colours = [sequence_colour(row) for row, *_ in boxes.sequences]
+    colors = [sequence_color(row) for row, *_ in boxes.sequences]
     sequences = list(_corners([tuple(place) for _, *place in boxes.sequences]))
-    # White borders separate neighbours; with very many sequences they would hide the colours.
+    # White borders separate neighbors; with very many sequences they would hide the colors.
     border = 0.5 if len(sequences) <= 150 else 0.15
-    axes.add_collection(PolyCollection(sequences, facecolors=colours, edgecolors="white", linewidths=border))
+    axes.add_collection(PolyCollection(sequences, facecolors=colors, edgecolors="white", linewidths=border))
     axes.add_collection(PolyCollection(list(_corners(boxes.outlines)), facecolors="none", edgecolors=INK, linewidths=1))
     axes.set_xlim(0, end * 1.004)
     axes.set_ylim(ranks - 1 + BAND + 0.03, -0.03)
@@ -212,7 +212,7 @@ def _title_figure(figure: Figure, plans: Mapping[str, MicrobatchPlan], step: int
 def _legend(figure: Figure) -> None:
     """Add the legend."""
     handles = [
-        Patch(facecolor=sequence_colour(1), edgecolor="white", label="a sequence (one colour each)"),
+        Patch(facecolor=sequence_color(1), edgecolor="white", label="a sequence (one color each)"),
         Patch(facecolor=WASTE, label="padding (waste)"),
         Patch(facecolor=WAITING, edgecolor="#9aa1a9", hatch="////", label="waiting for another rank"),
         Line2D([], [], marker="s", markersize=9, color="none", markeredgecolor=INK, label="a microbatch"),

@@ -1,4 +1,4 @@
-"""The style of every plot: one text size, and one meaning per colour."""
+"""The style of every plot: one text size, and one meaning per color."""
 
 import colorsys
 from io import BytesIO
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# A palette for colour-blind readers (Okabe and Ito, 2008), dark enough on white.
+# A palette for color-blind readers (Okabe and Ito, 2008), dark enough on white.
 REWARD, SAMPLED, BEST, GREEDY, LOSS = "#0072B2", "#D55E00", "#E69F00", "#009E73", "#8C4A86"
 INK, FAINT, WASTE, WAITING = "#1f2328", "#6e7781", "#c8ccd1", "#ffffff"
 TEXT_SIZE = 11
@@ -31,12 +31,12 @@ SETTINGS: Any = {
 }
 
 
-def sequence_colour(row: int) -> tuple[float, float, float]:
-    """Return the colour of a row, the same in every picture.
+def sequence_color(row: int) -> tuple[float, float, float]:
+    """Return the color of a row, the same in every picture.
 
     Hues advance by the golden angle, in three lightnesses.
 
-    >>> sequence_colour(3) == sequence_colour(3), sequence_colour(3) == sequence_colour(4)
+    >>> sequence_color(3) == sequence_color(3), sequence_color(3) == sequence_color(4)
     (True, False)
     """
     hue = (row * 0.61803398875) % 1.0

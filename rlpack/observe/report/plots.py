@@ -76,10 +76,10 @@ def reward_and_accuracy(records: Records) -> Figure | None:
         axes.plot(reward.steps, reward.values, color=REWARD, alpha=0.3, linewidth=1)
         smooth = running_mean(reward.values, max(1, min(10, len(reward) // 4)))
         axes.plot(reward.steps, smooth, color=REWARD, linewidth=2.2, label="mean reward, training (running mean)")
-    for name, label, colour, line in ACCURACIES:
+    for name, label, color, line in ACCURACIES:
         series = Series.of(records, name, "evaluation")
         if len(series):
-            axes.plot(series.steps, series.values, line, color=colour, markersize=5, linewidth=1.8, label=label)
+            axes.plot(series.steps, series.values, line, color=color, markersize=5, linewidth=1.8, label=label)
     if not axes.get_lines():
         return None
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()])

@@ -19,7 +19,7 @@ from rlpack.observe.report import plots
 from rlpack.observe.report.packing_picture import packing_picture
 from rlpack.observe.report.plan_record import TITLES, PlanRecord, read_plan
 from rlpack.observe.report.plot_style import SETTINGS, svg
-from rlpack.observe.report.summary import summarise
+from rlpack.observe.report.summary import summarize
 from rlpack.observe.run_dir import (
     LENGTHS,
     METRICS,
@@ -112,7 +112,7 @@ def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
     """Return the summary cards."""
     cards = "".join(
         f'<div class="card"><b>{_text(row.text)}</b><span>{_text(row.label)}</span></div>'
-        for row in summarise(records, plans)
+        for row in summarize(records, plans)
     )
     return f'<div class="cards">{cards}</div>'
 
@@ -133,7 +133,7 @@ def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:
     png = packing_picture(plans.comparison(), run_dir / PICTURE).read_bytes()
     text = (
         f"The sequences of step {plans.step}, batched as in this run ({TITLES[plans.batching.mode]}) and in other "
-        "modes. Each box is a microbatch, and its area is the number of token slots; each sequence has one colour."
+        "modes. Each box is a microbatch, and its area is the number of token slots; each sequence has one color."
     )
     image = f'<img alt="packing picture" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
     return f"<section><h2>Packing</h2><p>{_text(text)}</p>{image}</section>"

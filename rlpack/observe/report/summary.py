@@ -29,7 +29,7 @@ class SummaryRow:
         return self.after if self.before is None else f"{self.before} → {self.after}"
 
 
-def summarise(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
+def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     """Return rewards, accuracies, wasted slots, steps and time.
 
     Rewards and accuracies are the first and last ones, slots those of padding and of the run's batching.

@@ -1,6 +1,6 @@
 """JIT warm-up: compile the planner ahead of time.
 
-On a new machine that takes seconds, which no training step should wait for.
+Compiling takes seconds on a new machine, and no training step should wait for it.
 """
 
 import numpy as np
@@ -12,11 +12,8 @@ from rlpack.packing.make_plan import make_plan
 
 
 def warm_up_jit() -> None:
-    """Load every compiled loop of the planner.
-
-    Those that are not cached yet are compiled.
-    """
-    # Three of these rows fill a bin: the packers leave a gap for the search, and levelled bins leave rows to exchange.
+    """Load every compiled loop of the planner, compiling those that are not cached yet."""
+    # Three of these rows fill a bin: the packers leave a gap to the bound, and LPT leaves rows to exchange.
     lengths = trace("triplets", 96, longest=64, seed=1)
     packed = Batching(max_tokens=128, algorithm="optimal", divisible_by=3)
     for batching in (packed, Batching(mode="dynamic", max_tokens=128), Batching(mode="fixed", micro_batch_size=4)):

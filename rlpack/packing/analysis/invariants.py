@@ -132,7 +132,7 @@ def _assert_repeatable(plan: MicrobatchPlan) -> None:
         cost=request.cost,
         seed=request.seed,
     )
-    for name in ("order", "counts", "widths", "step_bounds"):
+    for name in ("order", "counts", "padded_lengths", "step_bounds"):
         first, second = vars(plan)[name], vars(again)[name]
         assert np.array_equal(first, second), f"7: {name} differs when planned again"
     groups_split = plan.metrics.groups_split  # the request of the plan has the groups as they were split

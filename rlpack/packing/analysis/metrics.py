@@ -18,7 +18,7 @@ class PackingMetrics:
 
     Attributes:
         num_microbatches: microbatches that hold rows, over all ranks and optimizer steps.
-        bin_utilisation: real tokens / (microbatches × token budget); without a budget, × the largest microbatch.
+        bin_utilization: real tokens / (microbatches × token budget); without a budget, × the largest microbatch.
         waste_ratio: slots that hold no real token / all slots: the share of the computation that is wasted.
         bin_balance: mean slots / most slots of a microbatch; 1 if all are equal.
         packing_efficiency: lower bound on the number of microbatches / microbatches.
@@ -40,7 +40,7 @@ class PackingMetrics:
     """
 
     num_microbatches: int
-    bin_utilisation: float
+    bin_utilization: float
     waste_ratio: float
     bin_balance: float
     packing_efficiency: float
@@ -67,7 +67,7 @@ def measure(
     rows: Rows,
     order: np.ndarray,
     counts: np.ndarray,
-    widths: np.ndarray,
+    padded_lengths: np.ndarray,
     step_bounds: np.ndarray,
     *,
     search_limit_hits: int,
@@ -78,24 +78,24 @@ def measure(
         rows: the rows of the batch.
         order: rows in dispatch order, rank by rank, int64 [B − dropped].
         counts: rows of each microbatch, int64 [ranks, M].
-        widths: padded length of each microbatch, int64 [ranks, M].
+        padded_lengths: padded length of each microbatch, int64 [ranks, M].
         step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1].
         search_limit_hits: optimizer steps in which the search for fewer microbatches hit its limit.
     """
     request, batching = rows.request, rows.request.batching
     in_use = counts > 0
-    slots = microbatch_slots(batching, counts, widths)
+    slots = microbatch_slots(batching, counts, padded_lengths)
     used_slots = slots[in_use]
     largest = int(used_slots.max(initial=0))
     capacity = batching.max_tokens or max(largest, 1)
     real_tokens, all_slots = int(rows.lengths.sum()), int(slots.sum())
     lengths = rows.lengths[order]
-    costs = microbatch_costs(batching, lengths, counts, widths, request.cost)
-    squares = microbatch_costs(batching, lengths, counts, widths, Cost(linear=0.0, quadratic=1.0))
+    costs = microbatch_costs(batching, lengths, counts, padded_lengths, request.cost)
+    squares = microbatch_costs(batching, lengths, counts, padded_lengths, Cost(linear=0.0, quadratic=1.0))
     costliest = (costs.argmax(axis=0) if costs.size else np.zeros(0, dtype=np.int64), np.arange(costs.shape[1]))
     return PackingMetrics(
         num_microbatches=int(in_use.sum()),
-        bin_utilisation=_ratio(real_tokens, used_slots.size * capacity),
+        bin_utilization=_ratio(real_tokens, used_slots.size * capacity),
         waste_ratio=1.0 - _ratio(real_tokens, all_slots),
         bin_balance=_ratio(int(used_slots.sum()), used_slots.size * largest),
         packing_efficiency=_ratio(_fewest_microbatches(rows, capacity), used_slots.size),
@@ -115,16 +115,16 @@ def measure(
     )
 
 
-def microbatch_slots(batching: Batching, counts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+def microbatch_slots(batching: Batching, counts: np.ndarray, padded_lengths: np.ndarray) -> np.ndarray:
     """Return the slots of each microbatch, padding included.
 
     The result is int64, of the shape of `counts`.
     """
-    return widths if batching.mode == "packed" else widths * np.maximum(counts, 1)
+    return padded_lengths if batching.mode == "packed" else padded_lengths * np.maximum(counts, 1)
 
 
 def microbatch_costs(
-    batching: Batching, lengths: np.ndarray, counts: np.ndarray, widths: np.ndarray, cost: Cost | None
+    batching: Batching, lengths: np.ndarray, counts: np.ndarray, padded_lengths: np.ndarray, cost: Cost | None
 ) -> np.ndarray:
     """Return the cost of each microbatch; a dummy one costs 0.
 
@@ -134,11 +134,11 @@ def microbatch_costs(
         batching: the mode and the alignment.
         lengths: tokens of each row, in dispatch order, int64 [n].
         counts: rows of each microbatch, int64.
-        widths: padded length of each microbatch, int64, of the same shape.
+        padded_lengths: padded length of each microbatch, int64, of the same shape.
         cost: cost model of a row; None for its slots.
     """
     if batching.mode != "packed":
-        return counts * (widths.astype(np.float64) if cost is None else cost.of(widths))
+        return counts * (padded_lengths.astype(np.float64) if cost is None else cost.of(padded_lengths))
     slots = batching.slots_of(lengths)
     microbatch = np.repeat(np.arange(counts.size), counts.ravel())
     weights = slots if cost is None else cost.of(slots)

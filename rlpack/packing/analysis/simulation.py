@@ -94,11 +94,11 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
     >>> round(expected.step_s, 3), round(expected.idle_share, 3)
     (0.3, 0.25)
     """
-    costs = microbatch_costs(plan.batching, plan.lengths[plan.order], plan.counts, plan.widths, cost)
+    costs = microbatch_costs(plan.batching, plan.lengths[plan.order], plan.counts, plan.padded_lengths, cost)
     seconds = FORWARD_AND_BACKWARD / device.flops_per_s * costs + device.overhead_s
     step_s = float(seconds.max(axis=0, initial=0.0).sum())
     busy = float(seconds.sum()) / plan.num_ranks
-    slots = microbatch_slots(plan.batching, plan.counts, plan.widths)
+    slots = microbatch_slots(plan.batching, plan.counts, plan.padded_lengths)
     tokens = plan.metrics.real_tokens / plan.num_ranks
     return Forecast(
         step_s=step_s,

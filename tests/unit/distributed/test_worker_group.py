@@ -177,7 +177,7 @@ def test_a_plan_is_a_function_of_lengths_and_mini_batches():
 def test_ranks_are_balanced_by_what_sequences_cost_the_model():
     batch = tiny_rollouts([(5, 3), (2, 0), (2, 0), (2, 0), (2, 0)])
     quadratic = WorkerGroup("doubler", LocalRanks(2), Batching(max_tokens=64), cost=Cost(0.0, 1.0))
-    assert sorted(group(Batching(max_tokens=64)).plan(batch).widths.ravel().tolist()) == [8, 8]
+    assert sorted(group(Batching(max_tokens=64)).plan(batch).padded_lengths.ravel().tolist()) == [8, 8]
     assert quadratic.plan(batch).counts.ravel().tolist() in ([1, 4], [4, 1])
 
 

@@ -12,7 +12,7 @@ from tests.unit.models.tiny import KINDS, VOCABULARY, tiny_model
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_supported_models_pass(kind: str, dtype: torch.dtype):
-    # bfloat16's tolerance is for a model at a usual initialisation.
+    # bfloat16's tolerance is for a model at a usual initialization.
     policy = Policy(tiny_model(kind, dtype=dtype, initializer_range=0.02))
     policy.train()
     check_isolation(policy, "cpu", VOCABULARY)

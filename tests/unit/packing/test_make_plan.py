@@ -333,7 +333,7 @@ def test_microbatches_of_similar_cost_are_at_the_same_index() -> None:
     lengths = np.minimum(random.zipf(1.5, 512) * 16, 4096)
     plan = make_plan(lengths, Batching(max_tokens=4096), dp_size=4)
     assert_invariants(plan)
-    dealt = plan.widths[:, np.argsort(plan.widths.sum(axis=0), kind="stable")]
+    dealt = plan.padded_lengths[:, np.argsort(plan.padded_lengths.sum(axis=0), kind="stable")]
     assert (dealt.max(axis=0)[:-1] <= dealt.min(axis=0)[1:]).all()
     assert plan.metrics.lockstep_overhead < 0.01
     assert plan.metrics.rank_imbalance < 0.01
@@ -341,22 +341,22 @@ def test_microbatches_of_similar_cost_are_at_the_same_index() -> None:
 
 def test_a_step_starts_and_ends_with_its_lightest_microbatches() -> None:
     plan = make_plan([9, 7, 8, 2, 10, 6, 1, 9], Batching(max_tokens=10), dp_size=2)
-    assert plan.widths.shape == (2, 3)
-    assert plan.widths[:, [0, 2]].max() <= plan.widths[:, 1].min()
+    assert plan.padded_lengths.shape == (2, 3)
+    assert plan.padded_lengths[:, [0, 2]].max() <= plan.padded_lengths[:, 1].min()
 
 
 def test_balancing_by_cost_beats_the_packer_alone() -> None:
     # Best-fit fills one bin of 12 and one of 8 where two of 10 would do.
     plan = make_plan([6, 6, 4, 4], Batching(max_tokens=12), dp_size=2)
-    assert plan.widths.tolist() == [[10], [10]]
+    assert plan.padded_lengths.tolist() == [[10], [10]]
     assert plan.metrics.lockstep_overhead == 0
 
 
-def test_only_the_last_microbatches_are_levelled_if_the_full_ones_are_equal() -> None:
+def test_only_the_last_microbatches_are_evened_out_if_the_full_ones_are_equal() -> None:
     # Four full bins meet at the first index, and the twelve short rows make 3 on each rank at the second. Balancing all
     # rows gives 8, 6, 6, 6, … and 5, … instead; cutting the two bins of short rows alone gives 4, 4, 2 and 2.
     plan = make_plan([8] + [4] * 6 + [1] * 12, Batching(max_tokens=8), dp_size=4)
-    assert plan.widths.tolist() == [[8, 3]] * 4
+    assert plan.padded_lengths.tolist() == [[8, 3]] * 4
     assert plan.metrics.lockstep_overhead == 0
 
 
@@ -364,7 +364,7 @@ def test_balancing_by_cost_never_breaks_the_budget() -> None:
     # By cost alone, 10² stands against 5 × 4², which take 20 slots.
     plan = make_plan([10, 4, 4, 4, 4, 4], Batching(max_tokens=16), dp_size=2, cost=Cost(0.0, 1.0))
     assert_invariants(plan)
-    assert sorted(plan.widths.ravel().tolist()) == [14, 16]
+    assert sorted(plan.padded_lengths.ravel().tolist()) == [14, 16]
 
 
 def test_a_quadratic_cost_spreads_the_long_rows() -> None:
@@ -376,7 +376,7 @@ def test_a_quadratic_cost_spreads_the_long_rows() -> None:
 def test_ranks_have_similar_token_totals_over_optimizer_steps() -> None:
     random = np.random.default_rng(1)
     plan = make_plan(random.integers(1, 500, 256), Batching(max_tokens=512), dp_size=2, mini_batch_size=2)
-    totals = plan.widths.sum(axis=1)
+    totals = plan.padded_lengths.sum(axis=1)
     assert abs(int(totals[0] - totals[1])) <= 512
 
 
@@ -430,8 +430,8 @@ def test_an_unknown_rank_or_step_is_rejected_with_the_number_there_are() -> None
         ({"step_of_row": np.array([0, 0, 0, 1])}, "1: step_of_row"),
         ({"dropped": np.array([3]), "order": np.array([0, 1, 2])}, "1: "),
         ({"lengths": np.array([6, 5, 4, 5])}, "1: a row's length"),
-        ({"widths": np.array([[10], [99]])}, "2: wrong length"),
-        ({"counts": np.array([[4], [0]]), "widths": np.array([[21], [1]])}, "4: step 0 has a needless dummy"),
+        ({"padded_lengths": np.array([[10], [99]])}, "2: wrong length"),
+        ({"counts": np.array([[4], [0]]), "padded_lengths": np.array([[21], [1]])}, "4: step 0 has a needless dummy"),
     ],
 )
 def test_a_broken_plan_is_caught(broken: dict[str, np.ndarray], message: str) -> None:

@@ -55,7 +55,7 @@ def test_a_row_is_exchanged_for_two_if_every_bin_is_full() -> None:
 def test_next_to_a_row_that_fills_the_budget_the_other_ranks_fill_theirs() -> None:
     lengths = np.array([10] + [1] * 20)
     plan = make_plan(lengths, Batching(max_tokens=10, min_microbatches=2), dp_size=2)
-    assert sorted(plan.widths.ravel()) == [5, 5, 10, 10]
+    assert sorted(plan.padded_lengths.ravel()) == [5, 5, 10, 10]
 
 
 @pytest.mark.parametrize("name", REALISTIC)

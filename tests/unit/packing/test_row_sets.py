@@ -15,10 +15,10 @@ def test_merging_adds_rows_slots_and_costs_and_keeps_the_longest_row() -> None:
     groups = rows.merge(np.array([1, 0, 1, 0]))
     assert columns(groups) == {
         "counts": [2, 2],
-        "widths": [5, 3],
+        "longest_slots": [5, 3],
         "slots": [9, 5],
         "costs": [9, 5],
-        "unit_costs": [5, 3],
+        "longest_costs": [5, 3],
     }
     assert columns(groups.merge(np.array([0, 0]))) == columns(rows.merge(np.zeros(4, dtype=np.int64)))
     labels = np.array([1, 0, 1, 0])

@@ -201,14 +201,14 @@ def test_no_rows_give_no_rewards(scorers):
 
 
 def test_a_function_that_can_not_be_loaded_is_named(tmp_path, monkeypatch):
-    (tmp_path / "raising.py").write_text("import os\nraise OSError('no licence')\n")
+    (tmp_path / "raising.py").write_text("import os\nraise OSError('no license')\n")
     (tmp_path / "exiting.py").write_text("import os\nos._exit(4)\n")
     monkeypatch.syspath_prepend(tmp_path)
     for target, error, text in (
         (
             "raising:f",
             RewardError,
-            "reward.function is 'raising:f', .* can't be imported: OSError: no licence",
+            "reward.function is 'raising:f', .* can't be imported: OSError: no license",
         ),
         ("exiting:f", PoolError, "a reward process could not start: its process exited with status 4"),
     ):

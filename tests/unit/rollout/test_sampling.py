@@ -50,7 +50,7 @@ def test_worked_example_of_top_k_and_top_p():
     torch.testing.assert_close(top_k, torch.tensor([[4 / 7, 3 / 7, 0, 0]]))
     top_p = filtered_logprobs(logits, SamplingParams(top_p=0.75)).exp()
     torch.testing.assert_close(top_p, torch.tensor([[4 / 9, 3 / 9, 2 / 9, 0]]))
-    # top-k first: of {0.4, 0.3, 0.2} renormalised the nucleus of 0.5 is {4/9, 3/9}
+    # top-k first: of {0.4, 0.3, 0.2} renormalized the nucleus of 0.5 is {4/9, 3/9}
     both = filtered_logprobs(logits, SamplingParams(top_k=3, top_p=0.5)).exp()
     torch.testing.assert_close(both, torch.tensor([[4 / 7, 3 / 7, 0, 0]]))
 

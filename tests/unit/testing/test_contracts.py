@@ -164,7 +164,7 @@ class ByPlace(Worker):
         return scored(shard, torch.arange(shard.num_rows) * lengths(shard))
 
 
-class Normalised(Worker):
+class Normalized(Worker):
     @sharded()
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
         return scored(shard, lengths(shard) - lengths(shard).sum() / 13)
@@ -219,7 +219,7 @@ def test_a_role_that_keeps_its_contracts_passes():
         (Counting, "determinism", "when called again: 'rewards' of row 0 is 1.0 and 2.0; draw random"),
         (SeededOnce, "determinism", "returns different results when built again"),
         (ByPlace, "order", "when rows come in another order: 'rewards' of row"),
-        (Normalised, "sizes", "returns a different result for a row when it is one of 1: 'rewards' of row 0"),
+        (Normalized, "sizes", "returns a different result for a row when it is one of 1: 'rewards' of row 0"),
         (Stacking, "sizes", "RuntimeError: stack expects a non-empty TensorList; it was given 0 of the"),
         (Batched, "batching", r"returns different results under Batching\(mode='packed'.*let nothing depend on how"),
         (Ranked, "ranks", "returns different results on 3 ranks: 'rewards' of row .*let nothing depend on context"),

@@ -8,7 +8,7 @@ from PIL import Image
 
 from rlpack.observe.report.packing_picture import MOST_SEQUENCES, Boxes, draw, layout_boxes, packing_picture
 from rlpack.observe.report.plan_record import PlanRecord, read_plan
-from rlpack.observe.report.plot_style import sequence_colour
+from rlpack.observe.report.plot_style import sequence_color
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.batching import Batching, Mode
 from rlpack.packing.make_plan import make_plan
@@ -102,12 +102,12 @@ def test_a_picture_with_too_many_sequences_is_cut_and_says_so() -> None:
     assert "are shown" not in draw({"packed": plan([8] * 100)}).axes[0].get_xlabel()
 
 
-def test_a_sequence_has_one_colour_and_its_neighbours_another() -> None:
-    colours = [sequence_colour(row) for row in range(300)]
-    assert colours == [sequence_colour(row) for row in range(300)]
-    assert len(set(colours)) == 300
-    # Never near the grey of waste.
-    assert min(max(colour) - min(colour) for colour in colours) > 0.2
+def test_a_sequence_has_one_color_and_its_neighbors_another() -> None:
+    colors = [sequence_color(row) for row in range(300)]
+    assert colors == [sequence_color(row) for row in range(300)]
+    assert len(set(colors)) == 300
+    # Never near the gray of waste.
+    assert min(max(color) - min(color) for color in colors) > 0.2
 
 
 @pytest.mark.parametrize("cost", [None, Cost(0.0, 1.0)])

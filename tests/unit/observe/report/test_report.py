@@ -13,7 +13,7 @@ from rlpack.observe.errors import ReportError
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Series, seconds_by_part
 from rlpack.observe.report.report import write_report
-from rlpack.observe.report.summary import summarise
+from rlpack.observe.report.summary import summarize
 from rlpack.observe.run import Run
 from rlpack.observe.sinks import JsonlSink
 from rlpack.packing.batching import Batching
@@ -111,15 +111,15 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
 def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent() -> None:
     record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/reward_sampled": 0.5}
     later = record | {"step": 9, "evaluation/reward_sampled": 7.25}
-    assert summarise([record, later | {"evaluation/reward_sampled": 0.75}], None)[0].text == "50.0% → 75.0%"
-    assert summarise([record, later], None)[0].text == "0.500 → 7.250"
+    assert summarize([record, later | {"evaluation/reward_sampled": 0.75}], None)[0].text == "50.0% → 75.0%"
+    assert summarize([record, later], None)[0].text == "0.500 → 7.250"
 
 
 def test_a_single_value_is_not_shown_as_a_change() -> None:
     record = {"step": 1, "phase": "train", "time_s": 1.0, "reward/mean": 0.25}
     (one, *_), (two, *_) = (
-        summarise([record], None),
-        summarise([record, record | {"step": 2, "reward/mean": 0.5}], None),
+        summarize([record], None),
+        summarize([record, record | {"step": 2, "reward/mean": 0.5}], None),
     )
     assert (one.label, one.before, one.after) == ("mean reward", None, "0.250")
     assert (two.label, two.before, two.after) == ("mean reward, first and last step", "0.250", "0.500")
@@ -156,7 +156,7 @@ def test_time_of_the_warm_up_is_separate_and_the_steps_total_is_left_out() -> No
 
 def test_the_summary_names_padded_and_used_waste() -> None:
     record = PlanRecord(1, (4, 2, 4, 2), Batching(max_tokens=64, micro_batch_size=2), 1)
-    (waste,) = [row for row in summarise([], record) if row.label.startswith("wasted")]
+    (waste,) = [row for row in summarize([], record) if row.label.startswith("wasted")]
     # Padded: two microbatches of 2 × 4 slots for 12 tokens; packed has no padding at all.
     assert (waste.before, waste.after) == ("25.0%", "0.0%")
 

@@ -23,7 +23,7 @@ def test_a_packed_step_takes_the_costliest_rank_of_each_index() -> None:
     )
     assert expected.step_s == pytest.approx(grid.max(axis=0).sum())
     assert expected.idle_share == pytest.approx(1 - grid.mean(axis=0).sum() / grid.max(axis=0).sum())
-    assert expected.memory_bytes == 100 + 10 * plan.widths.max()
+    assert expected.memory_bytes == 100 + 10 * plan.padded_lengths.max()
     assert expected.tokens_per_s == pytest.approx(240 / 2 / expected.step_s)
 
 
