@@ -55,15 +55,17 @@ def check_code_and_packages(config: Config, environment: Mapping[str, str], earl
 
 
 def _shadows(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem for each module that ranks would import instead of this package.
+    """Yield a problem if ranks would import a module on PYTHONPATH instead of this package.
 
-    Modules of any other name are safe: the working directory comes last on the import path.
+    The working directory is searched last, so its files replace nothing.
     """
-    folders = [Path.cwd(), *map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))]
-    for folder in dict.fromkeys(folders):
-        for path in (folder / "rlpack.py", folder / "rlpack" / "__init__.py"):
-            if path.is_file() and path.resolve() != Path(rlpack.__file__).resolve():
-                yield f"{path} would be imported instead of the installed rlpack; rename it, or run from another folder"
+    folders = map(Path, filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    candidates = (path for folder in folders for path in (folder / "rlpack" / "__init__.py", folder / "rlpack.py"))
+    first = next((path for path in candidates if path.is_file()), None)
+    if first is not None and first.resolve() != Path(rlpack.__file__).resolve():
+        yield (
+            f"{first} would be imported instead of the running rlpack; remove its folder from PYTHONPATH, or rename it"
+        )
 
 
 def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:

@@ -18,7 +18,8 @@ from rlpack.distributed.jobs.client import DEFAULT_ADDRESS, JobRecord, JobServer
 from rlpack.observe.text import visible
 
 FAILED, WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
-_ENTRYPOINT = ("exec", "python", "-m", "rlpack", "train")
+# With -P, Python does not put the working directory first on the import path.
+_ENTRYPOINT = ("exec", "python", "-P", "-m", "rlpack", "train")
 _EPILOG = (
     "Arguments after -- are passed to `rlpack train` on the cluster. Ray's own settings (RAY_AUTH_MODE) give the token."
 )
@@ -140,6 +141,8 @@ def _followed(server: JobServer, job_id: str) -> int:
 def _resume_hint(job: JobRecord, address: str) -> str:
     """Return a line with the command that resumes a stopped run; "" for other jobs."""
     words = shlex.split(job.entrypoint)
+    if words[:1] == ["cd"]:
+        words = words[3:]  # after `cd folder &&`
     if job.status != "STOPPED" or tuple(words[: len(_ENTRYPOINT)]) != _ENTRYPOINT:
         return ""
     overrides = [word for word in words[len(_ENTRYPOINT) :] if word != JOINS and not word.startswith("resume=")]

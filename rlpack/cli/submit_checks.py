@@ -75,7 +75,7 @@ def _run_dir(config: Config) -> Iterator[str]:
 def _missing_modules(config: Config, upload: Upload) -> Iterator[str]:
     """Yield a problem for each target whose module is in the folder but isn't uploaded."""
     path = list(sys.path)
-    sys.path.insert(0, str(upload.folder))
+    sys.path.append(str(upload.folder))  # where the job has it, too
     try:
         for key, target in targets_of(config).items():
             spec = importlib.util.find_spec(target.partition(":")[0])

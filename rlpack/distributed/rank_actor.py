@@ -11,6 +11,7 @@ import ray
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch, select_rows
+from rlpack.config.sections.submission import JOB_FILES_VARIABLE
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.object_handles import END_OF_CALL, ObjectReader, handles_of
 from rlpack.distributed.process import RankProcess
@@ -20,8 +21,8 @@ class RankActor(RankProcess):
     """`RankProcess` with access to Ray: it knows its node, reads stored columns and stores its results."""
 
     def __init__(self, context: RankContext, threads: int, import_path: Sequence[str] = ()) -> None:
-        """Prepare the process."""
-        super().__init__(context, threads, import_path)
+        """Prepare the process; in a submitted job, in the folder of the job's files on this node."""
+        super().__init__(context, threads, [*import_path, *_enter_job_files()])
         if not gc.isenabled():  # see `rlpack.distributed.imports_without_gc`; what was imported is never garbage
             gc.freeze()
             gc.enable()
@@ -62,6 +63,15 @@ class RankActor(RankProcess):
 
     def await_value(self, value: Any) -> None:
         """Do nothing: Ray runs this call once `value`, the result of a method of this rank, exists."""
+
+
+def _enter_job_files() -> list[str]:
+    """Change to the folder of a submitted job's files on this node and return it; [] if there is none."""
+    folder = os.environ.get(JOB_FILES_VARIABLE)
+    if folder is None:
+        return []
+    os.chdir(folder)
+    return [os.getcwd()]
 
 
 @contextmanager

@@ -16,14 +16,18 @@ import pytest
 from tests.end_to_end.commands import DEADLINE_S, committed, records, steps, until, without_times
 from tests.end_to_end.machines import Machines, two_nodes
 from tests.end_to_end.settings import REFERENCE, UNEVEN
+from tests.installs import add_unfortunate_files
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 # A role of the user's own, found in the uploaded folder; on both nodes it sees the secret and the environment.
 ROLE = """
-import os
+import os, random, types
+import workers
 from rlpack.workers.reward import RewardWorker
 from rlpack.worker import sharded
+
+assert workers.OWNER == "user"
 
 class Watched(RewardWorker):
     @sharded()
@@ -61,7 +65,7 @@ class Jobs:
 def rlpack(machines: Machines, folder: Path, *words: str, **environment: str) -> Said:
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "rlpack", *words],
+        [sys.executable, "-P", "-m", "rlpack", *words],
         cwd=folder,
         env=machines.environment | environment,
         capture_output=True,
@@ -105,6 +109,7 @@ def machines(tmp_path_factory) -> Iterator[Machines]:
 def project(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     (folder / "watched.py").write_text(ROLE)
+    add_unfortunate_files(folder)
     return folder
 
 

@@ -10,9 +10,15 @@ from rlpack.config.sections.section import Count, NonNegative, Section
 
 # Grace period of a stopped job, which Ray reads in the environment of the job's supervisor.
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+# Folder of a job's files in the folder that Ray unpacks and puts first on the import path. The name is not that of a
+# module, so no file of the user's replaces one of Ray, of rlpack or of the standard library.
+JOB_FILES = "job-files"
+# Tells a job's ranks that its files are there.
+JOB_FILES_VARIABLE = "RLPACK_JOB_FILES"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = {
     STOP_WAIT: "set job.stop_timeout_s instead",
+    JOB_FILES_VARIABLE: "rlpack sets it",
     "PYTHONPATH": "modules are imported from job.working_dir and from installed packages: put yours there",
 }
 

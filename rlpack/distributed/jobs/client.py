@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +19,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient, JobType
 
 from rlpack.config.schema import Pool
-from rlpack.config.sections.submission import STOP_WAIT, Submission
+from rlpack.config.sections.submission import JOB_FILES, JOB_FILES_VARIABLE, STOP_WAIT, Submission
 from rlpack.distributed.capacity import check_capacity
 from rlpack.distributed.errors import JobRequestError, JobServerError
 from rlpack.distributed.jobs.upload import Upload
@@ -137,19 +137,22 @@ class JobServer:
         check_capacity(pools, alive, free, extra=driver_cpus)
 
     def submit(self, entrypoint: str, job: Submission, upload: Upload | None, metadata: Mapping[str, str]) -> str:
-        """Upload the working directory if the cluster lacks it, start the job, and return its id.
+        """Upload the working directory if the cluster lacks it, start the job in it, and return its id.
 
         Raises:
             JobRequestError: Ray rejects the job.
             JobServerError: the server fails.
         """
         environment: dict[str, Any] = {"env_vars": {**job.env_vars, STOP_WAIT: str(job.stop_timeout_s)}}
-        if upload is not None:
-            environment |= {"working_dir": str(upload.folder), "excludes": list(upload.excludes)}
         if job.pip:
             environment["pip"] = list(job.pip)
         try:
-            with _refusals(self.address):
+            with ExitStack() as stack:
+                if upload is not None:
+                    environment["working_dir"] = str(stack.enter_context(upload.staged()))
+                    environment["env_vars"][JOB_FILES_VARIABLE] = JOB_FILES
+                    entrypoint = f"cd {JOB_FILES} && {entrypoint}"
+                stack.enter_context(_refusals(self.address))
                 return self._client.submit_job(
                     entrypoint=entrypoint,
                     runtime_env=environment,

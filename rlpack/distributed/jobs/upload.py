@@ -1,16 +1,24 @@
-"""The upload of a working directory, checked before it is packed, because Ray rejects it only afterwards."""
+"""The upload of a working directory, checked before it is packed, because Ray rejects it only afterwards.
+
+Ray puts the folder that it unpacks first on the import path of every process of a job, its own included. So the user's
+files go into a folder inside of it (`JOB_FILES`), which the job's driver and ranks append to their import path.
+"""
 
 import heapq
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env import packaging
 
+import rlpack
 from rlpack.config.errors import ConfigError
+from rlpack.config.sections.submission import JOB_FILES
 
 # Run folders and caches of tools; Ray itself excludes .git, .venv, venv and __pycache__.
 _EXCLUDES = (
@@ -28,6 +36,7 @@ _EXCLUDES = (
 # Ray packs without compression: each file takes its size and two headers with its name.
 _HEADERS = 30 + 46 + 2 * 20
 _MIB = 2**20
+_PACKAGE = Path(rlpack.__file__).parent.resolve()
 # A home directory may have millions of files: over the limit, the walk stops after this time.
 _WALK_S = 10.0
 
@@ -51,7 +60,28 @@ class Upload:
     @property
     def size(self) -> int:
         """Return the bytes of the packed folder."""
-        return sum(self.sizes.values()) + sum(_HEADERS + 2 * len(str(path)) for path in self.sizes)
+        names = sum(len(str(self._place(path))) for path in self.sizes)
+        return sum(self.sizes.values()) + _HEADERS * len(self.sizes) + 2 * names
+
+    @contextmanager
+    def staged(self) -> Iterator[Path]:
+        """Yield a temporary folder of links to the files, laid out as Ray is to unpack them."""
+        with TemporaryDirectory(prefix="rlpack-job-") as name:
+            root = Path(name)
+            (root / JOB_FILES).mkdir()
+            for path in self.sizes:
+                link = root / self._place(path)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(self.folder / path)
+            yield root
+
+    def _place(self, path: Path) -> Path:
+        """Return where a file is in the unpacked folder: in the user's, unless it belongs to the running rlpack.
+
+        A checkout that is submitted provides rlpack itself, which Ray's processes have to find.
+        """
+        is_ours = path.parts[0] == _PACKAGE.name and (self.folder / path.parts[0]).resolve() == _PACKAGE
+        return path if is_ours else JOB_FILES / path
 
 
 class _TooLongError(Exception):

@@ -132,18 +132,21 @@ def test_8_bit_moments_without_their_package_are_refused_with_its_extra(tmp_path
         )
 
 
-@pytest.mark.parametrize("place", ["cwd", "PYTHONPATH"])
-def test_a_module_that_would_replace_rlpack_is_refused_and_any_other_name_is_allowed(tmp_path, monkeypatch, place):
-    monkeypatch.chdir(tmp_path if place == "cwd" else "/")
-    environment = {} if place == "cwd" else {"PYTHONPATH": f"/nowhere{os.pathsep}{tmp_path}"}
+def test_a_module_that_would_replace_rlpack_is_refused_and_any_other_name_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    environment = {"PYTHONPATH": f"/nowhere{os.pathsep}{tmp_path}"}
     config = config_with(tmp_path)
     for name in ("workers.py", "recipes.py", "random.py", "datasets.py"):
         (tmp_path / name).touch()
     (tmp_path / "rlpack").mkdir()  # without __init__.py it loses to an installed package: a clone's folder, say
     check_environment(config, environment)
     (tmp_path / "rlpack" / "__init__.py").touch()
-    with pytest.raises(ConfigError, match=r"/rlpack/__init__\.py would be imported instead of the installed rlpack"):
+    with pytest.raises(ConfigError, match=r"/rlpack/__init__\.py would be imported instead of the running rlpack"):
         check_environment(config, environment)
+    ours = str(Path(rlpack.__file__).parents[1])
+    check_environment(config, {"PYTHONPATH": f"{ours}{os.pathsep}{tmp_path}"})  # ours comes first
+    monkeypatch.chdir(tmp_path)
+    check_environment(config, {})  # the working directory comes last
 
 
 def test_the_checkout_itself_replaces_nothing(tmp_path, monkeypatch):

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from ray._private.runtime_env.packaging import create_package
 
+import rlpack
 from rlpack.config.errors import ConfigError
+from rlpack.config.sections.submission import JOB_FILES
 from rlpack.distributed.jobs import upload
 from rlpack.distributed.jobs.upload import list_upload
 
@@ -38,11 +40,36 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_counted_is_what_ray_packs(folder, tmp_path):
     found = list_upload(folder, ["*.safetensors"])
-    create_package(str(folder), tmp_path / "package.zip", True, excludes=list(found.excludes))
+    with found.staged() as staged:
+        create_package(str(staged), tmp_path / "package.zip", True)
     with zipfile.ZipFile(tmp_path / "package.zip") as packed:
+        files = {Path(item.filename): item.file_size for item in packed.infolist() if not item.is_dir()}
+    assert files == {JOB_FILES / path: size for path, size in found.sizes.items()}
+    create_package(str(folder), tmp_path / "unstaged.zip", True, excludes=list(found.excludes))
+    with zipfile.ZipFile(tmp_path / "unstaged.zip") as packed:
         assert {Path(item.filename) for item in packed.infolist() if not item.is_dir()} == set(found.sizes)
     assert set(map(str, found.sizes)) == {"train.py", "data/prompts.jsonl", "data/runs/kept.txt", ".gitignore"}
     assert (tmp_path / "package.zip").stat().st_size <= found.size < (tmp_path / "package.zip").stat().st_size + 2000
+
+
+def test_no_uploaded_file_can_be_imported_from_the_folder_that_ray_unpacks(folder):
+    for name in ("random.py", "types.py", "workers/__init__.py", "rlpack/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    with list_upload(folder, []).staged() as staged:
+        assert [path.name for path in staged.iterdir()] == [JOB_FILES]
+        assert not JOB_FILES.isidentifier()
+        assert (staged / JOB_FILES / "rlpack" / "__init__.py").is_file()
+
+
+def test_a_checkout_provides_rlpack_itself():
+    checkout = Path(rlpack.__file__).parents[1]
+    with list_upload(checkout, ["tests", "benchmarks"]).staged() as staged:
+        assert {path.name for path in staged.iterdir()} == {JOB_FILES, "rlpack"}
+        assert (staged / "rlpack" / "workers" / "actor.py").read_bytes() == (
+            checkout / "workers" / "actor.py"
+        ).read_bytes()
+        assert (staged / JOB_FILES / "pyproject.toml").is_file()
 
 
 def test_a_folder_over_the_limit_is_refused_with_its_five_biggest_files_and_no_others(folder):
