@@ -31,7 +31,7 @@ from rlpack.observe.console import Console
 from rlpack.observe.run import Run
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
 from rlpack.recipes.driver.session import Session
-from rlpack.recipes.driver.splits import in_store, load_splits
+from rlpack.recipes.driver.splits import cache_splits, load_splits
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.worker import RankContext, rank_zero
@@ -130,7 +130,7 @@ def traced_session(folder: Path) -> Iterator[Session]:
     run = Run.start(config, folder, console=Console(RichConsole(quiet=True)))
     with run, Cluster(config.placement) as cluster:
         groups = start_roles(cluster, config, ["rollout"], (config, tokenizer))
-        train, held_out = in_store(cluster.store, tokenizer, *splits)
+        train, held_out = cache_splits(cluster.store, tokenizer, *splits)
         yield Session(config, run, tokenizer, train, held_out, groups, cluster.store)
 
 

@@ -21,7 +21,7 @@ from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
     compute_old_logprobs,
-    freeze_reference,
+    initialize_reference,
     submit_reference_logprobs,
     sync_weights,
     update_actor,
@@ -40,7 +40,7 @@ def main(config: Config) -> None:
 
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
-    freeze_reference(session)
+    initialize_reference(session)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = draw_prompts(session, step)

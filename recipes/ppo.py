@@ -31,7 +31,7 @@ from rlpack.recipes.driver.policy_stages import (
     add_loss_weights,
     collect_reference_logprobs,
     compute_old_logprobs,
-    freeze_reference,
+    initialize_reference,
     submit_reference_logprobs,
     sync_weights,
 )
@@ -49,7 +49,7 @@ def main(config: Config) -> None:
 
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
-    freeze_reference(session)
+    initialize_reference(session)
     initialize_critic(session)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):

@@ -87,7 +87,7 @@ class ActorWorker(Worker, Trainable):
         kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
         return shard.keep([]).union({"kl_sum": row_sums(kl, mask)})
 
-    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, whole_groups=needs_whole_groups)
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, needs_whole_groups=needs_whole_groups)
     def train_step(
         self, shard: BatchedDataDict, loss: LogprobLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:

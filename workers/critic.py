@@ -119,7 +119,7 @@ class CriticWorker(Worker, Trainable):
             columns |= _row_moments(name, column, valid_mask)
         return shard.keep([]).union(columns)
 
-    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, whole_groups=needs_whole_groups)
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, needs_whole_groups=needs_whole_groups)
     def train_step(
         self, shard: BatchedDataDict, loss: ValueLoss, learning_rate: float | None = None
     ) -> list[dict[str, float]]:

@@ -9,11 +9,11 @@ number per row, which applies to each of its response tokens; 0 leaves the row o
 batched. Metrics are named without the role, which `OptimizerStepper` prepends.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,14 +31,28 @@ from rlpack.models.policy import TokenScores
 _COMMON = ("input_ids", "response_mask", "loss_weight", "token_weight")
 
 
-def columns_of(loss: "LogprobLoss | ValueLoss", learning_rate: float | None = None) -> tuple[str, ...]:
+def columns_of(loss: "Loss", learning_rate: float | None = None) -> tuple[str, ...]:
     """Return the columns that a `train_step` with these arguments reads."""
     return loss.reads
 
 
-def needs_whole_groups(loss: "LogprobLoss | ValueLoss", learning_rate: float | None = None) -> bool:
+def needs_whole_groups(loss: "Loss", learning_rate: float | None = None) -> bool:
     """Whether a `train_step` with these arguments needs all rows of a group in one microbatch."""
-    return loss.whole_groups
+    return loss.needs_whole_groups
+
+
+class Loss(Protocol):
+    """What the driver asks of the loss of a `train_step`, whatever the role computes it from."""
+
+    @property
+    @abstractmethod
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns that the loss reads."""
+
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether all rows of a group have to be in the same microbatch."""
+        return False
 
 
 class MicrobatchLoss(NamedTuple):
@@ -49,7 +63,7 @@ class MicrobatchLoss(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogprobLoss(ABC):
+class LogprobLoss(Loss):
     """A loss over log-probabilities of tokens, for `ActorWorker.train_step`.
 
     Attributes:
@@ -64,11 +78,6 @@ class LogprobLoss(ABC):
     def reads(self) -> tuple[str, ...]:
         """Return the columns that the loss reads."""
         return _COMMON
-
-    @property
-    def whole_groups(self) -> bool:
-        """Whether all rows of a group have to be in the same microbatch."""
-        return False
 
     @property
     def needs_statistics(self) -> bool:
@@ -230,7 +239,7 @@ class SFTLoss(LogprobLoss):
 
 
 @dataclass(frozen=True)
-class ValueLoss:
+class ValueLoss(Loss):
     """The critic's squared error of values against returns, for `CriticWorker.train_step`.
 
     Attributes:
@@ -243,11 +252,6 @@ class ValueLoss:
     def reads(self) -> tuple[str, ...]:
         """Return the columns that the loss reads."""
         return ("input_ids", "response_mask", "loss_weight", "values", "returns")
-
-    @property
-    def whole_groups(self) -> bool:
-        """Whether all rows of a group have to be in the same microbatch."""
-        return False
 
     def __call__(self, values: Tensor, rows: BatchedDataDict) -> MicrobatchLoss:
         """Return Σ weight · squared error over the response tokens.

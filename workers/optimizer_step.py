@@ -102,7 +102,7 @@ class OptimizerStepper:
         set_learning_rate(self._optimizer, learning_rate)
         if not skip:
             self._optimizer.step()
-        if not self._context.reports:
+        if not self._context.is_reporting_rank:
             return {}  # the same on every rank, and metrics are summed over ranks: rank 0 reports them
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
 

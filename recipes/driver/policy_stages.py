@@ -205,7 +205,7 @@ def _adapt_kl(session: Session, step: StepContext, rows: int) -> None:
         )
 
 
-def freeze_reference(session: Session) -> None:
+def initialize_reference(session: Session) -> None:
     """Load the recipe's initial policy into the reference, if there is one.
 
     The policy is stored in the run directory, where a resumed run finds it.

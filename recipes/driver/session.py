@@ -41,7 +41,7 @@ from rlpack.recipes.driver.resume import (
     newest_checkpoint,
     reference_folder,
 )
-from rlpack.recipes.driver.splits import Split, in_store, load_splits
+from rlpack.recipes.driver.splits import Split, cache_splits, load_splits
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.worker import Trainable
@@ -270,7 +270,7 @@ def open_session(config: Config) -> Iterator[Session]:
         names = started_roles(config)
         run.note(f"starting the roles {', '.join(names)}")
         groups = start_roles(cluster, config, names, (config, tokenizer), cost=cost)
-        train, test = in_store(cluster.store, tokenizer, prompts, held_out)
+        train, test = cache_splits(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.stop_if_interrupted()
         if loaded is not None:

@@ -59,7 +59,7 @@ class Split:
         return self._demonstrations.rows(rows)
 
 
-def in_store(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
+def cache_splits(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
     """Return the splits with tokens and texts in at most a quarter of the store."""
     byte_budget = ByteBudget(_STORE_SHARE * store.budget)
     return [Split(split, tokenizer, store, byte_budget) for split in splits]

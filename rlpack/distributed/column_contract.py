@@ -90,6 +90,6 @@ def producers_of(contracts: Mapping[str, ColumnContract]) -> dict[str, list[str]
     return producers
 
 
-def _missing(call: str, name: str, there: list[str], producers: Producers) -> str:
+def _missing(call: str, name: str, columns: list[str], producers: Producers) -> str:
     made_by = f"; {' and '.join(producers[name])} returns it" if name in producers else ""
-    return f"{call} reads the column {name!r}, and the batch has only {', '.join(there) or 'no columns'}{made_by}"
+    return f"{call} reads the column {name!r}, and the batch has only {', '.join(columns) or 'no columns'}{made_by}"

@@ -34,7 +34,7 @@ class RankContext:
         return self.layout.dp_rank_of(self.rank)
 
     @property
-    def reports(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """Whether this rank reports metrics that all ranks know: the first output rank does."""
         return self.rank == self.layout.output_ranks[0]
 

@@ -33,7 +33,7 @@ class Dispatch:
         merge: combines the results of the output ranks; None restores rows.
         background: whether it runs in a thread, while its rank answers other calls.
         columns: what a sharded method reads and returns.
-        whole_groups: maps the other arguments of a sharded method to whether its microbatches must hold whole groups.
+        needs_whole_groups: maps the other arguments of a sharded method to whether its microbatches hold whole groups.
     """
 
     kind: Literal["sharded", "broadcast", "rank_zero"]
@@ -41,7 +41,7 @@ class Dispatch:
     merge: Callable[[list[Any]], Any] | None = None
     background: bool = False
     columns: ColumnContract = field(default_factory=ColumnContract)
-    whole_groups: Callable[..., bool] | None = None
+    needs_whole_groups: Callable[..., bool] | None = None
 
 
 def _mark(dispatch: Dispatch) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -60,7 +60,7 @@ def sharded(
     mini_batches: bool = False,
     merge: Callable[[list[Any]], Any] | None = None,
     background: bool = False,
-    whole_groups: Callable[..., bool] | None = None,
+    needs_whole_groups: Callable[..., bool] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method whose first argument is a batch, sharded over the data ranks by a plan.
 
@@ -76,8 +76,8 @@ def sharded(
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
             other processes or machines, take part in no collective, and return rows.
         merge: combines the results of the output ranks; by default they are batches whose rows are restored.
-        whole_groups: maps the method's other arguments to whether all rows of a group (`group_ids`) must be in one
-            microbatch; by default they need not be.
+        needs_whole_groups: maps the method's other arguments to whether all rows of a group (`group_ids`) must be in
+            one microbatch; by default they need not be.
     """
     if returns is not None and merge is not None:
         raise ValueError("a method with a merge returns no rows; leave out returns or merge")
@@ -88,7 +88,7 @@ def sharded(
         tuple(optional),
         None if returns is None else tuple(returns),
     )
-    return _mark(Dispatch("sharded", mini_batches, merge, background, columns, whole_groups))
+    return _mark(Dispatch("sharded", mini_batches, merge, background, columns, needs_whole_groups))
 
 
 def broadcast(method: Callable[P, R]) -> Callable[P, R]:
@@ -107,9 +107,9 @@ def declared_columns(method: Callable[..., Any]) -> ColumnContract:
     return ColumnContract() if dispatch is None else dispatch.columns
 
 
-def calls_of(kind: type[Any]) -> dict[str, Dispatch]:
+def dispatched_methods(role_class: type[Any]) -> dict[str, Dispatch]:
     """Return how each decorated method of a class is called, by name."""
-    methods = {name: getattr(kind, name) for name in dir(kind)}
+    methods = {name: getattr(role_class, name) for name in dir(role_class)}
     return {
         name: dispatch_of(method) for name, method in methods.items() if isfunction(method) and is_dispatched(method)
     }

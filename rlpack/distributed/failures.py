@@ -70,10 +70,7 @@ def first_cause(
 
 
 def describe_error(error: RayError) -> str:
-    """Describe an error in one line.
-
-    An exception of a task comes with its type and its place in a user's code.
-    """
+    """Describe an error in one line: for an exception of a task, with its type and its place in a user's code."""
     if isinstance(error, RayTaskError):
         known = isinstance(error.cause, RankError)
         text = str(error.cause) if known else f"{type(error.cause).__name__}: {error.cause}"
@@ -108,7 +105,7 @@ def describe_context(
     return ""
 
 
-def late(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
+def deadline_error(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
     """Return the error for calls that missed their deadline."""
     ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
     return RoleError(
@@ -121,10 +118,7 @@ def late(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
 
 
 def _place(trace: str) -> str:
-    """Return the last line of a traceback in a user's own code.
-
-    That is not rlpack's, a package's or Python's.
-    """
+    """Return the last line of a traceback that is neither in rlpack nor in a package or Python."""
     ours = [str(Path(__file__).resolve().parents[1])]
     others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]

@@ -18,28 +18,28 @@ class ObjectHandle:
 
     Attributes:
         node: where the object is; None on a rank, which only received the handle.
-        holder: the rank that can cut rows out of it for another node; None for objects of the driver.
-        maker: role and rank that stored it.
+        source_actor: the rank on the object's node that copies rows for other nodes; None for objects of the driver.
+        producer: role and rank that stored it.
     """
 
     def __init__(
         self,
         ref: ray.ObjectRef,
         node: str | None = None,
-        holder: Any = None,
-        maker: tuple[str, int | None] | None = None,
+        source_actor: Any = None,
+        producer: tuple[str, int | None] | None = None,
         when_freed: Callable[[], None] = lambda: None,
     ) -> None:
         self._ref: ray.ObjectRef | None = ref
         self._when_freed = when_freed
         self._released = ""
         self.node = node
-        self.holder = holder
-        self.maker = maker
+        self.source_actor = source_actor
+        self.producer = producer
 
     @property
-    def is_held(self) -> bool:
-        """Whether it has not been freed yet."""
+    def is_readable(self) -> bool:
+        """Whether the object has not been freed yet."""
         return self._ref is not None
 
     @property
@@ -118,19 +118,19 @@ def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     Holders cut its rows out of objects on other nodes.
 
     So a rank's shard costs the network its own bytes, and objects on its own node are read in place. Without a node
-    all objects are cut. Objects of the driver have no holder and travel whole.
+    all objects are cut. Objects of the driver have no source_actor and travel whole.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
     rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}
     for column in columns.values():
         for handle, name, rows in zip(column.handles, column.names, column.rows_by_handle(), strict=True):
-            if isinstance(handle, ObjectHandle) and handle.holder is not None and handle.node != node:
+            if isinstance(handle, ObjectHandle) and handle.source_actor is not None and handle.node != node:
                 by_name = rows_by_handle.setdefault(handle, {})
                 by_name[name] = np.union1d(by_name.get(name, rows), rows)
     if not rows_by_handle:
         return batch
     cuts: dict[Handle, Handle] = {
-        handle: ObjectHandle(handle.holder.cut.remote(handle.ref, rows), maker=handle.maker)
+        handle: ObjectHandle(handle.source_actor.copy_rows.remote(handle.ref, rows), producer=handle.producer)
         for handle, rows in rows_by_handle.items()
     }
     rows_left: dict[tuple[Handle, str], np.ndarray] = {

@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankProcess:
-    """Runs the roles of one rank of a pool.
-
-    Colocated roles share this process and its devices.
-    """
+    """Runs the roles of one rank of a pool; colocated roles share this process and its devices."""
 
     def __init__(self, context: RankContext, threads: int, import_path: Sequence[str] = ()) -> None:
         """Prepare the process.
@@ -69,10 +66,7 @@ class RankProcess:
         return node_ip, store.port
 
     def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
-        """Join the pool's process group.
-
-        It uses gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU.
-        """
+        """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(node_ip))
         timeout = timedelta(seconds=timeout_s)
         store = self._rendezvous_store or TCPStore(*address, is_master=False, timeout=timeout)
@@ -81,7 +75,7 @@ class RankProcess:
             backend, store=store, rank=self._context.rank, world_size=self._context.num_ranks, timeout=timeout
         )
 
-    def start(
+    def start_role(
         self,
         role: str,
         target: str,
@@ -120,10 +114,7 @@ class RankProcess:
         return offloaded
 
     def submit(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
-        """Run a method as `call_rows` does, in the role's own thread.
-
-        Calls run one after the other; `result` waits.
-        """
+        """Run a method as `call_rows` does, in the role's own thread, after the thread's earlier calls."""
         if role not in self._threads:
             self._threads[role] = ThreadPoolExecutor(1, thread_name_prefix=f"background-{role}")
         self._background[call_id] = self._threads[role].submit(self.call_rows, call_id, role, method, kwargs, *args)
@@ -207,11 +198,11 @@ def load_class(target: str) -> type[Any]:
     except Exception as error:  # importing a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
-    kind = vars(module).get(class_name)
-    if not isinstance(kind, type):
+    role_class = vars(module).get(class_name)
+    if not isinstance(role_class, type):
         classes = ", ".join(sorted(name for name, value in vars(module).items() if isinstance(value, type)))
         raise PlacementError(f"role target {target!r}: {module_name} has no class {class_name}; it has {classes}")
-    return kind
+    return role_class
 
 
 def driver_import_path() -> list[str]:

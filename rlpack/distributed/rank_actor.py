@@ -31,7 +31,7 @@ class RankActor(RankProcess):
         """Return the address of this rank's node."""
         return ray.util.get_node_ip_address()
 
-    def process(self) -> int:
+    def process_id(self) -> int:
         """Return the process id."""
         return os.getpid()
 
@@ -40,10 +40,7 @@ class RankActor(RankProcess):
         return ray.get_runtime_context().get_node_id()
 
     def call(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> Any:
-        """Run a method of a role.
-
-        The batches among its arguments can be read until it returns.
-        """
+        """Run a method of a role; the batches among its arguments can be read until it returns."""
         with _readable([*args, *kwargs.values()]):
             result = super().call(role, method, kwargs, *args)
             return BatchedDataDict(dict(result), row_ids=result.row_ids) if is_batch(result) else result
@@ -57,7 +54,7 @@ class RankActor(RankProcess):
         """Put the offloaded columns of a call's rows into the object store."""
         return [ray.put(part) for part in self.pop_columns(call_id)]
 
-    def cut(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
+    def copy_rows(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return only these rows (int64 [n]) of an object on this node."""
         return select_rows(part, rows)
 

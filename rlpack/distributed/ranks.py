@@ -25,7 +25,7 @@ from rlpack.config.sections.submission import Submission
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError, StoreFullError
-from rlpack.distributed.failures import RankCall, describe_context, describe_error, first_cause, late
+from rlpack.distributed.failures import RankCall, deadline_error, describe_context, describe_error, first_cause
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.object_handles import for_node
 from rlpack.distributed.process import driver_import_path
@@ -93,16 +93,13 @@ class RayRanks:
         """Return the number of processes."""
         return len(self._actors)
 
-    def processes(self) -> list[int]:
+    def process_ids(self) -> list[int]:
         """Return the process id of each rank, on its own node."""
-        refs = [actor.process.remote() for actor in self._actors]
+        refs = [actor.process_id.remote() for actor in self._actors]
         return self._wait(_rank_calls(refs, f"pool {self._name}", "process"), self._call_s)
 
     def init_process_group(self, job: Submission) -> None:
-        """Wait until all processes run, and form their process group.
-
-        They load the secrets that a run names first.
-        """
+        """Wait until all processes run, load the secrets that the run names, and form the process group."""
         role, method = f"pool {self._name}", "start"
 
         def finish(refs: list[ray.ObjectRef]) -> list[Any]:
@@ -116,7 +113,7 @@ class RayRanks:
         joins = zip(self._actors, node_ips, strict=True)
         finish([actor.join.remote(address, node_ip, self._call_s) for actor, node_ip in joins])
 
-    def start(
+    def start_role(
         self,
         role: str,
         target: str,
@@ -135,7 +132,7 @@ class RayRanks:
         """
         self._roles.add(role)
         shared = ray.put(settings)
-        refs = [actor.start.remote(role, target, shared, arguments, layout) for actor in self._actors]
+        refs = [actor.start_role.remote(role, target, shared, arguments, layout) for actor in self._actors]
         self._wait(_rank_calls(refs, role, "start"), self._start_s)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
@@ -148,7 +145,7 @@ class RayRanks:
             StoreFullError: on waiting; the rows of a call have no room.
         """
         call_id = next(_CALL_IDS)
-        calls = self._start(call, call_id)
+        calls = self._submit_to_ranks(call, call_id)
         self._submitted.add(call_id, call, calls)
         return Pending(partial(self._result, call, call_id, calls))
 
@@ -167,10 +164,7 @@ class RayRanks:
         return self._store_rows(call, call_id, {rank: results[rank] for rank in call.outputs})
 
     def _store_rows(self, call: Call, call_id: int, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
-        """Store the columns of a call's rows once there is room.
-
-        Return the rows in the order of the ranks.
-        """
+        """Store the columns of a call's rows once there is room; return the rows in the order of the ranks."""
         sizes: Counter[str] = Counter()
         for rank, offloaded in rows.items():
             sizes[self._nodes[rank]] += sum(offloaded.sizes)
@@ -213,9 +207,7 @@ class RayRanks:
         return [submitted.call.name for submitted in discarded.values()]
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
-        """Pass values to all ranks of `target`.
-
-        Returns the results of the last load.
+        """Pass values to all ranks of `target`, and return the results of the last load.
 
         The driver passes references on and never holds a value. At most `_RELAYS_IN_FLIGHT` values exist at a time:
         each is freed once all ranks of `target` have loaded it.
@@ -234,10 +226,10 @@ class RayRanks:
     def _start_relay(self, relay: Relay, target: "RayRanks") -> list[RankCall]:
         """Start a value's export here and its load on `target`."""
         role, method, args = relay.export
-        exports = self._start(Call(role, method, [args] * self.num_ranks, {}), next(_CALL_IDS))
+        exports = self._submit_to_ranks(Call(role, method, [args] * self.num_ranks, {}), next(_CALL_IDS))
         value = exports[relay.owner].ref
         role, method, args = relay.load
-        loads = target._start(Call(role, method, [(value, *args)] * target.num_ranks, {}), next(_CALL_IDS))
+        loads = target._submit_to_ranks(Call(role, method, [(value, *args)] * target.num_ranks, {}), next(_CALL_IDS))
         # Waiting for the value itself would fetch it to the driver.
         exists = self._actors[relay.owner].await_value.remote(value)
         exports[relay.owner] = replace(exports[relay.owner], ref=exists)
@@ -255,13 +247,15 @@ class RayRanks:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    def _start(self, call: Call, call_id: int) -> list[RankCall]:
+    def _submit_to_ranks(self, call: Call, call_id: int) -> list[RankCall]:
         """Start a call on its ranks; ranks with the same arguments read one object."""
         places = list(zip(self._actors, self._nodes, call.args_of_rank, strict=False))
         # All rows are cut out before any rank starts its call, during which it can't cut rows for others.
         shared = _SharedArguments(call.args_of_rank)
         args_of_rank = [[shared.for_node(arg, node) for arg in args] for _, node, args in places]
-        kwargs_of_rank = [{name: _sent(value, node) for name, value in call.kwargs.items()} for _, node, _ in places]
+        kwargs_of_rank = [
+            {name: _argument_on_node(value, node) for name, value in call.kwargs.items()} for _, node, _ in places
+        ]
         refs = []
         for rank, (actor, _, _) in enumerate(places):
             target = (call.role, call.method, kwargs_of_rank[rank], *args_of_rank[rank])
@@ -292,7 +286,9 @@ class RayRanks:
             done, _ = ray.wait([*earlier, *pending], timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 _kill(pools)
-                raise late(list(earlier.values()) or [call for call in calls if call.ref in pending], timeout_s)
+                raise deadline_error(
+                    list(earlier.values()) or [call for call in calls if call.ref in pending], timeout_s
+                )
             try:
                 value = ray.get(done[0])
             except RayError as error:
@@ -313,9 +309,9 @@ class RayRanks:
 
     def _failure(self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall]) -> RoleError:
         """Return the error for a failed call."""
-        if isinstance(cause, RayTaskError) and (maker := self._store.maker_of(cause)):
+        if isinstance(cause, RayTaskError) and (producer := self._store.producer_of(cause)):
             text = f"the process that held tokens or texts for {call.role}.{call.method} died"
-            return RoleError(*maker, call.method, text)
+            return RoleError(*producer, call.method, text)
         context = describe_context(call, cause, earlier, self._submitted.names_in_background())
         return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
 
@@ -341,12 +337,7 @@ def _kill(pools: set[RayRanks]) -> None:
 
 
 class _SharedArguments:
-    """Batches among the arguments of a call, as ranks receive them.
-
-    Ranks on one node read one object.
-
-    Ranks of one data rank have the same shard.
-    """
+    """Batches among the arguments of a call, as ranks receive them; equal ones on one node are one object."""
 
     def __init__(self, args_of_rank: Sequence[tuple[Any, ...]]) -> None:
         self._uses = Counter(id(arg) for args in args_of_rank for arg in args if is_batch(arg))
@@ -358,14 +349,11 @@ class _SharedArguments:
             return value
         key = (id(value), node)
         if key not in self._local:
-            local = _sent(value, node)
+            local = _argument_on_node(value, node)
             self._local[key] = ray.put(local) if self._uses[id(value)] > 1 else local
         return self._local[key]
 
 
-def _sent(value: Any, node: str) -> Any:
-    """Return an argument as a rank on `node` receives it.
-
-    Only a shard's own rows travel between nodes.
-    """
+def _argument_on_node(value: Any, node: str) -> Any:
+    """Return an argument as a rank on `node` receives it; only a shard's own rows travel between nodes."""
     return for_node(value, node) if is_batch(value) else value

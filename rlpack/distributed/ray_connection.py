@@ -213,10 +213,7 @@ def _own_process_group() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep the process's SIGTERM handler.
-
-    That of `ray.init` exits at once, in the middle of a step.
-    """
+    """Keep the process's SIGTERM handler, because that of `ray.init` exits at once, in the middle of a step."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

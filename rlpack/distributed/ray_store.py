@@ -45,9 +45,7 @@ Room = Mapping[str, tuple[float, float]]
 
 
 class StoreLease:
-    """Keeps payloads alive until it is released.
-
-    As a context manager, it holds those that are stored inside.
+    """Keeps payloads alive until it is released; as a context manager, those that are stored inside.
 
     A payload may be held by several leases, and is freed with the last. `with store.lease("step 7") as lease:` makes
     the lease the thread's current one, under which results of calls are stored, and releases it at the end.
@@ -101,10 +99,7 @@ _CURRENT: ContextVar[StoreLease | None] = ContextVar("rlpack_lease", default=Non
 
 @dataclass(eq=False)
 class _Claim:
-    """Stored or reserved bytes by node, and the leases on them.
-
-    Without leases (None) they are permanent, until nobody references them.
-    """
+    """Stored or reserved bytes by node, and the leases on them; without leases (None) they are permanent."""
 
     sizes: dict[str, int]
     leases: set[StoreLease] | None
@@ -148,10 +143,7 @@ class RayStore:
         return sum(self._of_node.values())
 
     def pop_peak_bytes(self) -> int:
-        """Return the most bytes under leases at once since the last call.
-
-        Permanent payloads are not counted.
-        """
+        """Return the most bytes under leases at once since the last call; permanent payloads do not count."""
         with self._changed:
             peak, self._peak = self._peak, self._leased
         return peak
@@ -161,9 +153,7 @@ class RayStore:
         return StoreLease(self, name)
 
     def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
-        """Reserve bytes of each node under the current lease.
-
-        Waits for room where some may come.
+        """Reserve bytes of each node under the current lease, waiting while room may still come.
 
         Raises:
             StoreFullError: there is none.
@@ -189,10 +179,7 @@ class RayStore:
         return short
 
     def _unwaitable(self) -> int:
-        """Return the bytes that no wait of this thread can free.
-
-        These are under its own leases, or under none.
-        """
+        """Return the bytes that no wait of this thread can free: those under its own leases, or under none."""
         own = threading.get_ident()
         claims = list(self._claims)
         return sum(c.size for c in claims if not c.leases or any(lease._thread == own for lease in c.leases))
@@ -253,9 +240,7 @@ class RayStore:
             )
 
     def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
-        """Return the batch with all of its columns in this process.
-
-        For a few rows to show, not for those of a step.
+        """Return the batch with all of its columns in this process; for a few rows to show, not for those of a step.
 
         Raises:
             DataError: their lease was released.
@@ -266,23 +251,20 @@ class RayStore:
         try:
             return BatchedDataDict(dict(here), row_ids=here.row_ids)
         except RayError as error:
-            role, rank = self.maker_of(error) or (DRIVER, None)
+            role, rank = self.producer_of(error) or (DRIVER, None)
             raise RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}") from error
 
-    def maker_of(self, error: BaseException) -> tuple[str, int | None] | None:
-        """Return role and rank that stored an object reported as lost.
-
-        None if the error is about another object.
-        """
+    def producer_of(self, error: BaseException) -> tuple[str, int | None] | None:
+        """Return role and rank that stored an object reported as lost; None if the error is about another object."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        held = [handle for handle in list(self._claim_of) if handle.is_held]
+        held = [handle for handle in list(self._claim_of) if handle.is_readable]
         lost: list[ObjectHandle] = []
         if isinstance(cause, ObjectLostError):
             lost = [handle for handle in held if handle.ref.hex() == cause.object_ref_hex]
-        elif isinstance(cause, RayActorError):  # the rank that was to cut rows out
-            holders = [handle for handle in held if handle.holder is not None]
-            lost = [handle for handle in holders if handle.holder._actor_id.hex() == cause.actor_id]
-        return lost[0].maker if lost else None
+        elif isinstance(cause, RayActorError):  # the rank that was to copy rows
+            sources = [handle for handle in held if handle.source_actor is not None]
+            lost = [handle for handle in sources if handle.source_actor._actor_id.hex() == cause.actor_id]
+        return lost[0].producer if lost else None
 
 
 class Reservation:
@@ -299,7 +281,7 @@ class Reservation:
         self._store._drop(self._claim)
 
     def keep(
-        self, ref: ray.ObjectRef, size: int, node: str, holder: Any, maker: tuple[str, int | None]
+        self, ref: ray.ObjectRef, size: int, node: str, source_actor: Any, producer: tuple[str, int | None]
     ) -> ObjectHandle:
         """Return the handle of an object of `size` bytes, which claims them until it is freed."""
         store, leases = self._store, self._claim.leases
@@ -308,7 +290,7 @@ class Reservation:
             self._claim.sizes[node] -= size
             store._count(self._claim, +1)
             claim = store._claim({node: size}, None if leases is None else set(leases))
-            handle = ObjectHandle(ref, node, holder, maker, partial(store._drop, claim))
+            handle = ObjectHandle(ref, node, source_actor, producer, partial(store._drop, claim))
             store._claim_of[handle] = claim
             for lease in claim.leases or ():
                 lease._handles.add(handle)

@@ -97,10 +97,7 @@ def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple
 
 
 def _wrong_rows(expected: np.ndarray, returned: np.ndarray) -> str | None:
-    """Describe what is wrong with the returned row ids, int64 [n].
-
-    No id occurs twice in a batch.
-    """
+    """Describe what is wrong with the returned row ids, int64 [n], of which no batch has two equal ones."""
     if np.array_equal(expected, returned):
         return None
     foreign, missing = np.setdiff1d(returned, expected), np.setdiff1d(expected, returned)

@@ -7,7 +7,7 @@ from rlpack.config.roles import pool_of, role_batching
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.column_contract import producers_of
-from rlpack.distributed.dispatch import calls_of
+from rlpack.distributed.dispatch import dispatched_methods
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.process import load_class
 from rlpack.distributed.trainable import Trainable
@@ -43,23 +43,25 @@ def start_roles(
         PlacementError: a class can't be loaded, or the cluster is too small.
         RoleError: a rank failed to build its role.
     """
-    kinds = {name: load_class(config.roles[name].target) for name in names}
+    role_classes = {name: load_class(config.roles[name].target) for name in names}
     pools = cluster.open_pools(list(dict.fromkeys(pool_of(config, name) for name in names)))
     contracts = {
-        f"{name}.{method}": dispatch.columns for name in names for method, dispatch in calls_of(kinds[name]).items()
+        f"{name}.{method}": dispatch.columns
+        for name in names
+        for method, dispatch in dispatched_methods(role_classes[name]).items()
     }
     groups: dict[str, WorkerGroup[Any]] = {}
     for name in names:
         ranks = pools[pool_of(config, name)]
         layout = (layouts or {}).get(name, ParallelLayout(dp_shard=ranks.num_ranks))
-        ranks.start(name, config.roles[name].target, settings, config.roles[name].arguments, layout)
-        mini_batch_size = config.trainer.mini_batch_size if issubclass(kinds[name], Trainable) else None
+        ranks.start_role(name, config.roles[name].target, settings, config.roles[name].arguments, layout)
+        mini_batch_size = config.trainer.mini_batch_size if issubclass(role_classes[name], Trainable) else None
         groups[name] = WorkerGroup(
             name,
             ranks,
             role_batching(config, name),
             mini_batch_size,
-            kinds[name],
+            role_classes[name],
             cost=cost if name in _RUN_THE_MODEL else None,
             producers=producers_of(contracts),
             layout=layout,

@@ -96,7 +96,7 @@ class WorkerGroup(Generic[W]):
         ranks: Ranks,
         batching: Batching,
         mini_batch_size: int | None = None,
-        kind: type[Any] | None = None,
+        role_class: type[Any] | None = None,
         cost: Cost | None = None,
         producers: Producers | None = None,
         layout: ParallelLayout | None = None,
@@ -108,7 +108,7 @@ class WorkerGroup(Generic[W]):
             ranks: the processes.
             batching: how its calls are batched.
             mini_batch_size: sequences of an optimizer step, for methods that ask for mini-batches.
-            kind: its class; None for the class of the methods.
+            role_class: its class; None for the class of the methods.
             cost: of a sequence, by which plans balance ranks; None counts token slots.
             producers: methods of the run's roles that return each column, for messages.
             layout: how its ranks divide rows and the model; None for data ranks only. It raises the alignment and the
@@ -126,7 +126,7 @@ class WorkerGroup(Generic[W]):
         self.ranks = ranks
         self.batching = self.layout.align(batching)
         self.mini_batch_size = mini_batch_size
-        self._kind = kind
+        self._role_class = role_class
         self._cost = cost
         self._producers: Producers = producers or {}
         self._plan: MicrobatchPlan | None = None
@@ -221,7 +221,7 @@ class WorkerGroup(Generic[W]):
         names = columns.columns_to_send(
             batch, rest, kwargs, call=f"{self.role}.{method.__name__}", producers=self._producers
         )
-        whole_groups = dispatch.whole_groups is not None and dispatch.whole_groups(*rest, **kwargs)
+        whole_groups = dispatch.needs_whole_groups is not None and dispatch.needs_whole_groups(*rest, **kwargs)
         plan = self._plan_of_call(batch, mini_batches=dispatch.mini_batches, whole_groups=whole_groups)
         batch = batch.keep(dict.fromkeys([*names, "input_ids"]) if "input_ids" in batch else names)
         shards = [shard.keep(names) for shard in batch.shard(plan)]  # truncated rows are cut by input_ids
@@ -274,7 +274,7 @@ class WorkerGroup(Generic[W]):
 
     def _dispatch(self, method: Callable[..., Any]) -> Dispatch:
         """Return how a method is called: as the role's own class declares."""
-        return dispatch_of(method if self._kind is None else getattr(self._kind, method.__name__))
+        return dispatch_of(method if self._role_class is None else getattr(self._role_class, method.__name__))
 
 
 def _token_counts(batch: BatchedDataDict) -> np.ndarray:

@@ -140,7 +140,7 @@ class RoleUnderTest:
         """Return the role on `count` ranks of this process; with `rebuild`, newly built ones."""
         if rebuild or count not in self.built:
             self.built[count] = LocalRanks([self.build] * count)
-        return WorkerGroup(self.name, self.built[count], batching or Batching(), kind=self.kind)
+        return WorkerGroup(self.name, self.built[count], batching or Batching(), role_class=self.kind)
 
     def run(
         self, batch: BatchedDataDict, contract: str, remedy: str, group: WorkerGroup[Any] | None = None

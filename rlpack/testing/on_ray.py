@@ -124,7 +124,7 @@ def _check_calls(role: RoleUnderTest, cluster: Cluster, group: WorkerGroup[Any],
 def _check_death(role: RoleUnderTest, group: WorkerGroup[Any], batch: BatchedDataDict) -> None:
     """Kill the last rank, and check that the next call reports it."""
     assert isinstance(group.ranks, RayRanks)
-    processes = group.ranks.processes()
+    processes = group.ranks.process_ids()
     victim = len(processes) - 1
     remedy = "keep no thread or process between a rank and its end: a role lives and dies with its rank"
     os.kill(processes[victim], signal.SIGKILL)

@@ -8,7 +8,7 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import MissingColumnError
 from rlpack.distributed.column_contract import producers_of
-from rlpack.distributed.dispatch import calls_of, sharded
+from rlpack.distributed.dispatch import dispatched_methods, sharded
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
@@ -86,7 +86,7 @@ class Curious(Reader):
 
 
 def group(kind: type[Reader] = Reader, batching: Batching | None = None, **options: Any) -> WorkerGroup[Reader]:
-    return WorkerGroup("reader", LocalRanks([kind] * 2), batching or Batching(), kind=kind, **options)
+    return WorkerGroup("reader", LocalRanks([kind] * 2), batching or Batching(), role_class=kind, **options)
 
 
 def batch() -> BatchedDataDict:
@@ -145,9 +145,9 @@ def test_rows_are_truncated_by_the_plan_where_token_ids_are_not_read():
 
 
 def test_what_built_in_roles_read_and_return():
-    contracts = {f"rollout.{name}": call.columns for name, call in calls_of(RolloutWorker).items()}
+    contracts = {f"rollout.{name}": call.columns for name, call in dispatched_methods(RolloutWorker).items()}
     assert producers_of(contracts)["rollout_logprobs"] == ["rollout.generate"]
-    train = calls_of(ActorWorker)["train_step"].columns
+    train = dispatched_methods(ActorWorker)["train_step"].columns
     settings = tiny_config().algorithm
     rows = (
         batch()

@@ -79,7 +79,7 @@ def test_ranks_are_numbered_as_torch_numbers_a_mesh(layout: ParallelLayout):
 @pytest.mark.parametrize("layout", [ParallelLayout(), *LAYOUTS])
 def test_every_data_rank_has_one_output_rank_and_the_first_reports(layout: ParallelLayout):
     assert [layout.dp_rank_of(rank) for rank in layout.output_ranks] == list(range(layout.dp_size))
-    reporting = [rank for rank in range(layout.world_size) if RankContext("main", rank, layout).reports]
+    reporting = [rank for rank in range(layout.world_size) if RankContext("main", rank, layout).is_reporting_rank]
     assert reporting == [layout.output_ranks[0]]
 
 

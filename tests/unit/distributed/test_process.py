@@ -94,8 +94,8 @@ def process() -> Iterator[RankProcess]:
 def test_a_host_runs_roles_in_one_process_group(process: RankProcess):
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     settings: tuple[Any, ...] = (tiny_config(), tiny_tokenizer())
-    process.start("actor", "rlpack.workers.actor:ActorWorker", settings)
-    process.start("reward", "rlpack.workers.reward:RewardWorker", settings)
+    process.start_role("actor", "rlpack.workers.actor:ActorWorker", settings)
+    process.start_role("reward", "rlpack.workers.reward:RewardWorker", settings)
     batch = tiny_rollouts([(2, 3), (1, 4)]).keep(["input_ids", "response_mask"])
     (shard,) = batch.shard_by_batch_size(1, sequence_packing={"max_tokens": 16})
     found = batch.restore([process.call("actor", "logprobs", {}, shard)])
@@ -170,7 +170,7 @@ def test_a_role_error_reads_as_one_line_and_survives_pickling():
     [("verdict", "VerdictError: the judge says no"), ("mute", "MuteError: (its text is unavailable: TypeError)")],
 )
 def test_an_exception_that_cannot_be_sent_comes_as_one_that_says_the_same(process: RankProcess, method: str, text: str):
-    process.start("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))
+    process.start_role("raiser", f"{__name__}:Raiser", (tiny_config(), tiny_tokenizer()))
     for call in (lambda: process.call("raiser", method, {}), lambda: process.call_rows(1, "raiser", method, {})):
         with pytest.raises(RankError) as failure:
             call()
@@ -191,12 +191,12 @@ def test_errors_of_the_driver_and_of_the_store_name_no_rank():
 
 
 def test_keyword_arguments_of_any_name_reach_the_role(process: RankProcess):
-    process.start("namer", "tests.unit.distributed.test_process:Namer", (tiny_config(), tiny_tokenizer()))
+    process.start_role("namer", "tests.unit.distributed.test_process:Namer", (tiny_config(), tiny_tokenizer()))
     assert process.call("namer", "names", {"role": "a", "method": "b"}, 1) == (1, "a", "b")
 
 
 def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(process: RankProcess):
-    process.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    process.start_role("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
     found = {
         call_id: process.call_rows(call_id, "teller", "tell", {}, text) for call_id, text in ((7, "one"), (8, "two"))
     }
@@ -213,7 +213,7 @@ def test_what_several_calls_hold_back_is_told_apart_and_handed_over_once(process
 
 
 def test_a_background_call_that_is_discarded_is_canceled_or_drops_its_rows_at_its_end(process: RankProcess):
-    process.start("waiter", f"{__name__}:Waiter", (tiny_config(), tiny_tokenizer()))
+    process.start_role("waiter", f"{__name__}:Waiter", (tiny_config(), tiny_tokenizer()))
     waiter = process._roles["waiter"]
     for call_id in (1, 2):
         process.submit(call_id, "waiter", "tell", {})
@@ -228,7 +228,7 @@ def test_a_background_call_that_is_discarded_is_canceled_or_drops_its_rows_at_it
 
 
 def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):
-    process.start("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
+    process.start_role("teller", f"{__name__}:Teller", (tiny_config(), tiny_tokenizer()))
     with pytest.raises(DataError, match=r"Teller.count returned a int; a method under @sharded\(\) returns"):
         process.call_rows(1, "teller", "count", {})
     with pytest.raises(DataError, match=r"Teller.anonymous returned rows without ids.*row_ids=shard.row_ids"):

@@ -52,7 +52,7 @@ def other_step(store: RayStore, size: int) -> Iterator[Callable[[], None]]:
             part = put(store, size)
             has_begun.set()
             assert may_end.wait(LONG_S)
-            assert part.is_held
+            assert part.is_readable
 
     thread = threading.Thread(target=hold)
     thread.start()
@@ -91,7 +91,7 @@ def test_what_nobody_has_any_more_is_given_back_before_the_step_ends():
         gc.collect()
         assert store.in_flight == 0
         kept = put(store, 100)
-        assert kept.is_held
+        assert kept.is_readable
 
 
 def test_what_is_put_away_outside_of_steps_stays_as_long_as_someone_has_it():
@@ -99,7 +99,7 @@ def test_what_is_put_away_outside_of_steps_stays_as_long_as_someone_has_it():
     kept = put(store, 30)
     with store.lease("a step"):
         part = put(store, 70)
-        assert part.is_held
+        assert part.is_readable
     assert (store.in_flight, kept.ref) == (30, "a reference")
     del kept
     gc.collect()
@@ -119,7 +119,7 @@ def test_steps_inside_of_steps_end_by_themselves():
         outer = put(store, 10)
         with store.lease("a step"):
             inner = put(store, 20)
-        assert (store.in_flight, outer.is_held, inner.is_held) == (10, True, False)
+        assert (store.in_flight, outer.is_readable, inner.is_readable) == (10, True, False)
 
 
 def test_a_result_over_the_whole_budget_is_refused_at_once():
@@ -139,8 +139,8 @@ def test_what_the_steps_own_bytes_leave_no_room_for_is_refused_at_once():
         assert full.value.short == 20
         with refused_within(4):
             put(store, 60)
-        assert put(store, 40).is_held
-        assert outer.is_held
+        assert put(store, 40).is_readable
+        assert outer.is_readable
 
 
 def test_a_step_does_not_wait_for_another_whose_end_would_not_help():
@@ -149,7 +149,7 @@ def test_a_step_does_not_wait_for_another_whose_end_would_not_help():
         own = put(store, 60)
         with refused_within(4):
             put(store, 60)
-        assert own.is_held
+        assert own.is_readable
 
 
 def test_a_step_waits_for_another_one_to_end():
@@ -159,7 +159,7 @@ def test_a_step_waits_for_another_one_to_end():
         began = time.monotonic()
         part = put(store, 60)
         assert 0.1 < time.monotonic() - began < 30
-        assert (store.in_flight, part.is_held) == (60, True)
+        assert (store.in_flight, part.is_readable) == (60, True)
 
 
 def test_a_wait_for_another_step_has_a_deadline():
@@ -176,7 +176,7 @@ def test_a_node_keeps_a_fifth_of_its_store_free_before_it_would_write_to_disk():
     assert full.value.short == pytest.approx(0.01 * GB)
     with refused_within(30):
         put(store, int(0.02 * GB), "b")
-    assert all(part.is_held for part in kept)
+    assert all(part.is_readable for part in kept)
 
 
 def test_a_result_of_numbers_needs_no_room():
@@ -196,7 +196,7 @@ def test_a_step_does_not_wait_for_what_is_held_for_good():
         own = put(store, 70)
         with refused_within(4):
             put(store, 15)
-        assert (own.is_held, dataset.is_held) == (True, True)
+        assert (own.is_readable, dataset.is_readable) == (True, True)
 
 
 def test_a_payload_lives_until_the_last_lease_on_it_is_released():
@@ -205,12 +205,12 @@ def test_a_payload_lives_until_the_last_lease_on_it_is_released():
     with store.lease("step 7"):
         first, second = put(store, 60), put(store, 30)
         later.hold(batch_in(first))
-    assert (store.in_flight, first.is_held, second.is_held) == (60, True, False)
+    assert (store.in_flight, first.is_readable, second.is_readable) == (60, True, False)
     with store.lease("step 8") as step:
         step.hold(batch_in(first))
         later.release()
-        assert (store.in_flight, first.is_held) == (60, True)
-    assert (store.in_flight, first.is_held) == (0, False)
+        assert (store.in_flight, first.is_readable) == (60, True)
+    assert (store.in_flight, first.is_readable) == (0, False)
     with pytest.raises(DataError, match="were released at the end of step 8; read them before"):
         pickle.dumps(first)
     with pytest.raises(DataError, match="were released at the end of step 7; read them before"):
@@ -222,10 +222,10 @@ def test_a_lease_can_be_released_early_and_again():
     with store.lease("step 1") as lease:
         first = put(store, 60)
         lease.release()
-        assert (store.in_flight, first.is_held) == (0, False)
+        assert (store.in_flight, first.is_readable) == (0, False)
         second = put(store, 90)
     lease.release()
-    assert (store.in_flight, second.is_held) == (90, True)  # stored under no lease
+    assert (store.in_flight, second.is_readable) == (90, True)  # stored under no lease
 
 
 def test_a_lease_that_is_released_late_leaves_a_newer_one_current():
@@ -236,7 +236,7 @@ def test_a_lease_that_is_released_late_leaves_a_newer_one_current():
     with again:
         failed.__exit__(None, None, None)
         handle = put(store, 60)
-    assert (store.in_flight, handle.is_held) == (0, False)
+    assert (store.in_flight, handle.is_readable) == (0, False)
 
 
 def test_a_lease_does_not_end_what_is_stored_permanently():
@@ -245,7 +245,7 @@ def test_a_lease_does_not_end_what_is_stored_permanently():
     with store.lease("step 1") as lease:
         lease.hold(batch_in(dataset))
         assert store.pop_peak_bytes() == 0
-    assert (store.in_flight, dataset.is_held) == (20, True)
+    assert (store.in_flight, dataset.is_readable) == (20, True)
 
 
 def test_what_a_lease_holds_is_given_back_once_nobody_has_it():
@@ -266,7 +266,7 @@ def test_bytes_under_two_leases_count_once():
         handle = put(store, 60)
         inner.hold(batch_in(handle))
         assert (store.in_flight, store.pop_peak_bytes()) == (60, 60)
-        assert put(store, 40).is_held
+        assert put(store, 40).is_readable
 
 
 def test_no_wait_is_made_for_another_lease_of_the_same_thread():
@@ -279,4 +279,4 @@ def test_no_wait_is_made_for_another_lease_of_the_same_thread():
         put(store, 60)
     begun.release()
     with store.lease("step 2"):
-        assert put(store, 60).is_held
+        assert put(store, 60).is_readable

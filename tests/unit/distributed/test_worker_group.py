@@ -33,7 +33,7 @@ class Doubler(Worker):
     def steps(self, shard: BatchedDataDict) -> int:
         return shard.num_steps
 
-    @sharded(merge=list, whole_groups=lambda together: together)
+    @sharded(merge=list, needs_whole_groups=lambda together: together)
     def groups_of_microbatches(self, shard: BatchedDataDict, together: bool) -> list[set[int]]:
         return [set(view.rows["group_ids"].tolist()) for view in shard.microbatches(0)]
 
@@ -156,7 +156,7 @@ class Everywhere(Doubler):
 
 
 def test_an_override_is_called_as_its_own_decorator_says():
-    doublers = WorkerGroup("doubler", LocalRanks(3), Batching(), kind=Everywhere)
+    doublers = WorkerGroup("doubler", LocalRanks(3), Batching(), role_class=Everywhere)
     assert doublers.run(Doubler.alone) == 3
     assert doublers.ranks.called == [3]
 

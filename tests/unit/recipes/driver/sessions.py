@@ -14,7 +14,7 @@ from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.session import Session
-from rlpack.recipes.driver.splits import in_store, load_splits
+from rlpack.recipes.driver.splits import cache_splits, load_splits
 from tests.builders import tiny_config
 
 DATA = Data(generator={"train_size": 16, "validation_size": 4}, completion_column="demonstration")
@@ -95,7 +95,7 @@ class SavingSession(Session):
 def session_of(folder: Path, interrupt_at: int | None = None, **sections: Any) -> SavingSession:
     config: Config = tiny_config(**({"data": DATA, "checkpoint": Checkpoint(every=100)} | sections))
     tokenizer, prompts, held_out = load_splits(config)
-    splits = in_store(LocalStore(), tokenizer, prompts, held_out)
+    splits = cache_splits(LocalStore(), tokenizer, prompts, held_out)
     return SavingSession(config, cast(Any, RecordingRun(folder, interrupt_at)), tokenizer, *splits, {})
 
 

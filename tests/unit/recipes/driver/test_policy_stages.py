@@ -17,7 +17,7 @@ from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
     compute_old_logprobs,
-    freeze_reference,
+    initialize_reference,
     needs_old_logprobs,
     submit_reference_logprobs,
     update_actor,
@@ -41,7 +41,7 @@ def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path
         session.progress = progress
         set_group(session, "actor", export_model=lambda folder: (Path(folder).mkdir(), Path(folder, "new").touch()))
         reference = set_group(session, "reference", load_model=lambda folder: None)
-        freeze_reference(session)
+        initialize_reference(session)
         assert reference.called == [ReferenceWorker.load_model.__name__]
         return "new" if (reference_folder(tmp_path) / "new").exists() else "old"
 
