@@ -23,11 +23,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 # A role of the user's own, found in the uploaded folder; on both nodes it sees the secret and the environment.
 ROLE = """
 import os, random, types
-import workers
 from rlpack.workers.reward import RewardWorker
 from rlpack.worker import sharded
-
-assert workers.OWNER == "user"
 
 class Watched(RewardWorker):
     @sharded()

@@ -16,7 +16,14 @@ from tests.unit.testing.test_contracts import Good, Undecorated
 def test_a_process_that_outlives_a_check_is_found_by_its_mark_and_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "_LEFT_S", 0.1)
     with processes._marked() as mark:
-        outliving = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+        outliving = subprocess.Popen(
+            [sys.executable, "-c", "print(flush=True); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert outliving.stdout is not None
+        outliving.stdout.readline()  # its environment can be read from here on
     with processes._marked() as other:
         assert processes._left_behind(other) == []
     assert outliving.poll() is None
@@ -26,6 +33,7 @@ def test_a_process_that_outlives_a_check_is_found_by_its_mark_and_ended(monkeypa
     assert not psutil.pid_exists(outliving.pid)
     assert outliving.stdin is not None
     outliving.stdin.close()
+    outliving.stdout.close()
 
 
 def test_the_environment_is_as_it_was_after_a_check():
