@@ -1,6 +1,6 @@
 """A call of a role's method, the handle of its result, and a value that goes from one role to another.
 
-Every call goes one way, `submit`: it returns a `Pending` at once, and `Pending.result` waits.
+`submit` starts every kind of call: it returns a `Pending` at once, and `Pending.result` waits.
 """
 
 from collections.abc import Callable, Sequence

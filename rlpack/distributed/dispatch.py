@@ -1,6 +1,6 @@
 """Decorators that declare how the driver calls a role's method.
 
-A method of a role runs in one of three ways, declared at its definition:
+The decorator of a method declares on which ranks it runs and what they receive:
 
 - `@sharded`: its first argument is a batch; each data rank gets its shard of the columns that the method reads, with
   the plan attached, and the ranks' results become one: rows in the batch's order, or the result of `merge`.

@@ -61,13 +61,13 @@ class StoreFullError(RoleError):
 
     Attributes:
         size: bytes of the result.
-        short: bytes that are missing.
+        short: bytes by which it exceeds the free room.
     """
 
     def __init__(self, role: str, method: str, size: int, short: float, in_flight: int, budget: float) -> None:
         cause = (
-            f"{in_units(size)} of tokens and texts have no room in the object store: {in_units(in_flight)} of "
-            f"{in_units(budget)} for batches are taken, {in_units(short)} are missing; lower "
+            f"{in_units(size)} of tokens and texts exceed the free room in the object store by {in_units(short)}: "
+            f"{in_units(in_flight)} of the {in_units(budget)} for batches are in use; lower "
             "trainer.prompts_per_step, trainer.group_size, rollout.max_new_tokens or dapo.max_rounds (in an "
             "evaluation: evaluation.samples), or raise placement.object_store_gb (on a cluster that is joined: "
             "ray start --object-store-memory) or placement.in_flight_gb"

@@ -36,7 +36,7 @@ from rlpack.distributed.submitted import SubmittedCalls
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-# Weights on their way between pools: one bucket is loaded while the next is gathered.
+# Weights in transit between pools: one bucket is loaded while the next is gathered.
 _RELAYS_IN_FLIGHT = 2
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()

@@ -34,7 +34,7 @@ from rlpack.batch.offload import offload
 from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
 
-# Ray spills objects to disk from 80 % of a node's store on; weights on their way to the sampler need room, too.
+# Ray spills objects to disk from 80 % of a node's store on; weights in transit to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
 # By then Ray's processes have learned which objects were freed, and have reported their room.
 _SETTLE_S = 5.0

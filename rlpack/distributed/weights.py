@@ -29,7 +29,7 @@ from rlpack.distributed.calls import Relay
 from rlpack.distributed.dispatch import broadcast, rank_zero
 from rlpack.distributed.worker_group import WorkerGroup
 
-# Weights on their way by name: bits and name of the dtype. NumPy arrays are read in place from the object store.
+# Weights in transit, by name: bits and name of the dtype. NumPy arrays are read in place from the object store.
 Bucket = dict[str, tuple[np.ndarray, str]]
 
 

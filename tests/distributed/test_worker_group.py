@@ -29,7 +29,7 @@ from tests.distributed.roles import Echo, Faulty
 from tests.unit.recipes.driver.sessions import session_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-EXTRA_POOLS = ("explodes", "explodes_first", "hangs_first", "loses_touch", "dies", "lost")
+EXTRA_POOLS = ("explodes", "explodes_first", "hangs_first", "loses_touch", "dies", "exports", "lost")
 
 Groups = dict[str, WorkerGroup[Any]]
 

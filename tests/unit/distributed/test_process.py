@@ -185,8 +185,8 @@ def test_errors_of_the_driver_and_of_the_store_name_no_rank():
     assert str(RoleError("driver", None, "take", "late")) == "the driver, in take: late"
     error = pickle.loads(pickle.dumps(StoreFullError("actor", "logprobs", 12_345, 345, 0, 12_000)))
     assert str(error).startswith(
-        "role actor, in logprobs: 12.3 kB of tokens and texts have no room in the object store: 0 bytes of 12 kB for "
-        "batches are taken, 345 bytes are missing; lower trainer.prompts_per_step"
+        "role actor, in logprobs: 12.3 kB of tokens and texts exceed the free room in the object store by 345 bytes: "
+        "0 bytes of the 12 kB for batches are in use; lower trainer.prompts_per_step"
     )
 
 
