@@ -18,6 +18,7 @@ from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.worker_group import WorkerGroup
 from tests.builders import tiny_rollouts
 from tests.distributed.roles import Echo, Faulty
+from tests.distributed.test_worker_group import ends
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 EXTRA_POOLS = ("lost", "returns")
@@ -168,5 +169,6 @@ def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
     twice = groups["lost"].run(Echo.times, rollouts(), 2)
     for host in groups["lost"].ranks._actors:
         ray.kill(host)
+    assert all(ends(groups["lost"], rank) for rank in range(2))
     with pytest.raises(RoleError, match=r"role lost, rank [01], in fetch: tokens or texts can't be read"):
         store.fetch(twice)
