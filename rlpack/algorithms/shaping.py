@@ -36,7 +36,7 @@ def soft_overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, penalty
 def informative_rows(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """Return whether each row's group has valid rewards that differ, bool [B].
 
-    Other groups have zero advantages and give no gradient.
+    Groups whose valid rewards are all equal have zero advantages and give no gradient.
 
     >>> valid = torch.ones(4, dtype=torch.bool)
     >>> informative_rows(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([4, 4, 7, 7]), valid)

@@ -49,7 +49,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
     plan: RankPlan | None  # the rank's plan, on a shard
     has_explicit_ids: bool  # whether `row_ids` was passed
-    reader: PayloadReader | None  # fetches remote columns on first access; None leaves them remote. It is not pickled
+    reader: PayloadReader | None  # fetches remote columns on first access; None leaves them remote. Not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
         self._columns: dict[str, Column] = {}
@@ -248,8 +248,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
     ) -> list["BatchedDataDict"]:
         """Return one batch per rank; every `batch_size` rows are one optimizer step.
 
-        Without packing and dynamic batching, a rank's rows of a step are one microbatch. A batch without the column
-        `lengths_from` can be sharded that way too; its rows then count as empty.
+        If neither packing nor dynamic batching is requested, a rank's rows of a step are one microbatch. Only then may
+        the column `lengths_from` be missing; all rows count as empty if it is.
 
         Args:
             shards: number of ranks.
@@ -295,7 +295,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def microbatches(self, step: int = 0) -> Iterator["MicrobatchView"]:
         """Yield the microbatches of optimizer step `step` of the attached plan.
 
-        Their number does not depend on which rows are still present: a microbatch without rows is a dummy.
+        The number of microbatches does not depend on which rows are still present: one without rows is a dummy.
 
         Raises:
             DataError: no plan is attached.

@@ -157,7 +157,8 @@ def place_rows(
 ) -> dict[str, Column]:
     """Return columns whose row `positions[p][i]` is row i of part p.
 
-    Other rows are zeros, or None in lists. Tokens on the CPU are copied once, from the parts to their final position.
+    Rows at no position are zeros, or None in lists. Tokens on the CPU are copied once, from the parts to their final
+    position.
 
     Raises:
         DataError: a column is not in all parts, or differs in kind.

@@ -36,10 +36,7 @@ def new_values(like: Tensor, count: int) -> Tensor:
 
 
 def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor) -> None:
-    """Copy run i, `lengths[i]` entries, from `starts[i]` of `source` to `goals[i]` of `target` (int64 [n] each).
-
-    See `copy_from`.
-    """
+    """Copy runs of one tensor, as `copy_from` copies those of several."""
     copy_from([source], target, torch.zeros_like(starts), starts, goals, lengths)
 
 
@@ -48,8 +45,9 @@ def copy_from(
 ) -> None:
     """Copy run i from `starts[i]` of source `source_of_run[i]` to `goals[i]` of `target` (int64 [n] each).
 
-    All are CPU tensors of one dtype and entry shape; `target` is contiguous. Runs must not overlap in `target`. They
-    are copied in order; ascending goals are fastest, because memory is allocated page by page at the first write.
+    Run i has `lengths[i]` entries. Sources and target are CPU tensors of one dtype and entry shape, and the target is
+    contiguous. Runs must not overlap in the target. They are copied in order; ascending goals are fastest, because
+    memory is allocated page by page at the first write.
 
     Raises:
         IndexError: a run is outside of its column.

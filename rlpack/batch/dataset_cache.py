@@ -16,9 +16,7 @@ _MAX_BLOCK_FACTOR = 4
 
 
 class ByteBudget:
-    """The bytes of a store that several dataset caches may use together.
-
-    The rest is for the batches of a step.
+    """The bytes of a store that several dataset caches may use together, leaving the rest to the steps' batches.
 
     Attributes:
         remaining: bytes that are not used yet.

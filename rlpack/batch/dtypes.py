@@ -1,7 +1,7 @@
 """Index and convert tensors of dtypes that torch or NumPy supports only in part.
 
-They are viewed as integers of the same size. Columns are moved and never computed with, so operations on their bits
-are exact.
+Such tensors are viewed as integers of the same size. Columns are moved and never computed with, so operations on their
+bits are exact.
 """
 
 import torch

@@ -217,9 +217,7 @@ class Ragged:
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def select(self, rows: Rows) -> "Ragged":
-        """Return the given rows in the given order, which may repeat.
-
-        Consecutive rows are a view.
+        """Return the given rows in the given order; rows may repeat, and consecutive ones are a view.
 
         Raises:
             DataError: a row does not exist.
@@ -232,10 +230,7 @@ class Ragged:
         return self.gather(positions, self.lengths[positions])
 
     def gather(self, rows: Tensor, lengths: Tensor) -> "Ragged":
-        """Return the first `lengths[i]` tokens of row `rows[i]`, int64 [n] each.
-
-        Lengths must not exceed those of the rows.
-        """
+        """Return the first `lengths[i]` tokens of row `rows[i]`, int64 [n] each; no length may exceed its row's."""
         if can_copy(self.values):
             values = new_values(self.values, int(lengths.sum()))
             copy_runs(self.values, values, self.offsets[:-1][rows], lengths.cumsum(0) - lengths, lengths)
@@ -286,9 +281,7 @@ class Ragged:
         return Ragged(put_entries(padded, spans(lengths.cumsum(0) - lengths, copied), tokens), lengths)
 
     def to_padded(self, pad_value: float = 0, length: int | None = None) -> Tensor:
-        """Return the rows padded at the end with `pad_value`, [B, L, ...].
-
-        L is `length`, or the longest row.
+        """Return the rows padded at the end with `pad_value`, [B, L, ...]; L is `length`, or the longest row's.
 
         >>> Ragged.from_rows([[1, 2], [3]], torch.int64).to_padded(-1)
         tensor([[ 1,  2],

@@ -65,7 +65,7 @@ def plan_by_batch_size(
 ) -> MicrobatchPlan:
     """Return a plan in which every `batch_size` rows are one optimizer step over `shards` ranks.
 
-    Without packing and dynamic batching, a rank's rows of a step are one microbatch.
+    If neither packing nor dynamic batching is requested, a rank's rows of a step are one microbatch.
     """
     batching = exclusive_batching(sequence_packing, dynamic_batching)
     if batching is None:
@@ -77,7 +77,7 @@ def plan_by_batch_size(
 def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
     """Return the layout of a microbatch of `length` slots, with rows of `lengths` tokens in order.
 
-    Without rows it is a dummy and has the size of one, whatever the plan's length.
+    A microbatch without rows is a dummy: its layout is as small as possible, whatever length the plan gave it.
     """
     if not lengths.size:
         length = min(length, max(batching.pad_to_multiple, batching.length_multiple))
@@ -89,9 +89,9 @@ def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
 def truncated_lengths(
     columns: Mapping[str, Column], plan: RankPlan, counts: np.ndarray, lengths_from: str
 ) -> dict[str, Tensor]:
-    """Return the lengths, int64 [n], to which a plan cuts ragged columns.
+    """Return the lengths, int64 [n], to which a plan cuts ragged columns, by column; empty if it cuts none.
 
-    Empty if it cuts none. All columns with the lengths of `lengths_from` (whose `counts` are int64 [B]) are cut.
+    All columns with the lengths of `lengths_from` (whose `counts` are int64 [B]) are cut.
 
     Raises:
         DataError: a row has fewer tokens than in the plan.
@@ -141,9 +141,9 @@ def restored_positions(
 def pad_truncated(
     columns: Mapping[str, Column], plan: MicrobatchPlan, positions: np.ndarray, counts: Tensor
 ) -> dict[str, Column]:
-    """Return the columns, zero-padding to `counts` tokens (int64 [B]) those that have the plan's lengths.
+    """Return the columns, with those of the plan's lengths zero-padded to `counts` tokens, int64 [B].
 
-    A column has them if each row at `positions` is exactly as long as in the plan.
+    A column has the plan's lengths if each row at `positions` is exactly as long as in the plan.
     """
     padded = dict(columns)
     for name, column in columns.items():

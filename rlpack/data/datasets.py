@@ -1,6 +1,6 @@
 """Load prompts from the built-in generator, files or the Hugging Face Hub.
 
-Each reader yields rows with their place (`file:line`, or `name, row k`), which errors name; `load_prompts` checks them.
+A reader yields each row with its place (`file:line`, or `name, row k`), which errors name; `load_prompts` checks rows.
 """
 
 import difflib

@@ -19,7 +19,7 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     r"""Return a tokenizer with one token for each character of `alphabet`, after `<pad>`, `<eos>` and `<unk>`.
 
-    It is saved and loaded like any transformers tokenizer.
+    The tokenizer is saved and loaded like any other of transformers.
 
     >>> tokenizer = character_tokenizer("ab\n")
     >>> tokenizer.encode("ba\n"), tokenizer.decode([4, 3, 5]), tokenizer.eos_token_id
@@ -145,10 +145,7 @@ def _encode_texts(
     add_special_tokens: bool,
     literal: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each text.
-
-    With `literal`, special tokens in it become plain characters.
-    """
+    """Return the token ids of each text; with `literal`, special tokens in a text become plain characters."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(

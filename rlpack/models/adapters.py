@@ -112,8 +112,8 @@ def is_adapter_dropout(name: str) -> bool:
 def dropout_seed(settings: Lora, device: torch.device, *numbers: int) -> Iterator[None]:
     """Seed the adapters' dropout by `numbers` inside the context; do nothing without dropout.
 
-    So dropout depends only on the run's seed and the microbatch's position in the run. The process's random state is
-    restored.
+    Dropout then depends only on the run's seed and the microbatch's position in the run. The process's random state is
+    restored on exit.
     """
     if settings.rank == 0 or settings.dropout == 0:
         yield

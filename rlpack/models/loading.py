@@ -263,7 +263,7 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
 def _without_adapter_lookup(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments, with adapter lookup offline if they are offline.
 
-    With peft installed, transformers looks for adapters on the hub regardless of `local_files_only`.
+    If peft is installed, transformers looks for adapters on the hub regardless of `local_files_only`.
     """
     return arguments | ({"adapter_kwargs": {"local_files_only": True}} if arguments.get("local_files_only") else {})
 

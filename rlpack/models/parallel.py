@@ -34,9 +34,7 @@ def shard_model(
     precision: Literal["fp32", "bf16"] = "fp32",
     reshard_after_forward: bool = True,
 ) -> None:
-    """Shard a model over a mesh in place.
-
-    Each decoder layer is sharded by itself, the rest with the root.
+    """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
 
     All ranks must hold the same weights. Build the optimizer afterwards, from `policy.parameters()`.
 

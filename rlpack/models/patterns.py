@@ -38,10 +38,7 @@ def match_patterns(patterns: Sequence[str], names: Iterable[str], key: str) -> s
 
 
 def _nearest(pattern: str, names: list[str]) -> list[str]:
-    """Return the names most similar to a pattern, one per kind of layer.
-
-    Without a similar name, return the first ones.
-    """
+    """Return the names most similar to a pattern, one per kind of layer; the first names if none is similar."""
     kinds = {re.sub(r"\d+", "0", name): name for name in reversed(names)}
     plain = re.sub(r"\d+|\[[^]]*\]", "0", pattern).strip("*.")
     parts = {part: name for kind, name in kinds.items() for part in (kind, *kind.split("."))}

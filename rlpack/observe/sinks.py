@@ -129,10 +129,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard event files.
-
-    Each phase is a separate TensorBoard run, and tags are metric names.
-    """
+    """Writes TensorBoard event files: a TensorBoard run for each phase, with metric names as tags."""
 
     def __init__(self, folder: Path, *, resume: ResumePoint | None = None) -> None:
         """Write event files into `folder`; with `resume`, TensorBoard hides records after that point."""
@@ -161,10 +158,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes a Weights & Biases run.
-
-    Each phase has its own step axis, `<phase>/step`.
-    """
+    """Writes a Weights & Biases run with a step axis for each phase, `<phase>/step`."""
 
     def __init__(
         self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, config: Mapping[str, Any]

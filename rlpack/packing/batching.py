@@ -1,6 +1,6 @@
 """Batching: how one role turns its rows into microbatches.
 
-It is the `batching` section of the configuration, and an argument of `make_plan`.
+`Batching` is both the `batching` section of the configuration and an argument of `make_plan`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -82,17 +82,11 @@ class Batching:
 
     @property
     def alignment(self) -> int:
-        """Multiple that slots are rounded up to.
-
-        It is also the smallest length of a microbatch, and the length of a dummy one.
-        """
+        """Multiple that slots are rounded up to, and the padded length of a dummy microbatch."""
         return self.pad_to_multiple if self.mode == "packed" else self.length_multiple
 
     def slots_of(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the slots of each row, its aligned length, int64 [B].
-
-        A padded row takes at least one alignment.
-        """
+        """Return the slots of each row, int64 [B]: its aligned length, in padded modes at least one alignment."""
         slots = align(lengths, self.alignment)
         return slots if self.mode == "packed" else np.maximum(slots, self.alignment)
 

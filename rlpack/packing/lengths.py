@@ -74,9 +74,7 @@ def check_integers(values: Integers, name: str) -> np.ndarray:
 
 
 def to_list_or_array(values: Any, name: str) -> list[Any] | np.ndarray:
-    """Return `values` as a list, or as an array [B].
-
-    An array or a tensor becomes an array of one dtype.
+    """Return `values` as a list; an array, a series or a tensor becomes an array [B] of one dtype.
 
     Raises:
         PackingError: they are neither one-dimensional nor iterable.

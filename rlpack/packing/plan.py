@@ -31,9 +31,7 @@ class Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's part of a plan.
-
-    It is small enough to travel with the rank's shard.
+    """One rank's part of a plan, small enough to travel with the rank's shard.
 
     Attributes:
         batching: the mode, the budget and the alignments.
@@ -61,9 +59,7 @@ class RankPlan:
         return self.step_bounds.size - 1
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Return the microbatches of an optimizer step.
-
-        Their rows index this rank's `rows`.
+        """Return the microbatches of an optimizer step; their `rows` index this rank's `rows`.
 
         Raises:
             PackingError: there is no such step.
@@ -157,9 +153,7 @@ class MicrobatchPlan:
         )
 
     def microbatches(self, rank: int, step: int) -> list[Microbatch]:
-        """Return the microbatches of an optimizer step on one rank.
-
-        Their rows index the batch.
+        """Return the microbatches of an optimizer step on one rank; their `rows` index the batch.
 
         Raises:
             PackingError: there is no such rank or step.

@@ -8,7 +8,7 @@ each makes one exchange with one of the bins furthest below theirs:
 - or one item for two, which take about as many slots and, attention being quadratic, cost less.
 
 1. Every exchange reduces the sum of squared distances from the goals.
-2. No bin passes the capacity, and no bin becomes empty.
+2. No bin exceeds the capacity, and no bin becomes empty.
 
 `tests/unit/packing/test_rebalance.py` asserts the second, and that a step never becomes longer.
 """
@@ -35,10 +35,7 @@ _PAIRS = 2**11
 
 
 class _Exchange(NamedTuple):
-    """An exchange of items between two bins.
-
-    Items are positions among the members of their bins; -1 is none.
-    """
+    """An exchange of items, which are positions among the members of their bins; -1 is none."""
 
     gain: float
     receiver: int
@@ -48,10 +45,7 @@ class _Exchange(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Two bins that may exchange items.
-
-    The donor is `gap` further above its goal than the receiver.
-    """
+    """Two bins that may exchange items; the donor's excess over its goal is `gap` more than the receiver's."""
 
     donor: int
     receiver: int
@@ -60,10 +54,7 @@ class _Pair(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """The items of each bin, cheapest first.
-
-    They are in one array with room to grow.
-    """
+    """The items of each bin, cheapest first, in one array with room to grow."""
 
     items: np.ndarray
     start: np.ndarray
@@ -143,9 +134,7 @@ def _labels(members: _Members, size: int) -> np.ndarray:
 
 
 def _goals(members: _Members, costs: np.ndarray, loads: np.ndarray, by_cost: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the goal of each bin, int64 [K].
-
-    It is the cost of its index's costliest item, or the mean of the index if that is higher.
+    """Return the goal of each bin, int64 [K]: the larger of its index's mean and its index's costliest item.
 
     No exchange makes an index cheaper than its costliest item. Filling its bins up to that cost is free and unloads the
     other indices. `by_cost` has the bins, costliest first.
@@ -177,9 +166,7 @@ def _sweep(
     targets: tuple[np.ndarray, np.ndarray],
     limits: tuple[int, int],
 ) -> tuple[int, int]:
-    """Let each bin above its goal make its best exchange.
-
-    The bin furthest above its goal comes first.
+    """Let each bin above its goal make its best exchange, the bin furthest above its goal first.
 
     `targets` are the goals, and the bins by decreasing excess over them; `limits` are the slots of a bin, and the
     number of exchanges to try. Members, used slots and loads are updated in place.
@@ -219,9 +206,7 @@ def _sweep(
 def _one_for_one(
     members: _Members, slots: np.ndarray, costs: np.ndarray, used: np.ndarray, pair: _Pair, best: _Exchange
 ) -> _Exchange:
-    """Return the best exchange of one item for at most one.
-
-    That is `best` if no other is better.
+    """Return the best exchange of one item for at most one, or `best` if none is better.
 
     Moving a cost of d over a gap of g reduces the sum of squares by 2·d·(g − d), which is largest at d = g / 2.
     """
@@ -251,7 +236,7 @@ def _one_for_one(
 def _one_for_two(
     members: _Members, slots: np.ndarray, costs: np.ndarray, used: np.ndarray, pair: _Pair, best: _Exchange
 ) -> _Exchange:
-    """Return the best exchange of one item for two, or `best`."""
+    """Return the best exchange of one item for two, or `best` if none is better."""
     ours, theirs = members.start[pair.donor], members.start[pair.receiver]
     our_count, their_count = members.sizes[pair.donor], members.sizes[pair.receiver]
     if ours + our_count >= members.start[pair.donor + 1]:
@@ -301,10 +286,7 @@ def _exchange(
 
 @compiled
 def _remove(members: _Members, label: int, position: int) -> int:
-    """Remove and return the member at a position of a bin.
-
-    Returns -1 if the position is -1.
-    """
+    """Remove and return the member at a position of a bin; return -1 for position -1."""
     if position < 0:
         return -1
     first, last = members.start[label] + position, members.start[label] + members.sizes[label] - 1

@@ -123,7 +123,7 @@ def _check_steps(request: PlanRequest, groups: np.ndarray, item: np.ndarray) -> 
 def _split_groups(request: PlanRequest, rows: RowSets, item: np.ndarray) -> tuple[np.ndarray, int]:
     """Split each group above the budget into as few items as possible.
 
-    Its rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
+    Rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
     as a whole.
 
     Returns:
@@ -155,10 +155,7 @@ def _is_above_limits(request: PlanRequest, groups: RowSets) -> np.ndarray:
 
 
 def _check_items(rows: Rows) -> None:
-    """Raise a `PackingError` for an item that no microbatch can hold.
-
-    Items that are dropped or get their own microbatch are allowed.
-    """
+    """Raise a `PackingError` for an item that no microbatch can hold, unless it is dropped or gets its own."""
     request, batching = rows.request, rows.request.batching
     if batching.mode == "fixed" and request.groups is not None:
         counts = np.where(rows.dropped_items, 0, rows.items.counts)

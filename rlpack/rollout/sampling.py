@@ -20,10 +20,12 @@ _MAX_ENTRIES = 1 << 24
 
 
 def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
-    """Return one number in [0, 1) per seed, float64 [B]: entry `position` of its stream.
+    """Return one number in [0, 1) per seed, float64 [B]: entry `position` of the seed's stream.
 
-    SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195): the mixed counter seed + position · γ. Seeds
-    have to be hashes themselves, because streams whose seeds differ by a small multiple of γ overlap.
+    The streams are those of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195). Its state starts at
+    the seed and grows by the constant γ before each number, so the state of entry `position`, counted from 0, is
+    seed + (position + 1)·γ modulo 2^64; mixing the state's bits gives the number. Seeds have to be hashes themselves:
+    streams whose seeds differ by a small multiple of γ overlap.
 
     >>> float(uniforms(np.array([7], dtype=np.uint64), 0)[0]) == float(uniforms(np.array([9, 7]), 0)[1])
     True

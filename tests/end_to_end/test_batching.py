@@ -54,4 +54,4 @@ def test_the_supervised_losses_are_equal_up_to_rounding(other, uninterrupted):
 def test_packing_wastes_less_than_padding(other, uninterrupted):
     waste = curve(other.run_dir, "packing/waste_ratio"), curve(uninterrupted.run_dir, "packing/waste_ratio")
     assert min(waste[0]) >= 0
-    assert max(waste[1]) <= 0.02  # fillers alone
+    assert max(waste[1]) <= 0.02  # dummy microbatches alone

@@ -1,9 +1,10 @@
 """The packing picture: how the token slots of a step are used, for several plans of the same lengths.
 
-Each rank is a row, and time runs to the right in token slots. A microbatch is a box whose area is its number of slots:
-in the padded modes a matrix with one line per sequence, in packed mode one line of concatenated sequences. Each
-sequence has one color in all plans, padding is gray, and hatching marks a rank that waits for a slower one, since all
-ranks synchronize at every microbatch. All plans share one scale, so a shorter bar is a shorter step.
+A row of the picture is a rank, and time runs to the right in token slots. A microbatch is a box whose area is its
+number of slots: in the padded modes a matrix with one line per sequence, in packed mode one line of concatenated
+sequences. Each sequence has one color in all plans, padding is gray, and hatching marks a rank that waits for a
+slower one, since all ranks synchronize at every microbatch. All plans share one scale, so a shorter bar is a shorter
+step.
 """
 
 from collections.abc import Iterator, Mapping

@@ -98,7 +98,7 @@ class PlanRecord:
     def plan(self, mode: Mode | None = None) -> MicrobatchPlan:
         """Return the plan of these lengths, optionally in another mode.
 
-        Each sequence over the token budget gets a separate microbatch, so that a comparison never fails on it.
+        Sequences over the token budget get separate microbatches, so that a comparison never fails on them.
         """
         batching = replace(self.batching, mode=mode or self.batching.mode, overlong="own_microbatch")
         lengths = np.asarray(self.lengths, dtype=np.int64)
@@ -107,10 +107,7 @@ class PlanRecord:
         )
 
     def comparison(self) -> dict[str, MicrobatchPlan]:
-        """Return plans of the same lengths by title.
-
-        They are padded in arrival order, batched as in the run, and packed.
-        """
+        """Return plans of the same lengths by title: padded in arrival order, batched as in the run, and packed."""
         modes: list[Mode] = ["fixed", "dynamic", "packed"] if self.batching.mode == "dynamic" else ["fixed", "packed"]
         if self.batching.mode == "fixed" and self.batching.max_tokens is None:
             modes = ["fixed"]

@@ -13,10 +13,7 @@ from rlpack.packing.algorithms.jit import compiled
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, by best-fit, int64 [B].
-
-    Rows are packed in order, and bins count in order of opening.
-    """
+    """Return the bin of each row, by best-fit in order, int64 [B]; bins are numbered in order of opening."""
     words = [-(-(capacity + 1) // 64)]
     while words[-1] > 1:
         words.append(-(-words[-1] // 64))
@@ -26,10 +23,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def _best_fit(sizes: np.ndarray, capacity: int, bits: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the bin of each row.
-
-    `bits` concatenates all levels; level l starts at `starts[l]`.
-    """
+    """Return the bin of each row; `bits` concatenates all levels, of which level l starts at `starts[l]`."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     first = np.zeros(capacity + 1, dtype=np.int32)  # number of the bucket's first bin, plus one; 0 is none
     after = np.zeros(sizes.size + 2, dtype=np.int32)
@@ -72,19 +66,13 @@ def _next_filled(bits: np.ndarray, starts: np.ndarray, bucket: int) -> int:
 
 @compiled
 def _lowest(marks: int) -> int:
-    """Return the position of the lowest set bit.
-
-    A power of two is exact as a float.
-    """
+    """Return the position of the lowest set bit, from a power of two, which is exact as a float."""
     return math.frexp(float(marks & (~marks + np.uint64(1))))[1] - 1
 
 
 @compiled
 def _mark(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
-    """Set a bucket's bit, and the bits above if necessary.
-
-    The bit above is set if this one is the first of its word.
-    """
+    """Set a bucket's bit, and the bit above it if it is the first of its word, and so on."""
     at = bucket
     for level in range(starts.size - 1):
         word = starts[level] + (at >> 6)
@@ -97,10 +85,7 @@ def _mark(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
 
 @compiled
 def _clear(bits: np.ndarray, starts: np.ndarray, bucket: int) -> None:
-    """Clear a bucket's bit, and the bits above if necessary.
-
-    The bit above is cleared if this one was the last of its word.
-    """
+    """Clear a bucket's bit, and the bit above it if it was the last of its word, and so on."""
     at = bucket
     for level in range(starts.size - 1):
         word = starts[level] + (at >> 6)

@@ -52,9 +52,9 @@ def partition_sorted(counts: np.ndarray, widths: np.ndarray, parts: int, capacit
 
 
 def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
-    """Return a path of `parts` parts of least cost.
+    """Return a path of `parts` parts of least cost: the start of `many` joined to the end of `few`.
 
-    It starts like `many` and ends like `few`, which have least cost too.
+    Both paths have least cost at the same price per part.
     """
     ahead = parts - (few.size - 1)
     for at in range(few.size - 1):
@@ -65,10 +65,7 @@ def _between(few: np.ndarray, many: np.ndarray, parts: int) -> np.ndarray:
 
 @compiled
 def _path(starts: np.ndarray) -> np.ndarray:
-    """Return the bounds of the parts, given each end's best start.
-
-    They go from 0 to the number of items.
-    """
+    """Return the bounds of the parts, from 0 to the number of items, given the best start of each end."""
     size = starts.size - 1
     count, at = 0, size
     while at > 0:
@@ -84,10 +81,10 @@ def _path(starts: np.ndarray) -> np.ndarray:
 
 @compiled
 def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, fewest: bool) -> np.ndarray:
-    """Return the best start of each end, int64 [I + 1].
+    """Return the start of the last part on the cheapest path to each end, int64 [I + 1].
 
-    That is the start of the last part on the cheapest path to the end. A part costs its slots plus `price`; ties go to
-    the path with the fewest parts, or with the most. The queue holds starts, and the first end for which each is best.
+    A part costs its slots plus `price`. Ties go to the path with the fewest parts, or without `fewest` to that with the
+    most. The queue holds starts, and the first end for which each is best.
     """
     size = widths.size
     costs, parts = np.zeros(size + 1, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
@@ -129,11 +126,10 @@ def _starts(rows: np.ndarray, widths: np.ndarray, price: int, capacity: int, few
 def _wins(
     rows: np.ndarray, widths: np.ndarray, start: int, other: int, end: int, gap: int, tie: bool, capacity: int
 ) -> bool:
-    """Return whether the later of two starts is better for an end.
+    """Return whether start `start` is better for an end than the earlier start `other`.
 
-    If the earlier one is over the budget, it always is.
-
-    `gap` is the extra cost of the path to it, `tie` whether it wins at equal cost.
+    The later start always wins if the part from the earlier one is over the budget. `gap` is how much more the path to
+    the later start costs, and `tie` whether the later start wins at equal cost.
     """
     if end <= start:
         return False

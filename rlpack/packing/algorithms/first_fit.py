@@ -1,6 +1,6 @@
 """Modified first-fit decreasing (MFFD): Johnson and Garey, "A 71/60 theorem for bin packing", J. Complexity 1, 1985.
 
-With a capacity of 1, a large row takes more than 1/2, a medium one more than 1/3, a small one more than 1/6.
+At a capacity of 1, a large row takes more than 1/2, a medium one more than 1/3, a small one more than 1/6.
 
 1. Sort the rows by decreasing size into large, medium, small and tiny ones.
 2. Give each large row a bin, in order; the last bin has the most room.
@@ -35,9 +35,7 @@ def modified_first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int) -> int:
-    """Return the longest unplaced row that fits, from `first` on.
-
-    That is the number of rows if none fits into `room`.
+    """Return the longest unplaced row from `first` on that fits into `room`, or the number of rows if none does.
 
     `skip` leads from a placed row towards the next unplaced one: a disjoint-set forest with path halving.
     """
@@ -52,7 +50,7 @@ def _longest_left(ascending: np.ndarray, skip: np.ndarray, room: int, first: int
 def _add_medium(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Run phase 3; `bounds` are those of the medium rows."""
+    """Run step 3 of the module's list; `bounds` are those of the medium rows."""
     first, stop = bounds
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], first)
@@ -65,7 +63,7 @@ def _add_medium(
 def _add_two_small(
     ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray, bounds: tuple[int, int]
 ) -> None:
-    """Run phase 4; `bounds` are those of the small rows.
+    """Run step 4 of the module's list; `bounds` are those of the small rows.
 
     A bin with a medium row has no room for a small one: 1/2 + 1/3 + 1/6 = 1.
     """
@@ -88,7 +86,7 @@ def _add_two_small(
 
 @compiled
 def _fill_up(ascending: np.ndarray, labels: np.ndarray, skip: np.ndarray, room: np.ndarray) -> None:
-    """Run phase 5."""
+    """Run step 5 of the module's list."""
     for label in range(room.size):
         row = _longest_left(ascending, skip, room[label], 0)
         while row < labels.size:

@@ -21,9 +21,7 @@ def halve_costliest(
     costs: np.ndarray,
     packed: bool,
 ) -> np.ndarray:
-    """Halve the costliest bin until there are `count`; return the labels.
-
-    It stops early if no bin of several items is left.
+    """Halve the costliest bin until there are `count` or no bin of several items is left; return the labels.
 
     Args:
         labels: bin of each item, int64 [I].
@@ -71,9 +69,7 @@ def _cost_of(members: np.ndarray, counts: np.ndarray, costs: np.ndarray, packed:
 
 @compiled
 def _halve(members: np.ndarray, costs: np.ndarray) -> int:
-    """Reorder packed members into two parts of similar cost.
-
-    Returns the size of the first part, at least 1.
+    """Reorder packed members into two parts of similar cost; return the size of the first, at least 1.
 
     Members come costliest first, and each goes to the cheaper part. One that costs nothing, or that finds both parts
     equal, goes to the part with fewer members: if all members without cost were in one part, it would have to be halved
@@ -99,9 +95,9 @@ def _halve(members: np.ndarray, costs: np.ndarray) -> int:
 
 @compiled
 def _halve_in_order(members: np.ndarray, counts: np.ndarray, costs: np.ndarray) -> int:
-    """Return where to cut padded members into two parts.
+    """Return the size of the first part if padded members are cut where the costlier part costs least.
 
-    That is the size of the first part for which the costlier part costs least; ties go to the middlemost cut.
+    Ties go to the cut nearest to the middle.
     """
     total = members.size
     behind = np.zeros(total, dtype=np.int64)

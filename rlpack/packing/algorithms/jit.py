@@ -1,6 +1,6 @@
 """Compile inner loops with Numba, or run them in Python if Numba is missing.
 
-The result is the same either way. Importing this module does not import Numba.
+The result is the same with and without Numba. Importing this module does not import Numba.
 """
 
 import os

@@ -12,10 +12,7 @@ from rlpack.packing.algorithms.jit import compiled
 
 @compiled
 def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, by next-fit.
-
-    That is the last bin, or a new one if the last has no room.
-    """
+    """Return the bin of each row by next-fit: the last bin, or a new one if the last has no room."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     label, used = 0, 0
     for row in range(sizes.size):
@@ -29,10 +26,7 @@ def next_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 @compiled
 def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, by first-fit in `order`.
-
-    The first bin with room is found in a max-tree of free room.
-    """
+    """Return the bin of each row, by first-fit in `order`, from a max-tree of the bins' free room."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     leaves = 1
     while leaves < order.size:
@@ -56,7 +50,7 @@ def first_fit(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray
 
 @compiled
 def spread(slots: np.ndarray, costs: np.ndarray, count: int, capacity: int) -> np.ndarray:
-    """Return the bin of each row, the cheapest with room.
+    """Return the bin of each row: the cheapest with room.
 
     Rows are placed in order; all rows from the first that fits nowhere get −1. A bin without room for a row is set
     aside, in a heap by free room, until a row fits into it.
@@ -106,12 +100,10 @@ def chunk(counts: np.ndarray, widths: np.ndarray, costs: np.ndarray, limits: tup
 
 @compiled
 def deal(slots: np.ndarray) -> np.ndarray:
-    """Return the rank of each microbatch, int64 [indices, ranks].
+    """Return the rank of each microbatch, int64 [indices, ranks]; every rank gets one microbatch of each index.
 
-    Every rank gets one microbatch of each index.
-
-    Indices are rank_of by decreasing spread of their `slots`, int64 [indices, ranks]; at each, the microbatch with the
-    most slots goes to the rank with the fewest slots so far.
+    Indices are dealt by decreasing spread of their `slots`, int64 [indices, ranks]. At each index, the microbatch with
+    the most slots goes to the rank with the fewest slots so far.
     """
     indices, ranks = slots.shape
     rank_of = np.zeros((indices, ranks), dtype=np.int64)

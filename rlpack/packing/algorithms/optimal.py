@@ -4,7 +4,7 @@
    depth-first search over the remaining sizes (the minimum bin slack heuristic of Gupta and Ho, Production Planning and
    Control 10, 1999). A completion is repeated as often as its sizes last. The start of the search (the largest sizes,
    a half or a third of the room) determines which sizes remain at the end, so all three are tried.
-2. While that saves bins: empty the bins with room and some of the full ones, and fill them again.
+2. As long as this saves bins: empty the bins with room and some of the full ones, and fill them again.
 
 Work is counted in rows tried, never in seconds, so that a plan is the same on every machine. For some ten thousand rows
 the limit is about half a second on one core; it is checked between fillings, which take longer with more rows. The
@@ -42,9 +42,7 @@ class _Stock(NamedTuple):
 
 
 def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -> tuple[np.ndarray, bool]:
-    """Search for fewer bins.
-
-    Returns the labels, and whether the search hit its limit with more than `fewest` bins.
+    """Search for fewer bins; return the labels, and whether it hit its limit above `fewest` bins.
 
     Args:
         labels: bin of each row, int64 [B].
@@ -78,10 +76,7 @@ def improve(labels: np.ndarray, sizes: np.ndarray, capacity: int, fewest: int) -
 
 
 def _opened(labels: np.ndarray, sizes: np.ndarray, capacity: int, seed: int) -> np.ndarray:
-    """Return which bins to empty, bool [K].
-
-    Those are all with room, and one to three times as many full ones.
-    """
+    """Return which bins to empty, bool [K]: all with room, and one to three times as many full ones."""
     used = np.bincount(labels, weights=sizes)
     opened = (capacity - used) * _FULL >= capacity
     full = np.flatnonzero(~opened)
@@ -91,10 +86,7 @@ def _opened(labels: np.ndarray, sizes: np.ndarray, capacity: int, seed: int) -> 
 
 
 def _filled(sizes: np.ndarray, capacity: int, split: int) -> tuple[np.ndarray, int]:
-    """Fill bins one by one.
-
-    Returns the bin of each row, and the number of rows tried.
-    """
+    """Fill bins one by one; return the bin of each row, and the number of rows tried."""
     distinct, counts = np.unique(sizes, return_counts=True)
     stock = _Stock(distinct, counts.astype(np.int64), np.arange(distinct.size + 1))
     size_of, bin_of = np.zeros((2, sizes.size), dtype=np.int64)
@@ -108,7 +100,7 @@ def _filled(sizes: np.ndarray, capacity: int, split: int) -> tuple[np.ndarray, i
 def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of: np.ndarray) -> int:
     """Pack all rows; return the number of rows tried.
 
-    Writes the size (its index) and bin of each row, in the order of packing.
+    The size (its index) and the bin of each row are written into `size_of` and `bin_of`, in the order of packing.
     """
     chosen = np.zeros(size_of.size, dtype=np.int64)
     placed, label, tried, smallest = 0, 0, 0, 0
@@ -137,9 +129,10 @@ def _fill(stock: _Stock, capacity: int, split: int, size_of: np.ndarray, bin_of:
 
 @compiled
 def _highest(stock: _Stock, at: int, forget: bool) -> int:
-    """Return the highest remaining size up to the `at`-th, or 0.
+    """Return the number, from 1, of the highest remaining size up to the `at`-th; 0 if there is none.
 
-    With `forget`, sizes without rows are skipped permanently; a search, which returns its rows, does not forget.
+    If `forget` is set, sizes without rows are skipped by all later calls too. A search puts its rows back, so it does
+    not set it.
     """
     while at > 0:
         while stock.below[at] != at:
@@ -167,10 +160,7 @@ def _times(stock: _Stock, pattern: np.ndarray) -> int:
 
 @compiled
 def _complete(stock: _Stock, room: int, spare: int, split: int, best: np.ndarray) -> tuple[int, int]:
-    """Write sizes that leave the least of `room` into `best`.
-
-    Returns their number, and the number of rows tried.
-    """
+    """Write the sizes that leave the least of `room` into `best`; return their number and the rows tried."""
     path = np.zeros(room // stock.sizes[0] + 1, dtype=np.int64)
     depth, count, least, tried, leaf = 0, 0, room, 0, False
     first = min(stock.sizes.size, np.searchsorted(stock.sizes, room // split) + 1)

@@ -55,11 +55,9 @@ def pack(
 
 
 def pack_labels(sizes: np.ndarray, capacity: int, algorithm: str, *, seed: int = 0) -> np.ndarray:
-    """Return the bin of each row, int64 [B].
+    """Return the bin of each row, int64 [B]; bins are numbered from 0 without gaps.
 
-    Bins count from 0 without gaps.
-
-    `sizes`, int64 [B], are not checked.
+    The sizes, int64 [B], are not checked.
 
     Raises:
         PackingError: the algorithm is unknown.
@@ -87,9 +85,10 @@ def bins_of(labels: np.ndarray, count: int | None = None) -> list[np.ndarray]:
 def lower_bound(lengths: Integers, capacity: int) -> int:
     """Return a lower bound on the number of bins.
 
-    The larger of ceil(Σ lengths / capacity) and Martello and Toth's L2 ("Lower bounds and reduction procedures for the
-    bin packing problem", Discrete Applied Mathematics 28, 1990): for a threshold a, rows over capacity − a have
-    a bin to themselves, no two rows over half share one, and rows of at least a fill the room that those leave.
+    The bound is the larger of ceil(Σ lengths / capacity) and L2 of Martello and Toth ("Lower bounds and reduction
+    procedures for the bin packing problem", Discrete Applied Mathematics 28, 1990): for a threshold a, rows over
+    capacity − a have a bin to themselves, no two rows over half the capacity share one, and rows of at least a fill the
+    room that those leave.
 
     >>> lower_bound([6, 6, 6], capacity=10)
     3
@@ -104,10 +103,7 @@ def lower_bound(lengths: Integers, capacity: int) -> int:
 
 
 def fewest_bins(sizes: np.ndarray, room: int) -> int:
-    """Return `lower_bound` of sizes, int64 [B], that all fit.
-
-    Unlike lengths, sizes may be sums above the limit of a length.
-    """
+    """Return `lower_bound` of sizes, int64 [B], that all fit; sizes may exceed the limit of a length."""
     if sizes.size == 0:
         return 0
     ascending = np.sort(sizes)
@@ -155,10 +151,7 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, seed: int) -> np.ndar
 
 
 def best_fit_sorted(sizes: np.ndarray, order: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each row, by best-fit in `order`.
-
-    Bins are kept in a list sorted by free room.
-    """
+    """Return the bin of each row, by best-fit in `order`, from a list of bins sorted by free room."""
     labels = np.zeros(sizes.size, dtype=np.int64)
     free: list[tuple[int, int]] = []
     count = 0

@@ -67,10 +67,7 @@ def check_weights(weights: Integers) -> np.ndarray:
 
 
 def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndarray:
-    """Return the part of each row, for integer costs, int64 [B].
-
-    Parts count in the order of their first rows.
-    """
+    """Return the part of each row, for integer costs, int64 [B]; parts are numbered by their first rows."""
     if weights.size == 0:
         return np.zeros(0, dtype=np.int64)
     if not equal_size and weights.size * k > _DIFFERENCING_LIMIT:
@@ -84,10 +81,7 @@ def balance(weights: np.ndarray, k: int, *, equal_size: bool = False) -> np.ndar
 
 
 def _largest_first(weights: np.ndarray, k: int) -> np.ndarray:
-    """Return the part of each row, largest first, int64 [B].
-
-    Each row goes to the lightest part, heaviest rows first; then parts are rebalanced.
-    """
+    """Return the part of each row, int64 [B]: the lightest, heaviest rows first; parts are then rebalanced."""
     order, slots = decreasing(weights), np.zeros_like(weights)
     parts = np.empty_like(weights)
     parts[order] = kernels.spread(slots, weights[order], k, UNLIMITED)
@@ -140,10 +134,7 @@ def _differencing(weights: np.ndarray, order: np.ndarray, k: int, block: int) ->
 
 @compiled
 def _link(parts: np.ndarray, k: int, sums: np.ndarray, next_part: np.ndarray) -> None:
-    """Link `parts`, heaviest first, to a state.
-
-    If there are k of them, their sums become relative to the lightest.
-    """
+    """Link `parts`, heaviest first, to a state; if there are k, make their sums relative to the lightest."""
     lightest = sums[parts[-1]] if parts.size == k else 0
     for at in range(parts.size):
         sums[parts[at]] -= lightest

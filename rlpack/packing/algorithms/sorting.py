@@ -47,8 +47,8 @@ def by_first_row(labels: np.ndarray) -> np.ndarray:
 def shuffled(count: int, seed: int) -> np.ndarray:
     """Return a permutation of `count` rows that depends on `seed` alone.
 
-    It is the same on every machine and NumPy release: rows are sorted by SplitMix64 (Steele, Lea and Flood, OOPSLA
-    2014) of seed and row.
+    The permutation is the same on every machine and NumPy release: rows are sorted by SplitMix64 (Steele, Lea and
+    Flood, OOPSLA 2014) of seed and row.
     """
     mask = 0xFFFFFFFFFFFFFFFF
     key = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & mask)

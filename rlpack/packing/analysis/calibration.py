@@ -1,6 +1,6 @@
 """Calibration: fit the cost model to the measured steps of a run.
 
-Step time = seconds per slot, per squared slot and per microbatch, by non-negative least squares.
+The step time is a sum of seconds per slot, per squared slot and per microbatch, fitted by non-negative least squares.
 """
 
 from dataclasses import dataclass
@@ -33,10 +33,7 @@ class Calibration:
 
     @property
     def cost(self) -> Cost:
-        """Cost of a sequence's forward pass in seconds.
-
-        Use it with a `Device` of speed 1.
-        """
+        """Cost of a sequence's forward pass in seconds, for a `Device` of speed 1."""
         return Cost(self.slot_s / FORWARD_AND_BACKWARD, self.square_s / FORWARD_AND_BACKWARD)
 
 

@@ -55,11 +55,9 @@ class Cost:
 
 
 def integer_costs(weights: np.ndarray) -> np.ndarray:
-    """Scale weights to integers by a power of two.
+    """Scale weights to integers by a power of two, so that sums do not depend on the order of summation.
 
-    Sums then do not depend on the order of summation.
-
-    The largest becomes about 2**32; integers up to that stay unchanged.
+    The largest weight becomes about 2**32; integer weights up to that stay unchanged.
 
     >>> integer_costs(np.array([1.0, 0.5, 0.0])).tolist()
     [2147483648, 1073741824, 0]
@@ -72,8 +70,5 @@ def integer_costs(weights: np.ndarray) -> np.ndarray:
 
 
 def lockstep_cost(costs: np.ndarray, ranks: int) -> int:
-    """Return Σ_i max_rank cost(rank, i) of bins.
-
-    `costs`, int64 [K], are dealt to the ranks in decreasing order.
-    """
+    """Return Σ_i max_rank cost(rank, i) of bins whose `costs`, int64 [K], are dealt in decreasing order."""
     return int(np.sort(costs)[::-1][::ranks].sum())

@@ -92,9 +92,7 @@ def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | 
 
 
 def padded_layout(lengths: Integers, length: int) -> Layout:
-    """Return the layout of one sequence per row, right-padded to `length` slots.
-
-    Without sequences, it is one empty row.
+    """Return the layout of one sequence per row, right-padded to `length` slots; one empty row for none.
 
     >>> padded_layout([1, 2], 3).slots.tolist()
     [0, 3, 4]
@@ -114,7 +112,7 @@ def padded_layout(lengths: Integers, length: int) -> Layout:
 def context_parallel_slots(lengths: Integers, *, cp: int, rank: int, pad_to_multiple: int) -> ContextParallelSlots:
     """Return the slots of a packed row on one context-parallel rank.
 
-    Each sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp−1−r, so that causal attention costs every
+    A sequence is cut into 2·cp chunks, and rank r holds chunks r and 2·cp−1−r, so that causal attention costs every
     rank the same.
 
     >>> context_parallel_slots([5], cp=2, rank=0, pad_to_multiple=4).slots.tolist()

@@ -140,9 +140,7 @@ def suggest(
     mini_batch_size: int | None = None,
     modes: Sequence[Mode] = ("packed", "dynamic"),
 ) -> Suggestion:
-    """Return the fastest batching that fits into memory.
-
-    It searches modes, token budgets, alignments and packers.
+    """Return the fastest batching, over modes, token budgets, alignments and packers, that fits into memory.
 
     A tenth of the memory beyond the fixed bytes stays free, as the memory model is incomplete.
 
@@ -189,9 +187,9 @@ def _fastest(suggestions: Sequence[Suggestion]) -> Suggestion:
 
 
 def _candidates(mode: Mode, longest: int, batching: Batching, room: int) -> Iterator[Batching]:
-    """Yield batchings of a mode, largest token budget first.
+    """Yield batchings of a mode whose microbatches hold the longest sequence, largest token budget first.
 
-    Their microbatches hold the longest sequence, within `room` slots.
+    No token budget exceeds `room` slots.
     """
     for alignment in _ALIGNMENTS:
         multiple = alignment * (batching.pad_to_multiple if mode == "packed" else batching.length_multiple)

@@ -47,8 +47,8 @@ def uniform(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
 def johnson(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
     """Return the worst case of first- and best-fit decreasing (Johnson, 1973), shuffled.
 
-    They need 11/9 of the optimal bins. The intended capacity is 2 · (longest − e), e being a thousandth of it; 30·m
-    rows fit into 9·m bins.
+    Both need 11/9 of the optimal number of bins. The intended capacity is 2 · (longest − e), where e is a thousandth of
+    it; 30·m rows fit into 9·m bins.
     """
     capacity = _johnson_capacity(longest)
     grain = max(1, capacity // 1000)
