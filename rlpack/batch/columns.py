@@ -190,9 +190,11 @@ def _place_ragged(parts: Sequence[Ragged], positions: Sequence[np.ndarray], num_
     part_of_run = torch.repeat_interleave(torch.tensor([part.num_rows for part in parts]))
     lengths = torch.zeros(num_rows, dtype=torch.int64).index_copy(0, rows, sizes)
     values = new_values(parts[0].values, int(lengths.sum()))
-    goals = (lengths.cumsum(0) - lengths)[rows]
+    target_starts = (lengths.cumsum(0) - lengths)[rows]
     order = torch.argsort(rows)
-    copy_from([part.values for part in parts], values, *(run[order] for run in (part_of_run, starts, goals, sizes)))
+    copy_from(
+        [part.values for part in parts], values, *(run[order] for run in (part_of_run, starts, target_starts, sizes))
+    )
     return Ragged(values, lengths)
 
 

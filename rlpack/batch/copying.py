@@ -35,19 +35,24 @@ def new_values(like: Tensor, count: int) -> Tensor:
     return like.new_empty((count, *like.shape[1:]))
 
 
-def copy_runs(source: Tensor, target: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor) -> None:
+def copy_runs(source: Tensor, target: Tensor, starts: Tensor, target_starts: Tensor, lengths: Tensor) -> None:
     """Copy runs of one tensor, as `copy_from` copies those of several."""
-    copy_from([source], target, torch.zeros_like(starts), starts, goals, lengths)
+    copy_from([source], target, torch.zeros_like(starts), starts, target_starts, lengths)
 
 
 def copy_from(
-    sources: Sequence[Tensor], target: Tensor, source_of_run: Tensor, starts: Tensor, goals: Tensor, lengths: Tensor
+    sources: Sequence[Tensor],
+    target: Tensor,
+    source_of_run: Tensor,
+    starts: Tensor,
+    target_starts: Tensor,
+    lengths: Tensor,
 ) -> None:
-    """Copy run i from `starts[i]` of source `source_of_run[i]` to `goals[i]` of `target` (int64 [n] each).
+    """Copy run i from `starts[i]` of source `source_of_run[i]` to `target_starts[i]` of `target` (int64 [n] each).
 
     Run i has `lengths[i]` entries. Sources and target are CPU tensors of one dtype and entry shape, and the target is
-    contiguous. Runs must not overlap in the target. They are copied in order; ascending goals are fastest, because
-    memory is allocated page by page at the first write.
+    contiguous. Runs must not overlap in the target. They are copied in order. Ascending target starts are
+    fastest, because memory is allocated page by page at the first write.
 
     Raises:
         IndexError: a run is outside of its column.
@@ -55,7 +60,7 @@ def copy_from(
     if not target.numel() or not lengths.numel():
         return
     width = target.element_size() * prod(target.shape[1:])
-    runs = np.stack([source_of_run.numpy(), *((run * width).numpy() for run in (starts, goals, lengths))])
+    runs = np.stack([source_of_run.numpy(), *((run * width).numpy() for run in (starts, target_starts, lengths))])
     total = int(runs[3].sum())
     _check_inside(runs, [source.numel() * source.element_size() for source in sources], len(target) * width)
     threads = min(torch.get_num_threads(), 1 + total // _THREAD_BYTES)
@@ -72,10 +77,10 @@ def copy_from(
 
 def _check_inside(runs: np.ndarray, sources: Sequence[int], target: int) -> None:
     """Raise an `IndexError` unless all runs are inside sources and target of these sizes, in bytes."""
-    of_run, starts, goals, sizes = runs
+    of_run, starts, target_starts, sizes = runs
     if of_run.min() >= 0 and of_run.max() < len(sources) and runs.min() >= 0:
         ends = np.asarray(sources, dtype=np.int64)[of_run]
-        if (starts + sizes <= ends).all() and (goals + sizes).max() <= target:
+        if (starts + sizes <= ends).all() and (target_starts + sizes).max() <= target:
             return
     raise IndexError("a run of tokens is outside of its column")
 
@@ -92,11 +97,11 @@ def _copy_by_numpy(
     target: np.ndarray,
     source_of_run: np.ndarray,
     starts: np.ndarray,
-    goals: np.ndarray,
+    target_starts: np.ndarray,
     sizes: np.ndarray,
 ) -> None:
     """Copy runs of bytes with NumPy."""
-    runs = zip(source_of_run.tolist(), starts.tolist(), goals.tolist(), sizes.tolist(), strict=True)
+    runs = zip(source_of_run.tolist(), starts.tolist(), target_starts.tolist(), sizes.tolist(), strict=True)
     for source, start, goal, size in runs:
         target[goal : goal + size] = sources[source][start : start + size]
 
@@ -134,14 +139,14 @@ def _copier() -> Callable[..., None]:
         target: np.ndarray,
         source_of_run: np.ndarray,
         starts: np.ndarray,
-        goals: np.ndarray,
+        target_starts: np.ndarray,
         sizes: np.ndarray,
     ) -> None:
         goal = target.ctypes.data
         for run in range(sizes.size):
             start = addresses[source_of_run[run]] + starts[run]
             # Numba passes the first argument, the typing context.
-            memcpy(goal + goals[run], start, sizes[run])  # pyright: ignore[reportCallIssue]
+            memcpy(goal + target_starts[run], start, sizes[run])  # pyright: ignore[reportCallIssue]
 
     def copy(sources: Sequence[np.ndarray], target: np.ndarray, *runs: np.ndarray) -> None:
         loop(np.array([source.ctypes.data for source in sources]), target, *runs)

@@ -1,7 +1,7 @@
 """Split batches into payloads for the object store and a small stub for the driver.
 
-Offloaded are the columns whose rows have no bounded size: ragged columns, tensors [B, k, ...] and lists. Tensors [B]
-and the lists of short names in `rlpack.batch.fields` stay in the stub.
+Columns whose rows have no bounded size are offloaded: ragged columns, tensors [B, k, ...] and lists. Tensors [B] and
+the lists of short names in `rlpack.batch.fields` stay in the stub.
 """
 
 import pickle

@@ -8,10 +8,10 @@ from rlpack.batch.batch import BatchedDataDict
 
 
 class Lease(Protocol):
-    """Keeps payloads alive until it is released; as a context manager, those that are stored inside."""
+    """Keeps payloads alive until it is released; as a context manager, it holds all stored in its block."""
 
     def __enter__(self) -> Self:
-        """Store what is stored from here on under this lease."""
+        """Put all payloads that are stored from here on under this lease."""
         ...
 
     def __exit__(
@@ -21,7 +21,7 @@ class Lease(Protocol):
         ...
 
     def hold(self, batch: BatchedDataDict) -> None:
-        """Keep a batch's payloads until this lease is released, too, whatever lease they were stored under."""
+        """Hold the payloads of a batch that were stored under another lease, until this one is released."""
         ...
 
     def release(self) -> None:

@@ -3,10 +3,10 @@
 from rlpack.testing import check_role, check_role_on_ray
 
 def test_my_judge_keeps_the_contracts():
-    check_role(JudgeWorker)             # in this process, without Ray: under a second
+    check_role(BrevityWorker)             # in this process, without Ray: under a second
 
 def test_my_judge_runs_and_dies_on_ranks():
-    check_role_on_ray(JudgeWorker)      # in separate processes, one of which is killed
+    check_role_on_ray(BrevityWorker)      # in separate processes, one of which is killed
 """
 
 from rlpack.testing.contracts import check_role

@@ -57,7 +57,7 @@ def check_role(
 ) -> None:
     """Check that a role keeps its contracts, in this process and without Ray.
 
-    Call it from a test: `check_role(JudgeWorker, arguments={"n": 3})`. A role whose ranks talk to each other
+    Call it from a test: `check_role(BrevityWorker, arguments={"n": 3})`. A role whose ranks talk to each other
     (`torch.distributed`) needs their processes: check it by `check_role_on_ray`, and here with `ranks=(1,)`.
 
     Args:

@@ -40,7 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
     """Return a run with the judge, and the advantage function that asks for its column."""
     overrides = commanded("custom_advantage")
-    assert set(overrides) >= {"roles.judge.target=judge_role:JudgeWorker"}
+    assert set(overrides) >= {"roles.judge.target=judge_role:RepetitionWorker"}
     # Of single tokens, of which nearly every response repeats some, and in favor of those that do.
     odd = ["roles.judge.arguments.n=1", "roles.judge.arguments.weight=-1.0"]
     path = [installed, EXAMPLES / "custom_advantage"]
@@ -67,7 +67,7 @@ def test_a_reward_and_a_loss_of_ones_own_train(tmp_path: Path):
 
 
 def test_a_role_whose_argument_is_misspelt_is_refused_before_anything_starts(installed: Path, tmp_path: Path):
-    with started(tmp_path, "roles.judge.target=judge_role:JudgeWorker", "roles.judge.arguments.m=2",
+    with started(tmp_path, "roles.judge.target=judge_role:RepetitionWorker", "roles.judge.arguments.m=2",
                  path=[installed]) as run:  # fmt: skip
         assert run.wait() == 2
     problem = "roles.judge.arguments (m): got an unexpected keyword argument 'm'"

@@ -1,3 +1,3 @@
 """A custom role for rlpack."""
 
-from judge_role.judge import JudgeWorker as JudgeWorker
+from judge_role.judge import RepetitionWorker as RepetitionWorker

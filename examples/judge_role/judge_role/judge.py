@@ -6,7 +6,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.worker import RankContext, Worker, sharded
 
 
-class JudgeWorker(Worker):
+class RepetitionWorker(Worker):
     """Rewards a response with `-weight` times the fraction of its token n-grams that occurred in it before.
 
     The fraction is added to the batch as the column `repeated`, which an advantage function can name as an argument.
