@@ -111,10 +111,10 @@ def weight_gaps(old: Path, new: Path) -> Iterator[tuple[str, float]]:
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-    kept = {_name(name): value for name, value in record.items() if not name.startswith(LEFT_OUT)}
-    if "prompts_consumed" not in kept and "prompts_trained" in kept:  # which counted all drawn prompts before
-        kept["prompts_consumed"] = kept.pop("prompts_trained")
-    return kept | {"phase": PHASES.get(record["phase"], record["phase"])}
+    compared = {_name(name): value for name, value in record.items() if not name.startswith(LEFT_OUT)}
+    if "prompts_consumed" not in compared and "prompts_trained" in compared:  # which counted all drawn prompts before
+        compared["prompts_consumed"] = compared.pop("prompts_trained")
+    return compared | {"phase": PHASES.get(record["phase"], record["phase"])}
 
 
 def _name(name: str) -> str:

@@ -32,6 +32,7 @@ from rlpack.observe.run import Run
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import cache_splits, load_splits
+from rlpack.rollout.canary import canary_tolerance
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.worker import RankContext, rank_zero
@@ -77,7 +78,7 @@ class TracedRollout(RolloutWorker):
         engine = TracedEngine.from_settings(
             config.model, config.rollout, tokenizer, device=context.torch_device, seed=config.seed
         )
-        return cls(context, engine, tokenizer, canary_tolerance=0.0)
+        return cls(context, engine, tokenizer, canary_tolerance=canary_tolerance(engine.dtype))
 
     @rank_zero
     def path(self) -> tuple[str, ...]:

@@ -72,12 +72,12 @@ def main() -> int:
 
 def best(call: Callable[[], R], repeat: int = 7) -> tuple[float, R]:
     """Return the least seconds of a call after one for warm-up, and its result."""
-    result, taken = call(), []
+    result, times = call(), []
     for _ in range(repeat):
         start = time.perf_counter()
         result = call()
-        taken.append(time.perf_counter() - start)
-    return min(taken), result
+        times.append(time.perf_counter() - start)
+    return min(times), result
 
 
 def bins(seed: int) -> list[Line]:
@@ -87,9 +87,9 @@ def bins(seed: int) -> list[Line]:
         for rows in (4096, 32768):
             for capacity in (8192, 16384, 32768, 65536):
                 lengths = trace(name, rows, longest=8192, seed=seed)
-                bound, found = lower_bound(lengths, capacity), len(pack(lengths, capacity))
-                ratios.append(found / bound)
-                over.append((found - bound) / max(1, bound // 1000))
+                bound, num_bins = lower_bound(lengths, capacity), len(pack(lengths, capacity))
+                ratios.append(num_bins / bound)
+                over.append((num_bins - bound) / max(1, bound // 1000))
     lines = [
         Line("bins / lower bound, realistic traces, mean", float(np.mean(ratios)), 1.0002),
         Line("bins over the bound / max(1, 0.1 %), worst", max(over), 1.0),
@@ -97,8 +97,8 @@ def bins(seed: int) -> list[Line]:
     for name, longest, optimum in (("johnson", 8016, 9 / 30), ("triplets", 8192, 1 / 3)):
         lengths = trace(name, 32760, longest=longest, seed=seed)
         capacity = 16000 if name == "johnson" else 2 * longest
-        seconds, found = best(partial(pack, lengths, capacity, "optimal"), repeat=2)
-        lines.append(Line(f"bins / optimum, {name}, algorithm=optimal", len(found) / (optimum * 32760), 1.02))
+        seconds, packed = best(partial(pack, lengths, capacity, "optimal"), repeat=2)
+        lines.append(Line(f"bins / optimum, {name}, algorithm=optimal", len(packed) / (optimum * 32760), 1.02))
         lines.append(
             Line(f"seconds for it (best-fit: {len(pack(lengths, capacity)) / (optimum * 32760):.3f})", seconds, 1.0)
         )
@@ -158,11 +158,11 @@ def lockstep(seed: int) -> list[Line]:
     many, few, imbalance = [], [], []
     shapes = ((8192, 4096), (16384, 8192), (32768, 8192), (65536, 16384))
     for name, (capacity, longest), ranks, count in product(REALISTIC, shapes, (8, 64), (2, 3, 4, 5, 8, 12)):
-        found = planned(name, capacity, longest, ranks, count, seed)
-        efficiency = 1 / (1 + found.metrics.lockstep_overhead)
-        (many if found.counts.shape[1] >= 5 else few).append(efficiency)
-        if found.counts.shape[1] >= 5 and ranks == 64:
-            imbalance.append(by_tokens(found).metrics.rank_imbalance)
+        plan = planned(name, capacity, longest, ranks, count, seed)
+        efficiency = 1 / (1 + plan.metrics.lockstep_overhead)
+        (many if plan.counts.shape[1] >= 5 else few).append(efficiency)
+        if plan.counts.shape[1] >= 5 and ranks == 64:
+            imbalance.append(by_tokens(plan).metrics.rank_imbalance)
     return [
         Line("lock-step efficiency, 5 and more microbatches a rank, median", float(np.median(many)), 0.999, least=True),
         Line("lock-step efficiency, 5 and more microbatches a rank, worst", min(many), 0.985, least=True),
@@ -250,9 +250,9 @@ def _there_and_back(values: Sequence[Any], repeat: int) -> tuple[float, float]:
         stored = [ray.put(value) for value in values]
         puts.append(time.perf_counter() - start)
         start = time.perf_counter()
-        taken = ray.get(stored)
+        fetched = ray.get(stored)
         gets.append(time.perf_counter() - start)
-        del stored, taken
+        del stored, fetched
     return min(puts[1:]), min(gets[1:])
 
 

@@ -86,12 +86,12 @@ def by_sequence(
 
 def best(call: Callable[[], float], repeat: int = 7) -> tuple[float, float]:
     """Return the least seconds of a call after one for warm-up, and its result."""
-    value, taken = call(), []
+    value, times = call(), []
     for _ in range(repeat):
         start = time.perf_counter()
         value = call()
-        taken.append(time.perf_counter() - start)
-    return float(np.min(taken)), value
+        times.append(time.perf_counter() - start)
+    return float(np.min(times)), value
 
 
 def _arguments(loss: Callable[..., PolicyLoss], columns: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, object]:

@@ -48,12 +48,12 @@ def main() -> None:
 def seconds(call: Callable[[], Any], repeat: int) -> float:
     """Return the least seconds of a call after one for warm-up."""
     call()
-    taken = []
+    times = []
     for _ in range(repeat):
         start = time.perf_counter()
         call()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def trl_packing(lengths: np.ndarray) -> Callable[[], Any] | None:

@@ -81,12 +81,12 @@ def draw(kind: str, rows: int, longest: int, seed: int) -> np.ndarray:
 
 def timed(call: Callable[[], R], repeat: int) -> tuple[float, float, R]:
     """Return median and worst milliseconds of a call after one for warm-up, and its result."""
-    result, taken = call(), []
+    result, times = call(), []
     for _ in range(repeat):
         start = time.perf_counter()
         result = call()
-        taken.append(1000 * (time.perf_counter() - start))
-    return float(np.median(taken)), max(taken), result
+        times.append(1000 * (time.perf_counter() - start))
+    return float(np.median(times)), max(times), result
 
 
 def machine() -> str:

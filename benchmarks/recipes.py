@@ -36,11 +36,11 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(RECIPES))
     arguments = parser.parse_args()
     print(f"{'recipe':22}{'before':>8}{'after':>8}{'seconds':>9}")
-    found: dict[str, Ending] = {}
+    endings: dict[str, Ending] = {}
     missed = False
     for recipe in arguments.recipes.split(","):
-        found[recipe] = ending = learn(recipe, arguments.seed)
-        behind = "grpo" in found and ending.after < found["grpo"].after - BEHIND
+        endings[recipe] = ending = learn(recipe, arguments.seed)
+        behind = "grpo" in endings and ending.after < endings["grpo"].after - BEHIND
         failed = ending.after <= LEAST or behind or ending.seconds > LONGEST_S
         missed |= failed
         note = "  MISSED" if failed else ""
