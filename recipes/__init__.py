@@ -2,6 +2,6 @@
 
 - `grpo`, `ppo`, `dapo`, `remax`, `sft`: the recipes.
 - `*_spec`: each recipe's roles, config section, rules and warnings, read before anything heavy is imported.
-- `driver`: what the loops are made of: the session, the stages of a step, evaluation and resuming.
+- `driver`: the building blocks of the loops: the session, the stages of a step, evaluation and resuming.
 - `preflight`: checks that run before any process starts.
 """

@@ -14,12 +14,12 @@ class Dapo(Section):
 
     max_rounds: Count = Field(
         default=8,
-        description="Most rounds of prompts drawn to fill trainer.prompts_per_step groups with differing rewards.",
+        description="Most rounds of drawing prompts for trainer.prompts_per_step groups with differing rewards.",
     )
     overlong_buffer: int = Field(
         default=0,
         ge=0,
-        description="Length penalty: it rises over the last this many tokens of rollout.max_new_tokens; 0 for none.",
+        description="Last tokens before rollout.max_new_tokens, over which a length penalty rises; 0 for no penalty.",
     )
     overlong_penalty: NonNegative = Field(default=1.0, description="Length penalty at the end of the buffer.")
     overlong_filter: bool = Field(default=False, description="Exclude truncated responses from the loss.")

@@ -7,14 +7,14 @@ for each step:
     ref        = reference.logprobs(rollouts)   # in the background
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
-    values     = critic.values(rollouts)        # by a plan of the critic
+    values     = critic.values(rollouts)        # with a plan of its own, which critic.update shares
     advantages = gae(reward - β·KL, values)
     critic.update(rollouts)                     # every mini-batch, μ times
-    actor.update(rollouts)                      # likewise, after the critic's warm-up, by normalized advantages
+    actor.update(rollouts)                      # likewise, after the critic's warm-up, with normalized advantages
     rollout.load(actor.weights)
 
 Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model the answers' format.
-The critic is initialized from that policy.
+The critic is initialized from the policy that they produce.
 """
 
 from rlpack.config.schema import Config

@@ -17,7 +17,7 @@ def no_advantage_function(config: Config) -> Iterator[str]:
 
 
 def policy_is_trained(config: Config) -> Iterator[str]:
-    """Yield a warning if the critic warms up to the end of the run."""
+    """Yield a warning if the critic's warm-up lasts to the end of the run."""
     if config.critic.warmup_steps >= config.trainer.steps > 0:
         yield f"critic.warmup_steps is {config.critic.warmup_steps}: the policy itself is never trained"
 

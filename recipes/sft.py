@@ -28,7 +28,7 @@ def main(config: Config) -> None:
 
 
 def sft_warmup(session: Session) -> None:
-    """Take `sft_warmup.steps` steps before another recipe begins, which starts with a new optimizer.
+    """Take `sft_warmup.steps` supervised steps before another recipe begins with a new optimizer.
 
     The scoring roles are tested before the first step.
     """
@@ -45,7 +45,8 @@ def sft_warmup(session: Session) -> None:
 def sft_warmup_rate(settings: SFTWarmup, step: int) -> float:
     """Return the learning rate of a step, counted from 1.
 
-    The rate rises linearly over the first tenth, then follows half a cosine. The step after the last would have 0.
+    The rate rises linearly over the first tenth of the steps, then falls along half a cosine, which would reach 0 one
+    step after the last.
 
     >>> settings = SFTWarmup(steps=21, learning_rate=1.0)
     >>> [round(sft_warmup_rate(settings, step), 2) for step in (1, 2, 12, 21)]

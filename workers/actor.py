@@ -52,17 +52,15 @@ class ActorWorker(Worker, Trainable):
         mini_batches=True,
     )
     def logprobs(self, shard: BatchedDataDict, *, temperature: float | None = None) -> BatchedDataDict:
-        """Return the column `logprobs`, and its sums over each row.
+        """Return the column `logprobs`, and sums of it over each row's response tokens.
 
-        Sums are over the response tokens that the plan keeps.
-
-        `response_tokens` counts them, `logprob_sum` adds up their log-probs, and `logprob_gap` their distances from
-        `rollout_logprobs` (0 without that column). The microbatches are those of `train_step`, so the first ratio is
-        exactly 1.
+        Only tokens that the plan keeps enter the sums: `response_tokens` is their number, `logprob_sum` the sum of
+        their log-probs, and `logprob_gap` the sum of the absolute differences from `rollout_logprobs` (0 without that
+        column). The microbatches are those of `train_step`, so the first ratio is exactly 1.
 
         Args:
             shard: `input_ids`, `response_mask`, and `rollout_logprobs` if known.
-            temperature: of the distribution; None takes the sampling temperature.
+            temperature: temperature of the distribution; None takes the sampling temperature.
         """
         scored = self._scorer.logprobs(shard, "logprobs", temperature=temperature)
         mask, logprobs = shard["response_mask"], scored["logprobs"].values
@@ -81,7 +79,7 @@ class ActorWorker(Worker, Trainable):
 
         Args:
             shard: `response_mask`, `logprobs`, `reference_logprobs`.
-            estimator: of the divergence at a token.
+            estimator: estimates the divergence at each token.
         """
         mask, own, reference = (shard[name] for name in ("response_mask", "logprobs", "reference_logprobs"))
         kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
@@ -94,9 +92,9 @@ class ActorWorker(Worker, Trainable):
         """Take the optimizer steps of the shard's plan; return the metrics of each.
 
         Args:
-            shard: the columns that `loss` reads; weights of the rows are those within their optimizer step.
-            loss: what the steps minimize.
-            learning_rate: of these steps; None takes `actor.optimizer.learning_rate`.
+            shard: the columns that `loss` reads; a row's weights are relative to the row's optimizer step.
+            loss: the loss to minimize.
+            learning_rate: learning rate of these steps; None takes `actor.optimizer.learning_rate`.
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
         return [self._step(shard, step, loss, rate) for step in range(shard.num_steps)]
@@ -153,10 +151,7 @@ class ActorWorker(Worker, Trainable):
         return self._stepper.step(views, microbatch_loss, learning_rate)
 
     def _scores(self, view: MicrobatchView, loss: LogprobLoss, seed: tuple[int, ...]) -> TokenScores:
-        """Return scores of the trained tokens, with gradient.
-
-        `seed` is that of adapters' dropout.
-        """
+        """Return scores of the trained tokens, with gradient; `seed` seeds the adapters' dropout."""
         device = self._scorer.device
         inputs = to_model_inputs(view, device=device, pad_token_id=self._scorer.pad_token_id)
         with dropout_seed(self._settings.lora, device, *seed):
@@ -175,5 +170,5 @@ class ActorWorker(Worker, Trainable):
         inputs = [loss.statistics_inputs(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)]
         gathered: list[list[Any] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, inputs)
-        of_data_ranks = [gathered[rank] for rank in self.context.layout.output_ranks]  # replicas have the same
+        of_data_ranks = [gathered[rank] for rank in self.context.layout.output_ranks]  # replicas hold the same rows
         return loss.statistics([part for parts in of_data_ranks if parts is not None for part in parts])

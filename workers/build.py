@@ -51,13 +51,13 @@ def build_model(
 def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> Policy:
     """Return the policy of a role, sharded and checked.
 
-    The actor's gets its adapters and frozen weights.
+    Only the actor's policy gets adapters and frozen weights.
 
     Args:
-        config: the role reads `model`, its compute settings and its batching.
+        config: read for `model`, and for the role's compute settings and batching.
         role: `actor`, or `reference`.
-        tokenizer: of the model.
-        context: the rank's place.
+        tokenizer: the policy's tokenizer.
+        context: the rank's place in the pool.
 
     Raises:
         ModelError: a pattern of `actor` matches no weight or layer of this model.
@@ -89,7 +89,7 @@ def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, conte
     """Return the classifier of `reward_model.path`, sharded and checked.
 
     Raises:
-        ModelError: it has more than one label, or no linear head.
+        ModelError: the classifier has more than one label, or no linear head.
         IsolationError: packed sequences see each other in this model.
     """
     vocab_size, device = len(tokenizer), context.torch_device
@@ -122,7 +122,7 @@ def _shard_and_check(
 ) -> M:
     """Checkpoint activations, shard, and check isolation, by the role's settings.
 
-    Only packing can leak: a model that leaks when packed is right when padded.
+    Isolation is checked only if the role packs: padded rows can't attend to each other.
     """
     settings = role_compute(config, role)
     if settings.gradient_checkpointing:

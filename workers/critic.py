@@ -72,10 +72,9 @@ class CriticWorker(Worker, Trainable):
     def values(self, shard: BatchedDataDict) -> BatchedDataDict:
         """Return `values` f32 [T], 0 outside responses, and `value_tokens` int64 [B].
 
-        `value_tokens` counts each row's response tokens that the plan keeps.
-
-        Entry t is the value of the tokens before t. The microbatches are those of `train_step`, so that a step starts
-        from exactly the values that advantages were computed with.
+        Entry t of `values` is the value of the tokens before t; `value_tokens` counts each row's response tokens that
+        the plan keeps. The microbatches are those of `train_step`, so that a step starts from exactly the values that
+        advantages were computed with.
 
         Args:
             shard: `input_ids`, `response_mask`.
@@ -93,7 +92,7 @@ class CriticWorker(Worker, Trainable):
     def advantages(self, shard: BatchedDataDict, kl_coef: float = 0.0) -> BatchedDataDict:
         """Return `advantages` and `returns` f32 [T], 0 outside responses, by generalized advantage estimation.
 
-        Also returns sums over each row's tokens, f64 [B], for statistics of the whole batch: `advantage_sum`,
+        For statistics of the whole batch, sums over each row's tokens are returned too, f64 [B]: `advantage_sum`,
         `advantage_squares`, and likewise `return_…` and `error_…` (returns minus values).
 
         Args:
@@ -126,9 +125,9 @@ class CriticWorker(Worker, Trainable):
         """Take the optimizer steps of the shard's plan; return the metrics of each.
 
         Args:
-            shard: the columns that `loss` reads; weights of the rows are those within their optimizer step.
-            loss: what the steps minimize.
-            learning_rate: of these steps; None takes `critic.optimizer.learning_rate`.
+            shard: the columns that `loss` reads; a row's weights are relative to the row's optimizer step.
+            loss: the loss to minimize.
+            learning_rate: learning rate of these steps; None takes `critic.optimizer.learning_rate`.
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
 
@@ -145,7 +144,7 @@ class CriticWorker(Worker, Trainable):
 
     @broadcast
     def check_weights(self, layout: WeightLayout) -> None:
-        """Check that a policy's weights, without its head, are those of the critic's model.
+        """Check that a policy's weights, without its head, fit the critic's model.
 
         Raises:
             ModelError: a weight is missing or has another shape.
@@ -176,7 +175,7 @@ class CriticWorker(Worker, Trainable):
             save_file(head, Path(folder) / "value_head.safetensors")
 
     def _by_base_name(self, weights: Mapping[str, V]) -> dict[str, V]:
-        """Return entries by the names of weights in the critic's model, without those of a policy's head."""
+        """Return a policy's weights under their names in the critic's model, without the policy's head."""
         named = ((base_name(self._critic, name), value) for name, value in weights.items())
         return {name: value for name, value in named if name is not None}
 

@@ -57,7 +57,8 @@ class Scorer:
         """Return log p(token | tokens before it) at temperature 1, f32 [R, L] on the CPU; a collective.
 
         Args:
-            token_ids: int64 [R, L], no padding: nothing is packed, so this holds for models that leak when packed.
+            token_ids: int64 [R, L], without padding. Nothing is packed, so the result is right even for a model that
+                does not isolate packed sequences.
         """
         self.policy.eval()
         inputs = equal_rows(token_ids).to(self.device)
@@ -68,9 +69,8 @@ class Scorer:
     def logprobs(self, shard: BatchedDataDict, name: str, *, temperature: float | None = None) -> BatchedDataDict:
         """Return log-probs of response tokens as the column `name`, f32 [T].
 
-        Entry t is log p(token t | tokens before it), 0 outside responses.
-
-        Rows are in the shard's order. Without a temperature, that of rollouts is used.
+        Entry t is log p(token t | tokens before it), 0 outside responses. Rows are in the shard's order. Without a
+        temperature, the sampling temperature of rollouts is used.
         """
         resolved = self.temperature if temperature is None else temperature
         return compute_per_token(shard, name, self.policy, lambda view: self.score(view, temperature=resolved))
@@ -80,13 +80,11 @@ class Scorer:
 def compute_per_token(
     shard: BatchedDataDict, name: str, model: PackedModel, score: Callable[[MicrobatchView], Tensor]
 ) -> BatchedDataDict:
-    """Return the column `name`, f32 [T], computed microbatch by microbatch.
-
-    Rows are in the shard's order.
+    """Return the column `name`, f32 [T], computed microbatch by microbatch; rows stay in the shard's order.
 
     Args:
         shard: `response_mask`, and the columns that `score` reads.
-        name: of the column.
+        name: name of the returned column.
         model: the model that `score` runs; its gathered weights are freed at the end.
         score: maps a microbatch to one value per token, f32 [T], on the CPU.
     """

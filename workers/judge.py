@@ -41,7 +41,7 @@ class JudgeWorker(Worker):
 
     @sharded(reads=(TEXT_COLUMNS,), returns=("rewards", "quarantined"), background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `rewards` f32 [B], `quarantined` bool [B] and more of `rlpack.workers.reward.reward_columns`.
+        """Return `rewards` f32 [B], `quarantined` bool [B] and further columns (`reward_columns`).
 
         A reward is the judge's score divided by `judge.max_score`, times `judge.weight`. `reward_judge` f32 [B] is the
         reward without the weight; `reward_retries` int64 [B] is the shard's number of retries, in its first row.

@@ -42,7 +42,7 @@ def needs_whole_groups(loss: "Loss", learning_rate: float | None = None) -> bool
 
 
 class Loss(Protocol):
-    """What the driver asks of the loss of a `train_step`, whatever the role computes it from."""
+    """What the driver needs to know of the loss that it passes to a role's `train_step`."""
 
     @property
     @abstractmethod
@@ -67,8 +67,8 @@ class LogprobLoss(Loss):
     """A loss over log-probabilities of tokens, for `ActorWorker.train_step`.
 
     Attributes:
-        temperature: of the distribution whose log-probs the loss reads.
-        needs_entropy: whether it reads entropies too.
+        temperature: temperature of the distribution whose log-probs the loss reads.
+        needs_entropy: whether the loss reads entropies too.
     """
 
     temperature: float = 1.0
@@ -91,13 +91,13 @@ class LogprobLoss(Loss):
         """Return the loss of a microbatch; `scores` are aligned with the tokens of `rows`."""
 
     def statistics_inputs(self, logprobs: Tensor, rows: BatchedDataDict) -> Any:
-        """Return what `statistics` reads of a microbatch, on the CPU; picklable."""
+        """Return the part of a microbatch that `statistics` reads, picklable and on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
     def statistics(self, inputs: Sequence[Any]) -> dict[str, float]:
         """Return the statistics of an optimizer step.
 
-        `inputs` are those of its microbatches on all ranks.
+        Each of the `inputs` is what `statistics_inputs` returned for one of its microbatches, on any rank.
         """
         raise NotImplementedError(f"{type(self).__name__} needs no statistics")
 
@@ -120,11 +120,11 @@ class PolicyGradientLoss(LogprobLoss):
     Attributes:
         algorithm: the loss, its bounds and weights.
         temperature: the sampling temperature; old and new log-probs are both of that distribution.
-        needs_entropy: entropies are logged.
-        advantage_moments: normalizes the advantages; None takes them as they are.
-        on_policy: the batch gets this one optimizer step, so the old log-probs are the step's own and the ratio is 1.
-            The column `logprobs` isn't read, and what is otherwise measured with it is a metric of this step.
-        responses: number of responses that train, over which the metric `response_kl` of `on_policy` is a mean.
+        needs_entropy: true, because the mean entropy is a metric.
+        advantage_moments: moments by which the advantages are normalized; None leaves them unchanged.
+        on_policy: whether the batch gets this one optimizer step only. The old log-probs are then the step's own, and
+            the ratio is 1. The column `logprobs` isn't read; the step itself measures `logprob_gap` and `response_kl`.
+        responses: number of responses over which the metric `response_kl` is a mean.
     """
 
     algorithm: Algorithm
@@ -166,7 +166,7 @@ class PolicyGradientLoss(LogprobLoss):
     def evaluate(self, tokens: PolicyTokens, statistics: dict[str, float] | None = None) -> PolicyLoss:
         """Return the policy loss of tokens.
 
-        Without `statistics`, those that the loss needs are computed from these tokens.
+        If `statistics` is None, statistics that the loss needs are computed from these tokens.
 
         Raises:
             AlgorithmError: a setting is out of range.
@@ -181,33 +181,37 @@ class PolicyGradientLoss(LogprobLoss):
     ) -> MicrobatchLoss:
         """Return Σ weight · (policy loss + kl_coef · KL - entropy_coef · entropy) over the response tokens."""
         settings = self.algorithm
-        weight, share = (response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
+        weight, token_weight = (
+            response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight")
+        )
         tokens = self._tokens(scores.logprobs, rows)
         entropy = torch.where(tokens.mask, scores.entropy, 0.0)
         policy = self.evaluate(tokens, statistics)
         loss = policy_loss = (weight * policy.token_losses).sum()
-        metrics = {"policy_loss": policy_loss.detach(), "entropy": (share * entropy.detach()).sum()}
-        metrics |= _policy_metrics(policy, share)
+        metrics = {"policy_loss": policy_loss.detach(), "entropy": (token_weight * entropy.detach()).sum()}
+        metrics |= _policy_metrics(policy, token_weight)
         if settings.kl_coef > 0:
             kl = self._kl(scores.logprobs, rows, tokens.mask)
             loss = loss + settings.kl_coef * (weight * kl).sum()
-            metrics["kl"] = (share * kl.detach()).sum()
+            metrics["kl"] = (token_weight * kl.detach()).sum()
             if self.on_policy:
                 metrics["response_kl"] = kl.detach().double().sum() / self.responses
         if self.on_policy:
             gap = (tokens.logprobs.detach() - response_values(rows, "rollout_logprobs", weight)).abs()
-            metrics["logprob_gap"] = (share.double() * gap).sum()
+            metrics["logprob_gap"] = (token_weight.double() * gap).sum()
         if settings.entropy_coef > 0:
             loss = loss - settings.entropy_coef * (weight * entropy).sum()
         return MicrobatchLoss(loss, metrics | {"loss": loss.detach()})
 
     def _tokens(self, logprobs: Tensor, rows: BatchedDataDict) -> PolicyTokens:
-        """Return what the policy loss reads of these rows; `logprobs` are the policy's, [T]."""
-        share, advantages = (response_values(rows, name, logprobs) for name in ("token_weight", "advantages"))
+        """Return the tokens of these rows as the policy loss reads them; `logprobs` are the policy's, [T]."""
+        token_weight, advantages = (response_values(rows, name, logprobs) for name in ("token_weight", "advantages"))
         old = logprobs.detach() if self.on_policy else response_values(rows, "logprobs", logprobs)
         if self.advantage_moments is not None:
             advantages = self.advantage_moments.normalize(advantages)
-        return PolicyTokens(logprobs, old, advantages, share > 0, rows["response_mask"].lengths.to(logprobs.device))
+        return PolicyTokens(
+            logprobs, old, advantages, token_weight > 0, rows["response_mask"].lengths.to(logprobs.device)
+        )
 
     def _kl(self, logprobs: Tensor, rows: BatchedDataDict, mask: Tensor) -> Tensor:
         """Return the estimate of the KL divergence from the reference at each token, [T]."""
@@ -229,13 +233,12 @@ class SFTLoss(LogprobLoss):
     def __call__(
         self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
     ) -> MicrobatchLoss:
-        """Return -Σ weight · log p.
-
-        The metric is the mean over tokens, however the loss weighs them.
-        """
-        weight, share = (response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight"))
+        """Return -Σ weight · log p; the metric `loss` is the mean over tokens, whatever the weights are."""
+        weight, token_weight = (
+            response_values(rows, name, scores.logprobs) for name in ("loss_weight", "token_weight")
+        )
         loss = -(weight * scores.logprobs).sum()
-        return MicrobatchLoss(loss, {"loss": -(share * scores.logprobs.detach()).sum()})
+        return MicrobatchLoss(loss, {"loss": -(token_weight * scores.logprobs.detach()).sum()})
 
 
 @dataclass(frozen=True)
@@ -254,10 +257,7 @@ class ValueLoss(Loss):
         return ("input_ids", "response_mask", "loss_weight", "values", "returns")
 
     def __call__(self, values: Tensor, rows: BatchedDataDict) -> MicrobatchLoss:
-        """Return Σ weight · squared error over the response tokens.
-
-        `values` f32 [T] are the critic's.
-        """
+        """Return Σ weight · squared error over the response tokens; `values` f32 [T] are the critic's."""
         weight, old, returns = (response_values(rows, name, values) for name in ("loss_weight", "values", "returns"))
         errors = clipped_value_loss(values, old, returns, clip=self.clip)
         inside = trained_tokens(rows)
@@ -273,18 +273,13 @@ class ValueLoss(Loss):
 
 
 def trained_tokens(rows: BatchedDataDict) -> Tensor:
-    """Return the tokens that train, bool [T].
-
-    These are the response tokens of rows with a weight above 0.
-    """
+    """Return which tokens are trained on, bool [T]: the response tokens of rows with a weight above 0."""
     mask = rows["response_mask"]
     return mask.values & (rows["loss_weight"] > 0)[mask.segment_ids]
 
 
 def response_values(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
-    """Return the column `name`, [T], 0 outside responses, matching `like`.
-
-    `like` sets the device and the dtype.
+    """Return the column `name`, [T], 0 outside responses, with the device and dtype of `like`.
 
     A per-row column, [B], is spread over the response tokens of each row.
     """
@@ -293,10 +288,10 @@ def response_values(rows: BatchedDataDict, name: str, like: Tensor) -> Tensor:
     return torch.where(mask.values, values, 0).to(device=like.device, dtype=like.dtype)
 
 
-def _policy_metrics(policy: PolicyLoss, share: Tensor) -> dict[str, Tensor]:
+def _policy_metrics(policy: PolicyLoss, token_weight: Tensor) -> dict[str, Tensor]:
     return {
-        "ratio_mean": (share * policy.ratio).sum(),
+        "ratio_mean": (token_weight * policy.ratio).sum(),
         "ratio_max": policy.ratio.max() if policy.ratio.numel() else policy.ratio.new_zeros(()),
-        "clip_low_fraction": (share * policy.clipped_low).sum(),
-        "clip_high_fraction": (share * policy.clipped_high).sum(),
+        "clip_low_fraction": (token_weight * policy.clipped_low).sum(),
+        "clip_high_fraction": (token_weight * policy.clipped_high).sum(),
     }

@@ -24,7 +24,7 @@ class OptimizerStepper:
     """One rank of a trained model (FSDP2) and its optimizer.
 
     Attributes:
-        model: the model, sharded already if it is to be.
+        model: the trained model.
     """
 
     def __init__(self, role: str, model: PackedModel, settings: Optimizer, context: RankContext) -> None:
@@ -32,8 +32,8 @@ class OptimizerStepper:
 
         Args:
             role: prefix of the metrics' names.
-            model: sharded already if it is to be.
-            settings: of the optimizer.
+            model: the trained model; shard it first, because the optimizer refers to its parameters.
+            settings: the optimizer's section of the configuration.
             context: the rank's place in the pool.
         """
         self.model = model
@@ -62,7 +62,7 @@ class OptimizerStepper:
         Args:
             views: this rank's microbatches, dummy ones included; all ranks have the same number.
             microbatch_loss: maps (microbatch, 1-based index) to its loss.
-            learning_rate: of this step.
+            learning_rate: learning rate of this step.
 
         Returns:
             This rank's parts of the metrics, named `role/metric`.
@@ -96,14 +96,14 @@ class OptimizerStepper:
     def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
         """Take the optimizer step; skip and count zero or non-finite gradients.
 
-        On a zero gradient AdamW would still move the weights by its momentum; a NaN would spread to all of them.
+        On a zero gradient AdamW would still move the weights by its momentum; a NaN would spread to all weights.
         """
         skip = not np.isfinite(grad_norm) or grad_norm == 0
         set_learning_rate(self._optimizer, learning_rate)
         if not skip:
             self._optimizer.step()
         if not self._context.is_reporting_rank:
-            return {}  # the same on every rank, and metrics are summed over ranks: rank 0 reports them
+            return {}  # metrics are summed over ranks, and these are the same on every rank: one rank reports them
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
 
     def _new_optimizer(self) -> torch.optim.Optimizer:

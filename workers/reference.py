@@ -1,4 +1,4 @@
-"""The reference role: the frozen policy of the KL term."""
+"""The reference role: the frozen policy that the KL term compares with."""
 
 from typing import Self
 

@@ -26,7 +26,7 @@ class RewardWorker(Worker):
         weights = {name: function.weight for name, function in functions.items()} or {_SINGLE: 1.0}
         pool = _pool_settings(settings)
         self._scorer = RewardScorer(function_specs(settings), weights, pool, max_failures=settings.max_failures)
-        if pool.strict:  # fail before the run starts if the kernel can't provide it
+        if pool.strict:  # fail before the run starts if the kernel can't provide the strict sandbox
             self._scorer.wait()
 
     @classmethod
@@ -35,7 +35,7 @@ class RewardWorker(Worker):
         return cls(context, config.reward)
 
     def close(self) -> None:
-        """End the processes; they also end with this one."""
+        """End the processes; without this call they end with the rank's process."""
         self._scorer.close()
 
     @sharded(reads=("input_ids", "response_mask", TEXT_COLUMNS), returns=("rewards", "quarantined"), background=True)
@@ -69,10 +69,11 @@ def function_specs(settings: Reward) -> dict[str, FunctionSpec]:
 def reward_columns(rewards: BatchRewards, *, by_function: bool) -> dict[str, Tensor]:
     """Return the columns that a scoring role returns.
 
-    `rewards` f32 [B] and `quarantined` bool [B] (the row has no finite reward); `reward_failure` int64 [B], 0 or the
-    kind of failure (`rlpack.rewards.scoring.BatchRewards.failures`); `reward_output_bytes` int64 [B], the bytes that
-    functions wrote for the whole shard, stored in its first row; and with `by_function`, `reward_<name>` f32 [B] for
-    each function, NaN where it gave no number.
+    - `rewards`: f32 [B].
+    - `quarantined`: whether the row has no finite reward, bool [B].
+    - `reward_failure`: 0 or the kind of failure (`rlpack.rewards.scoring.BatchRewards.failures`), int64 [B].
+    - `reward_output_bytes`: bytes that functions wrote for the whole shard, stored in its first row, int64 [B].
+    - `reward_<name>`, with `by_function`: rewards of each function, NaN where it gave no number, f32 [B].
     """
     output_bytes = rewards.failures.new_zeros(rewards.failures.shape)
     output_bytes[:1] = rewards.output_bytes

@@ -56,7 +56,7 @@ class RolloutWorker(Worker):
         """Sample one response for each row.
 
         Args:
-            shard: `input_ids`, the prompts; `seeds` int64 [B], the randomness of each row; `group_ids` and `uid`.
+            shard: `input_ids`, the prompts; `seeds` int64 [B], the random seed of each row; `group_ids` and `uid`.
             params: how tokens are sampled.
 
         Returns:
@@ -80,7 +80,11 @@ class RolloutWorker(Worker):
 
     @broadcast
     def check_weights(self, layout: WeightLayout) -> None:
-        """Raise unless weights of this layout fit the engine."""
+        """Check that weights of this layout fit the engine.
+
+        Raises:
+            EngineError: a name or a shape does not fit.
+        """
         self._engine.check_weights(layout)
 
     @broadcast
@@ -101,7 +105,7 @@ class RolloutWorker(Worker):
             The largest difference between the engine's and the trainer's log-probs, in nats.
 
         Raises:
-            CanaryError: it or the mean difference exceeds its tolerance.
+            CanaryError: the largest or the mean difference exceeds its tolerance.
         """
         gap = check_canary(
             self._engine.logprobs(token_ids),

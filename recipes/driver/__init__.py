@@ -1,8 +1,8 @@
-"""What the recipes' loops are made of; it runs on the driver.
+"""The building blocks of the recipes' loops; all of them run on the driver.
 
-- `session`, `step_context`, `progress`: the run, one step of it, and what is completed.
+- `session`, `step_context`, `progress`: the run, the step in progress, and how far the run has come.
 - `rollout_stages`, `reward_stages`, `policy_stages`, `critic_stages`, `sft_stages`: the lines of a loop.
-- `dynamic_sampling`, `evaluation`: stages made of stages.
+- `dynamic_sampling`, `evaluation`: stages that combine other stages.
 - `loss_weights`, `learning_rate`: pure functions of plan and step.
 - `splits`, `resume`: the prompts of a run, and the checkpoint that it continues from.
 """

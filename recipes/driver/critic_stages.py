@@ -25,9 +25,9 @@ def initialize_critic(session: Session) -> None:
 def compute_values(
     session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan
 ) -> BatchedDataDict:
-    """Add the critic's `values` f32 [T] before its update.
+    """Add the critic's `values` f32 [T] before its update, and `value_tokens` int64 [B].
 
-    Also adds `value_tokens` int64 [B], the response tokens of each row that the critic's `plan` keeps.
+    `value_tokens` counts the response tokens of each row that the critic's `plan` keeps.
     """
     with step.timer("values"):
         return rollouts.union(session.critic.with_plan(plan).run(CriticWorker.values, rollouts))
@@ -38,8 +38,8 @@ def compute_token_advantages(
 ) -> tuple[BatchedDataDict, Moments | None]:
     """Add `advantages` and `returns` f32 [T] by generalized advantage estimation; `plan` is the critic's.
 
-    Tokens stay with the critic's ranks; the driver gets their sums. Returned with the batch are the moments over its
-    counted tokens, by which the actor's update normalizes the advantages; None without
+    Tokens stay with the critic's ranks; the driver gets their sums. The second result holds the mean and standard
+    deviation over the counted tokens, by which the actor's update normalizes the advantages; None without
     `critic.normalize_advantages`.
     """
     coefficient = policy_stages.reward_kl_coef(session)
@@ -63,7 +63,7 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
     trainer = session.config.trainer
     weights = step_weights(rollouts["value_tokens"].where(rollouts["valid"], 0), plan, session.config.algorithm)
     loss = ValueLoss(session.config.critic.value_clip)
-    # The batch has the weights of the actor's loss.
+    # The `loss_weight` of the batch is that of the actor's loss.
     batch = rollouts.drop(["loss_weight"]).union({"loss_weight": weights["token_weight"]})
     with step.timer("update_critic"):
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
@@ -79,7 +79,7 @@ def update_warm_actor(
     plan: MicrobatchPlan,
     advantage_moments: Moments | None,
 ) -> None:
-    """Update the actor (`policy_stages.update_actor`) after the first `critic.warmup_steps` steps."""
+    """Update the actor once the first `critic.warmup_steps` steps, which train only the critic, are over."""
     if step.number > session.config.critic.warmup_steps:
         policy_stages.update_actor(session, step, rollouts, plan, advantage_moments)
 

@@ -16,8 +16,8 @@ def sample_informative_groups(
 ) -> BatchedDataDict:
     """Return scored rollouts of `trainer.prompts_per_step` groups whose rewards differ.
 
-    Prompts are drawn until there are enough such groups. Missing ones are filled up with groups of equal rewards, which
-    add nothing to the loss. Both are counted.
+    Prompts are drawn until there are enough such groups. After `max_rounds`, groups with equal rewards, which add
+    nothing to the loss, take the places of missing ones. The metrics `sampling/*` count the groups of both kinds.
 
     Args:
         session: the run.
@@ -58,7 +58,7 @@ def is_informative(rollouts: BatchedDataDict) -> torch.Tensor:
 
 
 def filter_overlong(step: StepContext, rollouts: BatchedDataDict, *, enabled: bool) -> BatchedDataDict:
-    """Exclude truncated responses from training if `enabled`; their rewards still count."""
+    """Exclude truncated responses from the loss if `enabled`; their rewards still count in baselines."""
     if not enabled:
         return rollouts
     truncated = torch.tensor([reason == "length" for reason in rollouts["finish_reason"]], dtype=torch.bool)

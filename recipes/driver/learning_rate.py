@@ -8,15 +8,18 @@ from rlpack.config.sections.optimization import Optimizer
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     """Return the learning rate of all optimizer steps in a recipe's step.
 
-    With w = `warmup_steps`, the rate rises linearly, step / (w + 1) of the peak, which step w + 1 reaches. It then
-    stays, or falls over the progress p = (step - w - 1) / (steps - w) of the remaining steps towards the minimum
-    ratio f, which the step after the last would have: linear f + (1 - f)·(1 - p), cosine f + (1 - f)·(1 + cos πp) / 2
-    (Loshchilov and Hutter 2017, arXiv:1608.03983).
+    Let w be `warmup_steps` and f `min_lr_ratio`. During warm-up the rate is step / (w + 1) of the peak, so step w + 1
+    has the peak rate. From there on, the fraction of the peak is a function of p = (step - w - 1) / (steps - w); the
+    linear and cosine schedules would reach f one step after the last.
+
+    - constant: 1
+    - linear: f + (1 - f)·(1 - p)
+    - cosine: f + (1 - f)·(1 + cos πp) / 2 (Loshchilov and Hutter 2017, arXiv:1608.03983)
 
     Args:
-        settings: the role's section.
-        step: of the recipe, counted from 1.
-        steps: the recipe's total.
+        settings: the role's optimizer section.
+        step: number of the recipe's step, counted from 1.
+        steps: total number of the recipe's steps.
 
     >>> settings = Optimizer(learning_rate=1.0, schedule="cosine", warmup_steps=1, min_lr_ratio=0.1)
     >>> [round(learning_rate(settings, step, 5), 3) for step in (1, 2, 3, 4, 5, 6)]

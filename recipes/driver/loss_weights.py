@@ -19,7 +19,7 @@ def planned_response_lengths(batch: BatchedDataDict, plan: MicrobatchPlan, store
 
     Args:
         batch: `response_lengths` int64 [B], and `response_mask`, of which only truncated rows are fetched.
-        plan: of these rows.
+        plan: a plan of these rows.
         store: where the mask is stored.
     """
     counts = batch["response_lengths"].clone()
@@ -37,9 +37,9 @@ def step_weights(counts: Tensor, plan: MicrobatchPlan, settings: Algorithm) -> d
     Over the counted tokens of an optimizer step, `token_weight` adds up to 1. Rows that the plan drops have weight 0.
 
     Args:
-        counts: response tokens of each row that count, cut as the plan cuts them, int64 [B].
-        plan: of the actor's update on these rows.
-        settings: how token losses become one number.
+        counts: response tokens of each row that enter the loss, after the plan's truncation, int64 [B].
+        plan: the plan of the update on these rows.
+        settings: the `algorithm` section, which says how token losses are aggregated.
     """
     loss_weight, token_weight = torch.zeros(2, counts.numel())
     step_of_row = torch.from_numpy(plan.step_of_row)

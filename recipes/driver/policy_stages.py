@@ -24,7 +24,7 @@ from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
 
-# Metrics that the update measures when no log-probs were computed before it.
+# Metrics that the update measures if no log-probs were computed before it, and the names they are logged under.
 _MEASURED_IN_UPDATE = {"actor/logprob_gap": "rollout/logprob_gap", "actor/response_kl": "reference/kl"}
 
 
@@ -40,7 +40,8 @@ def compute_old_logprobs(
         session: the run.
         step: the step in progress.
         rollouts: the batch.
-        plan: the actor's for these rows, in mini-batches. The update follows it, too, so that both share microbatches.
+        plan: the actor's plan for these rows, in mini-batches. The update follows the same plan, so that both share
+            microbatches.
     """
     if not needs_old_logprobs(session, rollouts, plan):
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
@@ -54,9 +55,10 @@ def compute_old_logprobs(
 def needs_old_logprobs(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> bool:
     """Return whether log-probs have to be computed in a pass before the update.
 
-    Where the batch gets a single optimizer step, its own log-probs are the old ones and the ratio is 1, so the pass is
-    needed only for the KL term in rewards, by an advantage function that reads `kl_sum`, for the KL of responses that
-    don't train, and with adapters' dropout, which is off in the pass.
+    A batch with several optimizer steps needs the pass. With a single step, the step's own log-probs are the old ones
+    and the ratio is 1. The pass is then needed only if the KL term is in the rewards, an advantage function reads
+    `kl_sum`, the KL is measured on responses that are not trained on, or adapters have dropout, which is off in the
+    pass.
     """
     config = session.config
     return (
@@ -86,10 +88,7 @@ def collect_reference_logprobs(
     plan: MicrobatchPlan,
     pending: Pending[BatchedDataDict] | None,
 ) -> BatchedDataDict:
-    """Add `reference_logprobs` f32 [T], and `kl_sum` f64 [B] if the batch has `logprobs`.
-
-    Without a KL term nothing is added.
-    """
+    """Add `reference_logprobs` f32 [T], and `kl_sum` f64 [B] if the batch has `logprobs`; nothing without a KL term."""
     if pending is None:
         return rollouts
     with step.timer("reference"):
@@ -105,8 +104,8 @@ def compute_advantages(
 ) -> BatchedDataDict:
     """Add `advantages`, and `loss_weight` and `token_weight` of the row's optimizer step, all f32 [B].
 
-    The advantage function gets the per-row columns that it names, including those that roles added; with
-    `algorithm.kl_placement=reward`, rewards are less the KL term. Metrics are over the valid rows.
+    The advantage function gets the per-row columns that it names, including those that roles added. With
+    `algorithm.kl_placement=reward`, the KL term is subtracted from the rewards first. Metrics are over the valid rows.
     """
     settings = session.config.algorithm
     with step.timer("advantages"):
@@ -151,9 +150,9 @@ def add_loss_weights(
 
 
 def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
-    """Return the per-row columns, with those in the store only if the function names them.
+    """Return the per-row columns that are offered to the advantage function.
 
-    Columns of several numbers per row are in the store.
+    Columns with several numbers per row are in the store and are fetched only if the function names them.
     """
     offered = rollouts.keep(rollouts.names_of("per-row"))
     named = advantage_parameters(session.config.algorithm.advantage)
@@ -211,7 +210,7 @@ def initialize_reference(session: Session) -> None:
     The policy is stored in the run directory, where a resumed run finds it.
     """
     folder = reference_folder(session.run.run_dir)
-    if not session.progress.recipe_started:  # left behind by a run that wrote no checkpoint
+    if not session.progress.recipe_started:  # a run that wrote no checkpoint may have left a folder behind
         rmtree(folder, ignore_errors=True)
     if session.reference is None:
         return

@@ -1,4 +1,4 @@
-"""Progress: where a run is. With the seed it determines everything random that follows."""
+"""Progress: how far a run has come. With the seed it determines all later random numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ Phase = Literal["sft_warmup", "train"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is; replaced once per step, when the step is committed.
+    """How far a run has come; replaced once per step, when the step is committed.
 
     Attributes:
         phase: `sft_warmup`, or `train` for the recipe's own steps.
@@ -32,9 +32,9 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Progress":
-        """Return the progress that a checkpoint holds, under today's names or those of older checkpoints."""
+        """Return the progress stored in a checkpoint, which may use the field names of older versions."""
         values = dict(state)
-        if "policy_version" in values:  # checkpoints before optimizer_steps and prompts_consumed
+        if "policy_version" in values:  # written before optimizer_steps and prompts_consumed existed
             values["optimizer_steps"] = values.pop("policy_version")
             values["prompts_consumed"] = values["prompts_trained"]
         return cls(**values)

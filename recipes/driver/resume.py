@@ -57,7 +57,7 @@ def newest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
 
 
 def reference_folder(directory: Path) -> Path:
-    """Return the folder of the policy that the recipe's own steps began with."""
+    """Return the folder of the reference policy, with which the recipe's own steps began."""
     return directory / "checkpoints" / "reference"
 
 
@@ -89,12 +89,13 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
 def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
     """Refuse to resume with another recipe, seed, model, dataset or warm-up.
 
-    A KL term whose reference wasn't stored is refused too.
+    A KL term is refused, too, if the run's reference policy was not stored.
 
     Args:
         saved: the checkpoint's configuration.
         config: the run's.
-        has_reference: whether the policy that the recipe's own steps began with is stored, or yet to be.
+        has_reference: whether the reference policy is stored, or the recipe's own steps, which store it, are yet to
+            begin.
 
     Raises:
         ConfigError: names each key that differs, with both values.
@@ -110,14 +111,14 @@ def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool
     if config.algorithm.kl_coef > 0 and not has_reference:
         differing.append(
             f"algorithm.kl_coef is {config.algorithm.kl_coef}, and run_dir={config.run_dir} has no reference: the "
-            "policy that it began with was not stored; set algorithm.kl_coef=0, or choose another run_dir"
+            "policy that the run began with was not stored; set algorithm.kl_coef=0, or choose another run_dir"
         )
     if differing:
         raise ConfigError(differing)
 
 
 def check_same_prompts(checkpoint: LoadedCheckpoint, config: Config, prompts: Prompts, held_out: Prompts) -> None:
-    """Refuse to resume over changed datasets: the run's position would mean other prompts.
+    """Refuse to resume over changed datasets, in which the run's position would refer to other prompts.
 
     Raises:
         DataError: a file or dataset has changed since the checkpoint was written.

@@ -24,7 +24,7 @@ from rlpack.workers.reward import RewardWorker
 
 # Columns in which a scoring role counts failures, output and retries.
 _COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
-# Prefix of the columns of single reward functions, and of the rewards of each of several roles.
+# Prefixes of the columns with the rewards of one reward function, and with those of one of several scoring roles.
 _OF_FUNCTION = "reward_"
 _OF_ROLE = "rewards_of_"
 
@@ -54,14 +54,14 @@ class _Part(NamedTuple):
 
 
 class PendingRewards:
-    """The rewards of one batch, which scoring roles compute in the background.
+    """The rewards of one batch, computed by scoring roles in the background.
 
     The batch may be submitted in parts. A role whose method runs in the background, or has processes of its own, scores
     while more is generated and while log-probs are computed.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup[RewardWorker]]) -> None:
-        """Take the scoring roles; nothing is submitted yet."""
+        """Keep the scoring roles; nothing is submitted yet."""
         self._groups = groups
         self._parts: list[list[_Part]] = [[] for _ in groups]
         self._names: set[str] = set()
@@ -140,7 +140,7 @@ def count_failures(step: StepContext, counts: dict[str, float]) -> None:
 
 
 def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
-    """Record the metrics of `rewards` without quarantined rows, and those of single functions and roles."""
+    """Record reward metrics without quarantined rows: of the sum, of each function and of each role."""
     rewards, valid = rollouts["rewards"], rollouts["valid"]
     for name, column in rollouts.items():
         for prefix, family in ((_OF_FUNCTION, "reward/functions/"), (_OF_ROLE, "reward/roles/")):
@@ -159,7 +159,7 @@ def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
 
 
 def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[str]) -> RowRewards:
-    """Return one role's rewards of all parts; rows that its batching drops are not valid."""
+    """Return one role's rewards of all parts; rows that the role's plans dropped are not valid."""
     method = RewardWorker.score.__name__
     results: list[BatchedDataDict] = []
     planned: list[np.ndarray] = []
@@ -170,10 +170,11 @@ def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[
         check_scores(group.role, method, results[-1], plan, reserved, layout=group.layout, first_row=first_row)
         planned.append(plan.step_of_row >= 0)
     pairs = list(zip(results, planned, strict=True))
-    typed = next((rows for rows, scored in pairs if scored.any()), results[0])
+    # A part without scored rows gets placeholders, of the column types of a part that has some.
+    example = next((rows for rows, scored in pairs if scored.any()), results[0])
     try:
         columns = BatchedDataDict.concat(
-            [rows if scored.any() else placeholder_rows(rows, typed) for rows, scored in pairs]
+            [rows if scored.any() else placeholder_rows(rows, example) for rows, scored in pairs]
         )
     except DataError as error:
         text = f"its results for two parts of the batch can't be concatenated: {error}"

@@ -26,9 +26,9 @@ class DrawnPrompts(NamedTuple):
     """Prompts drawn for a step.
 
     Attributes:
-        prompts: their rows.
-        step: the step they are drawn for.
-        positions: their positions in the run, int64 [prompts]; with the step these determine the samples.
+        prompts: the prompts' rows.
+        step: number of the step.
+        positions: positions in the run's stream of prompts, int64 [prompts]; with the step they seed the samples.
     """
 
     prompts: BatchedDataDict
@@ -39,7 +39,8 @@ class DrawnPrompts(NamedTuple):
 def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> DrawnPrompts:
     """Return the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
 
-    The rows follow the last ones drawn, so a resumed run may change their number and still skips and repeats none.
+    The rows follow the last ones drawn, so a resumed run skips and repeats none, even if `trainer.prompts_per_step` has
+    changed.
     """
     start = step.progress.prompts_consumed
     count = session.config.trainer.prompts_per_step if count is None else count
@@ -87,8 +88,8 @@ def sample_responses(
 ) -> BatchedDataDict:
     """Return `samples` adjacent responses per prompt.
 
-    A response is drawn from the random stream of its position in the run. With `on_part` the batch is generated in
-    parts of whole groups, and `on_part` gets each part before the next begins.
+    The position of a prompt in the run determines the random streams of its responses. With `on_part` the batch is
+    generated in parts of whole groups, and `on_part` gets each part before the next begins.
     """
     prompts = drawn.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(drawn.prompts.num_rows).repeat_interleave(samples)

@@ -3,8 +3,9 @@
 Invariants (tests/unit/recipes/driver/test_session.py):
 
 1. `Progress` changes only when a step is committed, so a step that failed before its update can be run again and draws
-   the same prompts and random numbers; no call of the failed attempt is under way or keeps its result then;
-2. after Ctrl-C, the step in progress is completed and saved before the run ends.
+   the same prompts and random numbers. By then, no call of the failed attempt is still running, and the results of such
+   calls are discarded.
+2. After Ctrl-C, the step in progress is completed and saved before the run ends.
 """
 
 import logging
@@ -66,7 +67,7 @@ class Session:
 
     Attributes:
         config: the whole configuration.
-        run: the run's directory, sinks, timers and Ctrl-C.
+        run: the run's directory, sinks, timers and Ctrl-C handler.
         tokenizer: the policy's tokenizer.
         prompts: training split.
         held_out: evaluation split.
@@ -137,7 +138,7 @@ class Session:
 
         A step is committed when the loop asks for the next one: its metrics are logged, and evaluation and checkpoint
         follow if they are due. After Ctrl-C a checkpoint is written and the run ends. A step whose body raises is not
-        committed: `steps` called again yields it again. A phase that an earlier run completed yields nothing.
+        committed: calling `steps` again repeats it. A phase that an earlier run completed yields nothing.
         """
         if self.progress.phase != phase:
             if phase == "sft_warmup":
@@ -205,13 +206,13 @@ class Session:
         """End the run after a Ctrl-C; called where no work would be lost.
 
         Raises:
-            KeyboardInterrupt: there was one.
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
         if self.run.interrupted:
             raise KeyboardInterrupt
 
     def _discard_calls(self, step: StepContext) -> None:
-        """Drop the results of calls that a step has submitted and not waited for, since an error ended it before."""
+        """Discard the results of calls that a step submitted and, because of an error, never waited for."""
         discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
         if discarded:
             logger.warning(
@@ -220,7 +221,7 @@ class Session:
             )
 
     def _commit(self, step: StepContext, elapsed_s: float) -> None:
-        """Replace the progress by the step's, and log its metrics."""
+        """Replace the session's progress with the step's, and log the step's metrics."""
         if "packing/real_tokens" in step.metrics:  # the recipe reported a plan
             step.metrics["throughput/tokens_per_s"] = step.metrics["packing/real_tokens"] / elapsed_s
         self.progress = step.progress

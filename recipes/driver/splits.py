@@ -60,7 +60,7 @@ class Split:
 
 
 def cache_splits(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
-    """Return the splits with tokens and texts in at most a quarter of the store."""
+    """Return the splits, whose tokens and texts are cached in at most a quarter of the store."""
     byte_budget = ByteBudget(_STORE_SHARE * store.budget)
     return [Split(split, tokenizer, store, byte_budget) for split in splits]
 

@@ -19,7 +19,7 @@ from rlpack.batch.store import Lease
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.progress import Progress
 
-# Sums over the microbatches of an optimizer step are means over its tokens or rows; several steps are averaged.
+# A metric that is summed within an optimizer step is already a mean over tokens or rows, so steps are averaged.
 _OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
 
 
@@ -69,10 +69,9 @@ class StepContext:
         self.progress = replace(self.progress, **changes)
 
     def record_optimizer_steps(self, metrics: Sequence[dict[str, float]]) -> None:
-        """Count the actor's optimizer steps and record the metrics of steps.
+        """Count the actor's optimizer steps, and record the metrics of the given steps, reduced to one number each.
 
-        Metrics are means over the steps, extremes, or counts. Skipped steps, which leave the policy unchanged, and the
-        critic's steps are not counted.
+        The count leaves out the critic's steps, and skipped steps, which leave the policy unchanged.
         """
         taken = [1.0 - step["actor/skipped_steps"] for step in metrics if "actor/skipped_steps" in step]
         self.advance(optimizer_steps=self.progress.optimizer_steps + round(sum(taken)))

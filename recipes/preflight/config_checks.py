@@ -1,6 +1,6 @@
 """Preflight checks on the driver: failing here takes seconds, failing on a rank takes minutes.
 
-Each check builds or calls what a rank would build or call, so that its error is the rank's own.
+Each check builds or calls what a rank would build or call, so that the error is the one that the rank would raise.
 """
 
 import copy
@@ -81,7 +81,7 @@ def check_before_start(
 
 
 def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless a response can end; a padding token isn't needed (`rlpack.data.tokenization.pad_id`)."""
+    """Raise unless some token can end a response."""
     pad_id(tokenizer)
     if eos_id(tokenizer) is None and not config.rollout.stop_token_ids:
         raise DataError(
@@ -92,7 +92,7 @@ def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless the critic's model exists, and name patterns match weights of their model."""
+    """Raise unless the critic's model exists, and every pattern of weight names matches a weight of its model."""
     set_trained_weights(copy.deepcopy(model), config.actor, seed=config.seed)
     if "critic" in started_roles(config):
         initial = copy.deepcopy(model)
@@ -112,7 +112,9 @@ def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
     PolicyGradientLoss(settings, temperature=config.rollout.temperature).evaluate(tokens)
-    custom = [name for name in started_roles(config) if not is_builtin(name)]  # may add the columns it names
+    custom = [
+        name for name in started_roles(config) if not is_builtin(name)
+    ]  # may add any column that the advantage function names
     if "algorithm.advantage" not in spec.ignores and not custom:
         added = [f"reward_{name}" for name in config.reward.functions]
         scorers = [name for name in ("reward", "reward_model") if name in started_roles(config)]
@@ -124,7 +126,9 @@ def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
 
 def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes."""
-    is_custom = config.roles["reward"].target != builtin_roles()["reward"].target  # may call them differently
+    is_custom = (
+        config.roles["reward"].target != builtin_roles()["reward"].target
+    )  # a custom role may call the functions in other ways
     for spec in function_specs(config.reward).values():
         function = resolve(spec.target, spec.key)
         for split in () if is_custom else (prompts, held_out):

@@ -13,7 +13,7 @@ from rlpack.distributed.ray_connection import MAX_RANKS_PER_CORE, check_object_s
 def check_resources(config: Config) -> None:
     """Refuse pools and an object store that this machine can't hold.
 
-    A cluster that the run joins checks them itself.
+    With `placement.address` nothing is checked here: the cluster's resources are checked when the pools are reserved.
 
     Raises:
         PlacementError: the pools need more GPUs than there are or more ranks than a machine of this size can run, or

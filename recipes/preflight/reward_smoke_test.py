@@ -1,4 +1,4 @@
-"""Reward smoke test: score a few demonstrations before supervised steps delay the first error by minutes."""
+"""Reward smoke test: score a few demonstrations before the supervised steps, which would delay an error by minutes."""
 
 import numpy as np
 
@@ -18,8 +18,8 @@ _FAILURES = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invali
 def score_demonstrations(session: Session) -> None:
     """Let every scoring role score the first demonstrations, as if the policy had written them.
 
-    Demonstrations longer than a response may be are left out, and counted. Failures count towards the run's limit; no
-    metric is recorded.
+    Demonstrations that are longer than a response may be are left out, and a note says how many. Failures count towards
+    the run's limit; no metric is recorded.
 
     Raises:
         RoleError: a role or a reward function doesn't work, or returns something other than rewards.
@@ -62,7 +62,7 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
 
 
 def _refuse_failures(config: Config, role: str, result: RowRewards) -> None:
-    """Raise if a role failed on every row, so that something it calls is broken."""
+    """Raise if a role failed on every row, which means that something it calls is broken."""
     section = config.judge if config.roles[role].target == JUDGE else config.reward
     failed = {name: count for name in _FAILURES if (count := result.counts.get(name, 0.0))}
     if sum(failed.values()) < result.valid.numel() or section.max_failures >= 1:

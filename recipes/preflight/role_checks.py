@@ -1,4 +1,4 @@
-"""Role checks: whether ranks can build a role's class and the driver can call it."""
+"""Role checks: can ranks build a role's class, and can the driver call its methods?"""
 
 import inspect
 import logging
@@ -48,7 +48,7 @@ def check_role(name: str, role: Role, *, is_own: bool = False, is_trained: bool 
     elif standard is None or (kind is not standard and "score" in _called(standard)):
         _check_score(where, kind)
     elif kind is not standard:
-        _check_stands_in(where, kind, standard)
+        _check_replacement(where, kind, standard)
     _check_built(name, where, kind, role.arguments)
 
 
@@ -106,7 +106,7 @@ def _check_score(where: str, kind: type[Any]) -> None:
         raise PlacementError(f"{where}, whose score can't be called with a shard: {problem}; {_SCORE}")
 
 
-def _check_stands_in(where: str, kind: type[Any], standard: type[Any]) -> None:
+def _check_replacement(where: str, kind: type[Any], standard: type[Any]) -> None:
     """Raise unless a class has the methods of the built-in role that it replaces."""
     if not _has(kind, "from_settings"):
         raise PlacementError(f"{where}, which has no method from_settings; {_BUILD}")

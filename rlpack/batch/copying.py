@@ -51,8 +51,8 @@ def copy_from(
     """Copy run i from `starts[i]` of source `source_of_run[i]` to `target_starts[i]` of `target` (int64 [n] each).
 
     Run i has `lengths[i]` entries. Sources and target are CPU tensors of one dtype and entry shape, and the target is
-    contiguous. Runs must not overlap in the target. They are copied in order. Ascending target starts are
-    fastest, because memory is allocated page by page at the first write.
+    contiguous. Runs must not overlap in the target. They are copied in order. Ascending target starts are fastest,
+    because memory is allocated page by page at the first write.
 
     Raises:
         IndexError: a run is outside of its column.
@@ -110,8 +110,8 @@ def _copy_by_numpy(
 def _copier() -> Callable[..., None]:
     """Return the function that copies runs of bytes, compiled if Numba is installed.
 
-    The compiled loop releases the GIL. It calls memcpy because slices in Numba copy entry by
-    entry, ten times as slow for bytes.
+    The compiled loop releases the GIL. It calls memcpy because slices in Numba copy entry by entry, which is ten times
+    as slow for bytes.
     """
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in {"", "0"}:
         return _copy_by_numpy

@@ -11,7 +11,7 @@ from rlpack.batch.store import Store
 
 # Reading one row of a block unpickles all texts of the block.
 _BLOCK_ROWS = 256
-# A block of tokens is at most this many times as large, because the first access loads all of it.
+# A block of rows without texts has at most this many times as many rows, because its first access loads all of it.
 _MAX_BLOCK_FACTOR = 4
 
 
@@ -49,8 +49,9 @@ class DatasetCache:
             byte_budget: how much of the store the cached rows may use.
             num_rows: rows of the dataset.
             load: returns the rows at the given positions (int64 [n]).
-            block_bytes: size of a block where more than 256 rows fit, estimated from the first rows. For rows of
-                tokens only, which are read in place: fewer blocks are faster to fetch.
+            block_bytes: bytes of a block, estimated from the first rows, if more than 256 rows fit into them; 0 for
+                blocks of 256 rows. Set it only for rows without texts: tokens are read in place, and fewer blocks are
+                faster to fetch.
         """
         self._store = store
         self._byte_budget = byte_budget

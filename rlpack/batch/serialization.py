@@ -27,8 +27,8 @@ class _Writable:
 def to_array(tensor: Tensor) -> tuple[np.ndarray, str]:
     """Return `tensor` as a contiguous array on the host, with the name of its dtype.
 
-    Dtypes that NumPy lacks become their bits. Memory is shared if the tensor is contiguous on the CPU and not a lazy
-    conjugate or negative.
+    A tensor of a dtype that NumPy lacks becomes an integer array of the same bits. Memory is shared if the tensor is
+    contiguous on the CPU and not a lazy conjugate or negative.
 
     >>> to_array(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
     (array([16256, 16384], dtype=int16), 'bfloat16')

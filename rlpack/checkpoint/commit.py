@@ -62,7 +62,7 @@ class Staging:
         """Publish the checkpoint, prune older ones, and return the manifest.
 
         Args:
-            state: the driver's state (policy version, position in the prompts, seed, ...) as JSON values. `step` and
+            state: the driver's state (progress, configuration, fingerprints of the prompts) as JSON values. `step` and
                 `format` are added.
             keep: number of committed checkpoints to keep; the two newest are always kept.
 
@@ -143,8 +143,8 @@ def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
 def newest(root: Path) -> Path | None:
     """Return the newest valid checkpoint, or None.
 
-    Newer ones that are damaged or were never committed are skipped, with a warning that says why. The damage is
-    recorded, so that `prune` doesn't keep them instead of valid ones.
+    Newer checkpoints that are damaged or were never committed are skipped, with a warning that says why. The damage is
+    recorded in them, so that `prune` doesn't keep damaged checkpoints instead of valid ones.
     """
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
@@ -157,10 +157,7 @@ def newest(root: Path) -> Path | None:
 
 
 def newest_damage(root: Path) -> tuple[Path, str] | None:
-    """Return the newest damaged checkpoint and what is wrong, or None.
-
-    Only committed checkpoints count.
-    """
+    """Return the newest committed checkpoint that is damaged, and what is wrong with it; None if there is none."""
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
         if (folder / MARKER).is_file() and (fault := _fault(folder)) is not None:
@@ -186,9 +183,9 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 def prune(root: Path, keep: int) -> None:
     """Delete all but the `keep` newest checkpoints, and leftovers of crashes.
 
-    Checkpoints that `newest` found damaged don't count, and are deleted once a newer one is committed. The two newest
-    others are kept even if `keep` is one: if the newest turns out to be damaged, the run can resume from the previous
-    one. A deletion that fails only warns.
+    Checkpoints that `newest` found damaged don't count, and are deleted once a newer one is committed. At least two of
+    the others are kept, even if `keep` is one: if the newest turns out to be damaged, the run can resume from the
+    previous one. A deletion that fails only warns.
     """
     steps = sorted(_steps(root), reverse=True)
     folders = {step: root / f"step-{step}" for step in steps}
@@ -204,7 +201,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def _record_damage(folder: Path, fault: str | None) -> None:
-    """Record in a checkpoint what is wrong with it, or remove that."""
+    """Record in a checkpoint what is wrong with it, or remove the record if `fault` is None."""
     try:
         if fault is None:
             (folder / DAMAGED).unlink(missing_ok=True)
@@ -215,10 +212,7 @@ def _record_damage(folder: Path, fault: str | None) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint, its marker first.
-
-    So a partially deleted one never counts as committed.
-    """
+    """Delete a checkpoint, its marker first, so that a partially deleted one never counts as committed."""
     try:
         (folder / MARKER).unlink(missing_ok=True)
     except OSError as error:
@@ -254,10 +248,7 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _fault(folder: Path, only: str | None = None) -> str | None:
-    """Return why a checkpoint is invalid, or None.
-
-    `only` limits the check to one file.
-    """
+    """Return why a checkpoint is invalid, or None; `only` limits the check to one file."""
     if not (folder / MARKER).is_file():
         return f"it was never committed (no {MARKER})"
     if not _is_marked(folder):
@@ -303,5 +294,5 @@ def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    """Return strict JSON; other values are a bug of the caller."""
+    """Return strict JSON; a value that JSON can't represent is a bug of the caller."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"

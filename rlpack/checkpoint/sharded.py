@@ -17,8 +17,8 @@ from rlpack.checkpoint.errors import CheckpointError
 def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write weights and optimizer state into a new directory; a collective.
 
-    The optimizer comes from `rlpack.models.optimizers.build_optimizer`, which initializes its state at once. For any
-    other, torch would take a step to create the state, and saving must not change training.
+    The optimizer comes from `rlpack.models.optimizers.build_optimizer`, which initializes the state at once. For an
+    optimizer without state, torch would take a step to create it, and saving must not change training.
 
     Raises:
         CheckpointError: a rank could not write, because the disk is full, for example.
@@ -26,7 +26,7 @@ def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     weights, moments = get_state_dict(model, optimizer)
     try:
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    # It derives from BaseException, so `except Exception` would miss it.
+    # CheckpointException derives from BaseException, so `except Exception` would miss it.
     except CheckpointException as error:
         raise CheckpointError(f"saving to {folder} failed; check the free disk space: {_first(error)}") from error
 

@@ -39,7 +39,7 @@ class SFTWarmup(Section):
     steps: int = Field(default=0, ge=0, description="Optimizer steps; 0 for none.")
     batch_size: Count = Field(default=64, description="Sequences of one optimizer step, over all ranks.")
     learning_rate: Positive = Field(
-        default=1e-5, description="Peak learning rate, reached over the first tenth, then cosine."
+        default=1e-5, description="Peak learning rate: linear rise over the first tenth of the steps, then cosine."
     )
 
 
@@ -90,7 +90,7 @@ class Algorithm(Section):
     clip_low: float = Field(default=0.2, ge=0, le=1, description="The ratio is clipped below 1 minus this.")
     clip_high: NonNegative = Field(default=0.28, description="The ratio is clipped above 1 plus this.")
     dual_clip: float | None = Field(
-        default=None, gt=1, description="Bound on the ratio for negative advantages; null: none."
+        default=None, gt=1, description="Bound on the ratio for negative advantages; null for none."
     )
     kl_coef: NonNegative = Field(
         default=0.0, description="Weight of the KL term; the reference is started only above 0."
@@ -98,7 +98,7 @@ class Algorithm(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the KL divergence.")
     kl_straight_through: bool = Field(
         default=False,
-        description="Use kl_estimator's value with k2's gradient, which is the true one of the divergence.",
+        description="Use kl_estimator's value with k2's gradient, the true gradient of the divergence.",
     )
     kl_placement: Literal["loss", "reward"] = Field(
         default="loss", description="Whether the KL term is added to the loss or subtracted from the rewards."
@@ -160,9 +160,7 @@ class Rollout(Section):
 
     engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
     max_new_tokens: Count = Field(default=256, description="Most tokens of a response.")
-    temperature: Positive = Field(
-        default=1.0, description="Sampling temperature, also of the log-probs that are trained."
-    )
+    temperature: Positive = Field(default=1.0, description="Sampling temperature; log-probs in training use it, too.")
     top_p: Unit = Field(default=1.0, description="Nucleus sampling: probability mass of the candidates.")
     top_k: int = Field(default=0, ge=0, description="Sample from the k most likely tokens; 0 for all.")
     stop_token_ids: tuple[TokenId, ...] = Field(
@@ -207,8 +205,8 @@ class Placement(Section):
     in_flight_gb: float | None = Field(
         default=None,
         ge=0.001,
-        description="Byte budget of batches in the object stores of all nodes together, in GB. A call over it waits "
-        "for another step to free room, and fails if none can. null for 60 % of the stores.",
+        description="Byte budget of batches in the object stores of all nodes together, in GB. A call that "
+        "would exceed it waits for another step to free room, and fails if none can. null for 60 % of the stores.",
     )
 
 
@@ -273,7 +271,7 @@ class Config(Section):
     judge: Judge = Judge()
     rollout: Rollout = Rollout()
     batching: ActorBatching = Field(
-        default=Batching(), description="Batching of the actor, and of roles that set none."
+        default=Batching(), description="Batching of the actor, and the default of other roles."
     )
     actor: Actor = Actor()
     critic: Critic = Critic()

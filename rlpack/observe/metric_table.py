@@ -40,7 +40,7 @@ METRICS: dict[str, Metric] = {
     "reward/errors": Metric("rows", "Rows on which a reward function raised; quarantined."),
     "reward/killed": Metric("rows", "Rows whose reward process died; quarantined."),
     "reward/invalid": Metric(
-        "rows", "Rows for which a reward function returned something else than a number; quarantined."
+        "rows", "Rows for which a reward function returned something other than a number; quarantined."
     ),
     "reward/output_bytes": Metric("bytes", "Output of reward functions to standard output and error."),
     "reward/retries": Metric("1", "Requests to a judge beyond the first of each row."),
@@ -53,8 +53,8 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_fraction": Metric("fraction", "Responses cut off at rollout.max_new_tokens."),
     "rollout/canary_gap": Metric(
         "nats",
-        "Largest difference between engine and trainer in a log-prob of the canary, after loading weights; the run "
-        "ends if it or the mean over tokens exceeds its tolerance.",
+        "Largest difference between the engine's and the trainer's log-probs of a fixed prompt (the canary) after "
+        "loading weights; the run ends if it or the mean over tokens exceeds its tolerance.",
     ),
     "rollout/logprob_gap": Metric(
         "nats",
@@ -76,9 +76,7 @@ METRICS: dict[str, Metric] = {
     ),
     "actor/grad_norm": Metric("1", "Global gradient norm before clipping."),
     "actor/learning_rate": Metric("1", "Learning rate of the optimizer step."),
-    "actor/skipped_steps": Metric(
-        "steps", "Optimizer steps skipped because no token had a gradient or it was not finite."
-    ),
+    "actor/skipped_steps": Metric("steps", "Optimizer steps skipped because the gradient was zero or not finite."),
     "critic/loss": Metric("1", "Half the squared error of the values, clipped by critic.value_clip; mean over tokens."),
     "critic/value_mean": Metric("1", "Mean value of the response tokens during the critic's update."),
     "critic/return_mean": Metric("1", "Mean return of the response tokens."),
@@ -100,7 +98,7 @@ METRICS: dict[str, Metric] = {
     "sampling/filled_groups": Metric("groups", "Groups with equal rewards that fill the batch after dapo.max_rounds."),
     "sampling/overlong_filtered": Metric("rows", "Responses excluded from the loss by dapo.overlong_filter."),
     "advantage/mean": Metric("1", "Mean advantage of the rollouts that are trained on."),
-    "advantage/std": Metric("1", "Standard deviation of these advantages."),
+    "advantage/std": Metric("1", "Standard deviation of the advantages in advantage/mean."),
     "advantage/zero_group_fraction": Metric(
         "fraction", "Groups without gradient, because all their rewards are equal."
     ),
@@ -114,7 +112,7 @@ METRICS: dict[str, Metric] = {
         "1", "Held-out mean reward of greedy responses; the accuracy if rewards are 0 or 1."
     ),
     "evaluation/quarantined": Metric(
-        "rows", "Held-out responses without a finite reward; they count as 0 in the three metrics above."
+        "rows", "Held-out responses without a finite reward; they count as 0 in evaluation/reward_*."
     ),
     "evaluation/loss": Metric("nats", "Mean negative log-prob of the tokens of held-out demonstrations (recipe=sft)."),
     "evaluation/perplexity": Metric("1", "Exponential of evaluation/loss."),
@@ -123,7 +121,7 @@ METRICS: dict[str, Metric] = {
     "sft_warmup/learning_rate": Metric("1", "Learning rate of the supervised step."),
     "sft_warmup/skipped_steps": Metric("steps", "Skipped supervised steps, as in actor/skipped_steps."),
     "time/step_s": Metric("s", "Wall-clock time of the whole step."),
-    "time/generate_s": Metric("s", "Generation, and scoring by roles in the same pool between its parts."),
+    "time/generate_s": Metric("s", "Generation, including scoring by roles of the same pool between its parts."),
     "time/reward_s": Metric("s", "Waiting for rewards, without the scoring that overlaps generation and log-probs."),
     "time/logprobs_s": Metric(
         "s", "Log-probs of the policy before its update; may include scoring, as for generation."
@@ -145,15 +143,19 @@ METRICS: dict[str, Metric] = {
     "packing/bin_utilization": Metric("fraction", "Real tokens over microbatches × token budget."),
     "packing/waste_ratio": Metric("fraction", "Token slots that hold no real token."),
     "packing/bin_balance": Metric("fraction", "Mean slots over the most slots of a microbatch."),
-    "packing/packing_efficiency": Metric("fraction", "Fewest microbatches the rows could be packed into over theirs."),
+    "packing/packing_efficiency": Metric("fraction", "Lower bound on the number of microbatches, over their number."),
     "packing/rank_imbalance": Metric("1", "Most slots of a rank over the mean of the ranks, minus 1."),
-    "packing/lockstep_overhead": Metric("1", "Time lost because ranks meet at every microbatch, over the ideal time."),
+    "packing/lockstep_overhead": Metric(
+        "1", "Time lost because ranks wait for each other at every microbatch, over the ideal time."
+    ),
     "packing/dummy_microbatches": Metric("microbatches", "Empty microbatches that equalize the counts of all ranks."),
     "packing/overlong": Metric("rows", "Sequences over the token budget."),
     "packing/critical_slots": Metric(
         "tokens", "Slots of the costliest microbatch at each index, which all ranks wait for."
     ),
-    "packing/critical_squares": Metric("tokens²", "Squared slots of the sequences of these microbatches, summed."),
+    "packing/critical_squares": Metric(
+        "tokens²", "Squared slots of the sequences in the microbatches of packing/critical_slots, summed."
+    ),
     "packing/dropped": Metric("rows", "Overlong sequences that were left out."),
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from overlong sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),

@@ -1,6 +1,6 @@
 """Bins: the microbatches of one optimizer step.
 
-`labels`, int64 [I], give the bin of each item; bins are numbered from 0 without gaps.
+`labels`, int64 [I], give the bin of each item; bins are numbered from 0 without gaps. Invariants:
 
 1. No bin exceeds the token budget, except one that holds a single oversized item.
 2. The number of bins is a multiple of the ranks; the number per rank meets `min_microbatches` and `divisible_by`.

@@ -17,9 +17,9 @@ from rlpack.packing.batching import Batching
 from rlpack.packing.lengths import UNLIMITED
 from rlpack.packing.row_sets import RowSets
 
-# Differencing takes time in items × bins; beyond this, LPT is as good and faster.
+# Differencing takes time proportional to items × bins; above this product, LPT is as good and faster.
 _DIFFERENCING_LIMIT = 2**13
-# Padded runs may take one slot in this many more than the fewest, if that lets ranks wait less for each other.
+# Padded runs may exceed the fewest slots by one part in this many, if ranks then wait less for each other.
 _SLOTS_FOR_EVENNESS = 250
 
 

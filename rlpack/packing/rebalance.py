@@ -7,6 +7,8 @@ each makes one exchange with one of the bins furthest below theirs:
 - one item, for nothing or for a cheaper one;
 - or one item for two, which take about as many slots and, attention being quadratic, cost less.
 
+Invariants:
+
 1. Every exchange reduces the sum of squared distances from the goals.
 2. No bin exceeds the capacity, and no bin becomes empty.
 

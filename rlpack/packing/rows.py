@@ -1,9 +1,11 @@
 """Rows: the rows of a batch after truncation and dropping, and the items they are planned as.
 
+Invariants:
+
 1. No item spans two optimizer steps.
 2. An item above the token budget is dropped or gets its own microbatch, as `batching.overlong` says; else it is an
    error.
-3. Items count in the order of their first rows.
+3. Items are numbered in the order of their first rows.
 
 `tests/unit/packing/test_make_plan.py` asserts them.
 """

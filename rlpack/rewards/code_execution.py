@@ -1,8 +1,8 @@
 """Reward for code: run the policy's program against unit tests.
 
 Each program runs in a fresh subprocess: no network, no file access outside its own directory, no child processes, and
-bounded memory, output and time. That is the confinement of `reward.sandbox=strict`, whatever that key is set to. If the
-kernel can't provide it, no program runs.
+bounded memory, output and time. This is the confinement of `reward.sandbox=strict`, and applies whatever that key is
+set to. If the kernel can't provide it, no program runs.
 """
 
 import json
@@ -52,9 +52,7 @@ class _ProgramOutput:
 def unit_tests(
     completion: str, tests: object, *, timeout_s: float = 5.0, memory_gb: float = 1.0, partial: bool = False
 ) -> float | None:
-    """Return 1 if the program passes all tests, else 0.
-
-    None without tests.
+    """Return 1 if the program passes all tests, else 0; None if there are no tests.
 
     The program is the completion's last block between ```` ``` ````, or the whole completion if it has none.
 

@@ -13,8 +13,8 @@ def final_answer(
 ) -> list[float | None]:
     """Return 1 where the text after the last `marker` is the answer.
 
-    All others get 0, completions without the marker included; rows without an answer get None. Surrounding whitespace
-    is ignored.
+    All other completions get 0, including those without the marker; rows without an answer get None. Surrounding
+    whitespace is ignored.
 
     >>> final_answer(["a1b2="] * 3, ["a11b23#3", "a11b24#4", "3"], ["3", "3", "3"])
     [1.0, 0.0, 0.0]

@@ -67,7 +67,7 @@ class JudgeClient:
     """Client that scores one batch.
 
     Attributes:
-        num_retries: requests so far beyond the first of each row.
+        num_retries: number of requests so far, not counting the first of each row.
     """
 
     def __init__(self, settings: JudgeSettings, max_failed_rows: float = float("inf")) -> None:
@@ -107,10 +107,7 @@ class JudgeClient:
             return result
 
     async def _score_with_retries(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> RewardResult:
-        """Send up to 1 + `retries` requests.
-
-        An answer without a score is final.
-        """
+        """Send up to 1 + `retries` requests; an answer without a score is final."""
         failure = _AttemptFailed("error", "")
         for attempt in range(1 + self._settings.retries):
             if attempt:
@@ -184,7 +181,7 @@ def check_prompt_template(prompt_template: str, columns: Iterable[str]) -> None:
     """Check that a prompt template names existing columns, and the response.
 
     Raises:
-        RewardError: it doesn't.
+        RewardError: a named column doesn't exist, or `{completion}` isn't named.
     """
     names, known = placeholders(prompt_template), {"prompt", "completion", *columns}
     missing = [name for name in names if name not in known]

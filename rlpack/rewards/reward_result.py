@@ -41,9 +41,7 @@ class RewardResult:
 
 
 def parse_reward(reward: object) -> RewardResult:
-    """Convert what a function returned for one row.
-
-    True and False are 1 and 0.
+    """Convert what a function returned for one row; True and False are 1 and 0.
 
     >>> parse_reward(True), parse_reward(float("nan")).problem, parse_reward("1").detail
     (RewardResult(value=1.0, problem=None, detail=''), 'nan', 'gave a str; a reward is a number or None')

@@ -126,10 +126,7 @@ class RewardScorer:
         logger.warning("reward function %s: %s rows are quarantined (%s); %s%s", names, share, reasons, effect, first)
 
     def _count_output(self) -> int:
-        """Return the bytes that functions wrote since the last batch.
-
-        The first time, the end of the output is logged.
-        """
+        """Return the bytes that functions wrote since the last batch; log the end of the output the first time."""
         total, before = self._pool.output_bytes, self._output_bytes
         self._output_bytes = total
         if total and not before:
@@ -170,7 +167,7 @@ class FailureRate:
         """Count a batch.
 
         Raises:
-            TooManyFailuresError: the rate exceeds the limit, or at least 16 rows came and all failed.
+            TooManyFailuresError: the rate exceeds the limit, or all rows so far failed and there are at least 16.
         """
         problems = Counter(row.problem for row in rows if row.failed)
         failed = problems.total()

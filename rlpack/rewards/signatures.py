@@ -4,8 +4,8 @@
     f(prompt, completion, **columns) -> float | None                  `single`: one row
     f(data_source, solution_str, ground_truth, extra_info) -> float   `verl`: verl's compute_score, one row
 
-Each may be `async`. A function gets exactly the parameters it names; `prompts`, for one, may be left out. Columns are
-the dataset's, plus `uid` and `finish_reason`; `**columns` receives all dataset columns.
+Each may be `async`. A function gets exactly the parameters it names; `prompts`, for example, may be left out. Columns
+are the dataset's, plus `uid` and `finish_reason`; `**columns` receives all dataset columns.
 """
 
 import difflib
@@ -49,7 +49,7 @@ class Signature:
     is_async: bool
 
     def select_columns(self, names: Iterable[str], arguments: Iterable[str] = ()) -> list[str]:
-        """Return those of the columns `names` that the function is called with."""
+        """Return the columns among `names` that the function is called with."""
         if self.kind == "verl":
             sources = ("data_source", "ground_truth", "answer", "extra_info", "reward_model")
             return [name for name in names if name in (*sources, *self.columns)]

@@ -10,7 +10,7 @@ Measured on 30 random Qwen2 models (2 to 24 layers, hidden size 64 to 256, initi
 bf16 and engine in fp32: correct weights differ by at most 1.5 nats in one token, 0.28 nats in the mean, and 0.16 of the
 standard deviation.
 
-| fault in the engine's weights | the largest alone fails | both together fail |
+| fault in the engine's weights | found by the largest difference | by either bound |
 |---|---|---|
 | embedding, final norm or head zeroed; head shifted by one row | 15 to 18 of 30 | 30 of 30 |
 | one layer's weights those of another layer, or all zeroed | 10, 8 | 29, 28 |
@@ -21,9 +21,9 @@ standard deviation.
 | all weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 7, 18 | 1, 28, 30 |
 | one layer's weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 0, 0 | 0, 9, 20 |
 
-So in bf16 neither a layer that is stale by a usual step nor a lost query or key projection is reliably found. In fp32
-correct weights differ by at most 2e-6 nats. All faults of the table are found there, and weights that are stale by a
-step of ±0.0001; steps of ±0.00001 are found in some models only.
+In bf16, therefore, neither a layer that is stale by a usual step nor a lost query or key projection is reliably found.
+In fp32 correct weights differ by at most 2e-6 nats. All faults of the table are found there, and weights that are stale
+by a step of ±0.0001; steps of ±0.00001 are found in some models only.
 """
 
 from typing import NamedTuple
@@ -40,9 +40,9 @@ class CanaryTolerance(NamedTuple):
     """Bounds on the differences between engine and trainer, in nats.
 
     Attributes:
-        largest: of the difference of one token.
-        mean: of the mean difference; a mean over `MEAN_SHARE` of the log-probs' standard deviation is refused, too,
-            unless it is within rounding in fp32.
+        largest: bound on the difference of one token.
+        mean: bound on the mean difference. A mean that exceeds `MEAN_SHARE` times the log-probs' standard deviation is
+            refused, too, unless it is within rounding in fp32.
     """
 
     largest: float
@@ -79,7 +79,7 @@ def check_canary(
         expected: the trainer's, f32 [R, L].
         token_ids: the canary, int64 [R, L].
         tolerance: bounds on the differences.
-        version: policy version of the weights.
+        version: policy version of the loaded weights.
 
     Raises:
         CanaryError: the largest or the mean difference exceeds its tolerance, or a log-prob is NaN.
@@ -96,6 +96,5 @@ def check_canary(
     raise CanaryError(
         f"log-probs of the canary at policy version {version} differ from the trainer's by up to {gap:.3g} nats "
         f"(tolerance {tolerance.largest:g}) and {mean:.3g} in the mean (tolerance {mean_tolerance:.3g}), most at "
-        f"{listed}; weights were corrupted in transfer, or the engine computes "
-        "another function of them than the trainer"
+        f"{listed}; weights were corrupted in transfer, or the engine's forward pass differs from the trainer's"
     )

@@ -47,9 +47,9 @@ class Engine(Protocol):
         Args:
             model: the `model` section: architecture, and weights to start from.
             settings: the `rollout` section.
-            tokenizer: the policy's.
-            device: the rank's.
-            seed: of a new model's weights.
+            tokenizer: the policy's tokenizer.
+            device: the rank's device.
+            seed: seed of a new model's weights.
         """
         ...
 
@@ -80,7 +80,7 @@ class Engine(Protocol):
         ...
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy one bucket, tensors on the CPU by name; the caller frees it afterwards."""
+        """Copy one bucket, a mapping from name to tensor on the CPU; the caller frees it afterwards."""
         ...
 
 

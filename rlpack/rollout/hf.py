@@ -54,10 +54,10 @@ class HFEngine:
     def from_settings(
         cls, model: Model, settings: Rollout, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, seed: int
     ) -> Self:
-        """Build the model of the `model` section with an attention that generates, on the rank's device.
+        """Build the model of the `model` section on the rank's device, with an attention that supports a cache.
 
         Raises:
-            ModelError: the section describes no language model, or the tokenizer has more tokens than it.
+            ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
         """
         built = build_causal_lm(
             model,
@@ -82,7 +82,7 @@ class HFEngine:
         if prompts.num_rows and int(prompts.lengths.min()) == 0:
             raise SamplingError(f"prompt {int(prompts.lengths.argmin())} is empty; it needs at least one token")
         order = torch.argsort(prompts.lengths, stable=True)
-        tokens, logprobs, reasons = [], [], np.zeros(prompts.num_rows, dtype=bool)
+        tokens, logprobs, is_stopped = [], [], np.zeros(prompts.num_rows, dtype=bool)
         for rows in order.split(self._max_num_seqs) if prompts.num_rows else ():
             decoder = _Decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             responses = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
@@ -90,7 +90,7 @@ class HFEngine:
             lengths = responses.lengths.clone()
             tokens.append(Ragged.from_padded(responses.tokens, lengths))
             logprobs.append(Ragged.from_padded(responses.logprobs, lengths))
-            reasons[rows.numpy(force=True)] = responses.stopped.numpy(force=True)
+            is_stopped[rows.numpy(force=True)] = responses.stopped.numpy(force=True)
         inverse = torch.argsort(order)
         token_ids = _concat(tokens, torch.int64).select(inverse).to("cpu")
         versions = torch.full(token_ids.values.shape, self.policy_version, dtype=torch.int32)
@@ -98,7 +98,7 @@ class HFEngine:
             token_ids=token_ids,
             logprobs=_concat(logprobs, torch.float32).select(inverse).to("cpu"),
             policy_versions=token_ids.with_values(versions),
-            finish_reasons=["stop" if stopped else "length" for stopped in reasons],
+            finish_reasons=["stop" if stopped else "length" for stopped in is_stopped],
         )
 
     @torch.no_grad()

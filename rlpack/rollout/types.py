@@ -128,7 +128,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One row of a rollout: its segments in order, and why it ended."""
+    """One row of a rollout: its segments in order, and the reason why generation ended."""
 
     segments: tuple[Segment, ...]
     finish_reason: FinishReason

@@ -34,13 +34,13 @@ class Reward(Section):
     )
     timeout_s: Seconds = Field(
         default=10.0,
-        description="Deadline of a row, or of a call with several, in seconds of wall time; cores are shared.",
+        description="Deadline of a row, or of a call with several rows, in seconds of wall time.",
     )
     batch_timeout_s: Seconds = Field(
         default=600.0, description="Deadline of one batch of responses on one rank, in seconds."
     )
     max_failures: Share = Field(
-        default=0.1, description="Fraction of rows on which functions may fail before the run stops; 1 for all."
+        default=0.1, description="Fraction of rows on which functions may fail before the run stops; 1 allows all."
     )
     processes: Count = Field(default=2, description="Worker processes for functions, per rank.")
     rows_per_call: Count = Field(
@@ -78,7 +78,7 @@ class Judge(Section):
     max_tokens: Count = Field(default=512, description="Most tokens of the judge's answer.")
     concurrency: Count = Field(default=16, description="Concurrent requests per rank.")
     timeout_s: Seconds = Field(default=60.0, description="Deadline of one request, in seconds.")
-    retries: int = Field(default=2, ge=0, description="Attempts after a failed one.")
+    retries: int = Field(default=2, ge=0, description="Further attempts after the first request failed.")
     backoff_s: NonNegative = Field(
         default=1.0, description="Pause before the first retry, in seconds; it doubles with each."
     )

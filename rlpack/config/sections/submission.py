@@ -48,7 +48,7 @@ class Submission(Section):
     )
     secrets_dir: str = Field(
         default="/run/secrets",
-        description="Folder on each node with one file per secret, for those not in its environment.",
+        description="Folder on each node with one file per secret; environment variables come first.",
     )
     driver_cpus: NonNegative = Field(
         default=0.0, description="CPU cores reserved for the driver; 0 runs it on the head node without a reservation."

@@ -9,7 +9,7 @@ from rlpack.config.sections.section import Positive, Unit
 
 
 class Critic(RoleCompute):
-    """The critic of recipe=ppo, which estimates a value for each token. It computes as the actor does, unless set."""
+    """The critic of recipe=ppo, which estimates a value for each token. Compute settings default to the actor's."""
 
     path: str | None = Field(
         default=None,

@@ -23,7 +23,7 @@ class Calibration:
         slot_s: seconds per slot, forward and backward.
         square_s: seconds per squared slot, for attention.
         microbatch_s: fixed seconds per microbatch.
-        explained: explained share of the variance of the step times (R²), at most 1.
+        explained: share of the variance of the step times that the fit explains (R²), at most 1.
     """
 
     slot_s: float

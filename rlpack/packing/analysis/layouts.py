@@ -1,5 +1,7 @@
 """Layouts: the slot of each token of a microbatch, by index arithmetic alone.
 
+Invariants:
+
 1. Every real token has its own slot, in row order.
 2. In a packed row the segments cover every slot, and no segment holds two sequences.
 3. The ranks of a context-parallel group hold every slot of a packed row once, and equal numbers of slots.

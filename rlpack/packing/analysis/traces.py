@@ -47,8 +47,8 @@ def uniform(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
 def johnson(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
     """Return the worst case of first- and best-fit decreasing (Johnson, 1973), shuffled.
 
-    Both need 11/9 of the optimal number of bins. The intended capacity is 2 · (longest − e), where e is a thousandth of
-    it; 30·m rows fit into 9·m bins.
+    Both algorithms need 11/9 of the optimal number of bins. The intended capacity is 2 · (longest − e), where e is a
+    thousandth of the capacity; 30·m rows fit into 9·m bins.
     """
     capacity = _johnson_capacity(longest)
     grain = max(1, capacity // 1000)
@@ -63,7 +63,7 @@ def _johnson_capacity(longest: int) -> int:
 def triplets(random: np.random.Generator, rows: int, longest: int) -> np.ndarray:
     """Return shuffled triplets that exactly fill bins (Falkenauer, 1996).
 
-    A bin has twice the longest length.
+    The intended capacity of a bin is twice the longest length.
     """
     capacity, count = 2 * longest, -(-rows // 3)
     first = random.integers(int(0.38 * capacity), max(int(0.38 * capacity) + 1, longest), count)

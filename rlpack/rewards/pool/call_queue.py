@@ -52,10 +52,10 @@ class PoolSettings:
 
 @dataclass
 class PoolCall:
-    """Rows of one function that a worker is scoring.
+    """Rows that one function scores in one call, waiting or sent to a worker.
 
     Attributes:
-        function: its name.
+        function: name of the function.
         rows: row numbers in the batch.
         pending: indices into `rows` that have no result yet.
         deadline: of the call, or of its current row; `time.monotonic()` seconds.
@@ -126,10 +126,7 @@ class CallQueue:
             ) from error
 
     def record_result(self, call: PoolCall, index: int, result: RewardResult) -> None:
-        """Store the result of one row.
-
-        Rows of a batched call that raised are queued again, one by one.
-        """
+        """Store the result of one row, or queue it again by itself if it is an error of a batched call."""
         call.pending.remove(index)
         is_batched = self._signatures[call.function].kind == "batched"
         if result.problem == "error" and is_batched and len(call.rows) > 1:
@@ -138,10 +135,7 @@ class CallQueue:
         self._store(call, index, result)
 
     def record_failure(self, call: PoolCall, problem: Problem, detail: str) -> None:
-        """Handle a call that did not finish.
-
-        Its current row, or its only row, failed; the others are queued again.
-        """
+        """Handle a call that did not finish: its current or only row failed, all others are queued again."""
         signature = self._signatures[call.function]
         if len(call.rows) > 1 and (signature.kind == "batched" or signature.is_async):
             self.waiting += [PoolCall(call.function, [call.rows[index]]) for index in call.pending]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Variables that a process needs to run, and to encode text as its owner does.
+# Variables that a process needs to run, and to encode text as the rank does.
 _ALLOWED_VARS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _THREAD_VARS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SCRATCH_VARS = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")

@@ -101,7 +101,7 @@ class RewardPool:
             PoolError: the workers don't start, or can't be confined.
         """
         self._queue = CallQueue(self._functions, self.signatures(), columns, num_rows, max_failed_rows)
-        self._kill_running()  # calls of a batch that ended with an error
+        self._kill_running()  # calls that are left of a batch that ended with an error
         self._queue.add_all(self._settings)
         deadline = time.monotonic() + self._settings.batch_timeout_s
         while self._queue.waiting or self._running:
@@ -165,10 +165,7 @@ class RewardPool:
             self._handle_events(deadline)
 
     def _handle_events(self, until: float) -> None:
-        """Wait for events of the workers, and handle them.
-
-        Returns at `until` at the latest, a `time.monotonic()` time.
-        """
+        """Wait for events of the workers until the `time.monotonic()` time `until`, and handle them."""
         for event in self._processes.poll(until - time.monotonic()):
             self._handle_event(event)
 
@@ -204,7 +201,7 @@ class RewardPool:
                 return self._mark_ready(worker, entries)
         call = self._running.get(worker.number)
         if call is None:
-            return worker.is_dying  # of a call that was abandoned
+            return worker.is_dying  # a late message about an abandoned call
         match message:
             case {"row": int(index), "result": [float(value) | int(value), problem, str(text)]} if (
                 index in call.pending and problem in (None, *PROBLEMS) and abs(value) <= MAX_REWARD
@@ -221,7 +218,7 @@ class RewardPool:
         return False
 
     def _mark_ready(self, worker: WorkerHandle, entries: Mapping[str, Any]) -> bool:
-        """Store the signatures that a worker sent; False if invalid."""
+        """Store the signatures that a worker sent; return False if they are invalid."""
         signatures = {name: signature_from_json(entry) for name, entry in entries.items()}
         self._signatures = {name: signature for name, signature in signatures.items() if signature is not None}
         worker.is_ready = len(self._signatures) == len(signatures)

@@ -1,7 +1,7 @@
 """A worker process of the pool: load the functions, then answer calls until killed.
 
-`rlpack.rewards.pool.supervisor` starts it, already confined. The pool enforces deadlines by killing it; only coroutines
-are timed out here, so that the others that wait concurrently can continue.
+The supervisor (`rlpack.rewards.pool.supervisor`) starts the process and confines it first. The pool enforces deadlines
+by killing it; only coroutines are timed out here, so that coroutines of other rows can continue.
 """
 
 import os
@@ -61,10 +61,7 @@ class LoadedFunction:
 
 
 def _verl_keywords(values: Mapping[str, Any], signature: Signature) -> dict[str, Any]:
-    """Return the arguments of verl's compute_score.
-
-    The answer may be stored as in verl's datasets.
-    """
+    """Return the arguments of verl's compute_score; the answer may be nested, as in verl's datasets."""
     model = values.get("reward_model")
     nested = model.get("ground_truth") if isinstance(model, dict) else None
     keywords = {name: value for name, value in values.items() if name in signature.columns}

@@ -1,7 +1,7 @@
 """The pool's side of its processes: starts the supervisor and, through it, the workers, and reads all they send.
 
-Only `poll` blocks, and at most for its timeout. Messages from workers are untrusted: an invalid one gets its worker
-killed.
+Only `poll` blocks, and at most for its timeout. Messages from workers are untrusted: a worker that sends an invalid
+message is killed.
 """
 
 import os
@@ -38,10 +38,10 @@ class WorkerHandle:
         number: identifies the worker to the supervisor.
         channel: socket for messages.
         output: descriptor from which the worker's standard output and error are read.
-        is_ready: its functions are loaded.
-        is_dying: it was killed or has exited.
-        tail: the end of its output.
-        frames: decodes its messages.
+        is_ready: whether its functions are loaded.
+        is_dying: whether it was killed or has exited.
+        tail: the last bytes of its output.
+        frames: reassembles its messages from the channel's bytes.
         outgoing: bytes that wait to be sent.
     """
 
@@ -56,7 +56,7 @@ class WorkerHandle:
 
     @property
     def output_tail(self) -> str:
-        """Return the end of its output as printable text."""
+        """Return the end of the worker's output as printable text."""
         return printable(self.tail.decode(errors="replace"))
 
 
@@ -109,12 +109,12 @@ class Processes:
     def start(self) -> WorkerHandle:
         """Start a worker."""
         ours, theirs = socket.socketpair()
-        output, written = os.pipe()
+        output, worker_output = os.pipe()
         try:
-            self._command(b"S", self._next_number, [theirs.fileno(), written])
+            self._command(b"S", self._next_number, [theirs.fileno(), worker_output])
         finally:
             theirs.close()
-            os.close(written)
+            os.close(worker_output)
         for end in (ours.fileno(), output):
             os.set_blocking(end, False)
         worker = WorkerHandle(self._next_number, ours, output)
@@ -146,7 +146,7 @@ class Processes:
             worker: WorkerHandle | None = key.data
             if worker is None:
                 events += self._read_reports()
-            elif worker.number not in self.workers:  # it exited in this very iteration
+            elif worker.number not in self.workers:  # its exit was handled earlier in this loop
                 continue
             elif key.fd == worker.output:
                 self._read_output(worker)
@@ -225,7 +225,7 @@ class Processes:
     def _read_output(self, worker: WorkerHandle) -> None:
         """Count a worker's output, and store the end of it.
 
-        Reads only a few chunks at a time, for fairness to the other workers.
+        Only a few chunks are read at a time, for fairness to the other workers.
         """
         for _ in range(8):
             try:

@@ -1,7 +1,7 @@
 """The wire protocol of the pool: length-prefixed JSON objects over a socket.
 
-JSON instead of pickle, since user code may have taken over the process that answers. A message over the reader's limit,
-or one that is not a JSON object, is an error.
+Messages are JSON and not pickle, because user code may have taken over the process that sends them. A message over the
+reader's limit, or one that is not a JSON object, is an error.
 """
 
 import json
@@ -69,10 +69,7 @@ class FrameReader:
 
 
 def receive(sock: socket.socket) -> WireMessage | None:
-    """Receive one message from a blocking socket.
-
-    None once the other side has closed it.
-    """
+    """Receive one message from a blocking socket; return None once the other side has closed it."""
     header = _receive_exactly(sock, _HEADER.size)
     if header is None:
         return None

@@ -1,8 +1,8 @@
 """Permanently confine a process: no network, no writes outside its scratch directory, no signals to other processes.
 
-Uses two unprivileged mechanisms of the Linux kernel that containers leave enabled: Landlock (files, signals, other
-processes' memory and environment) and a seccomp filter (sockets, process groups, new processes). The confinement is
-inherited by every descendant and can't be lifted. `python -m rlpack.rewards.pool.sandbox` tests it on this machine and
+The confinement uses two unprivileged mechanisms of the Linux kernel that containers leave enabled: Landlock (files,
+signals, other processes' memory and environment) and a seccomp filter (sockets, process groups, new processes). Every
+descendant inherits it, and it can't be lifted. `python -m rlpack.rewards.pool.sandbox` tests it on this machine and
 prints what fails, if anything.
 
 Landlock: https://docs.kernel.org/userspace-api/landlock.html; the numbers are those of linux/landlock.h,
@@ -89,7 +89,7 @@ def confine(scratch: Path, *, strict: bool, processes: bool) -> None:
         scratch: the only directory that stays writable with `strict`.
         strict: close the network and refuse writes elsewhere. Without it, and as far as the kernel allows, drop only
             rights that no reward function needs: to raise limits, and to read or signal other processes.
-        processes: allow new processes; `strict` keeps them in this process' group.
+        processes: allow new processes; `strict` keeps them in this process's group.
 
     Raises:
         SandboxError: the kernel can't provide what `strict` promises.
@@ -116,10 +116,7 @@ def confine(scratch: Path, *, strict: bool, processes: bool) -> None:
 
 
 def why_not_strict() -> str | None:
-    """Return why this machine can't confine strictly, None if it can.
-
-    Runs a test in a separate process.
-    """
+    """Return why this machine can't confine strictly, None if it can, by a test in a separate process."""
     command = [sys.executable, "-P", "-m", "rlpack.rewards.pool.sandbox"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
@@ -216,7 +213,7 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
 def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> None:
     """Install a seccomp filter that makes the `denied` calls fail.
 
-    Such system calls fail with EPERM. So do those that create processes, unless allowed.
+    Denied system calls fail with EPERM; so do calls that create processes, unless `processes` is set.
     """
     architecture, numbers = _CALLS[machine]
     code = [

@@ -1,8 +1,9 @@
 """The supervisor: the process between the pool and the workers that run reward functions.
 
-It forks workers from itself, which is cheap since it has loaded nothing. It kills them with all their descendants, and
-exits with them once the pool's process is gone, for whatever reason. As a subreaper it becomes the parent of every
-orphan below it, so a process that leaves its group or loses its parent can't escape. It runs no user code.
+The supervisor forks workers from itself, which is cheap since it has loaded nothing. It kills workers with all their
+descendants. Once the pool's process is gone, for whatever reason, it kills all workers and exits. As a subreaper it
+becomes the parent of every orphan below it, so a process that leaves its group or loses its parent can't escape. The
+supervisor runs no user code.
 
     pool ──control──► supervisor ──fork──► worker: functions      each with its own session and scratch directory
       ▲──────────────channel, output──────────┘
@@ -31,7 +32,7 @@ from rlpack.rewards.pool.limits import Limits
 COMMAND = struct.Struct("!cI")
 REPORT = struct.Struct("!cIi")
 
-# Most seconds until an excess of processes is noticed, and until an orphan is.
+# Seconds within which too many processes are noticed, and within which an orphan is.
 _WATCH_S, _IDLE_S = 0.02, 0.25
 _KILL_TIMEOUT_S = 5.0
 _NO_WORKER = (1 << 32) - 1
@@ -44,9 +45,9 @@ class Supervisor:
     Attributes:
         control: socket to the pool.
         scratch: parent of the workers' scratch directories.
-        limits: of each worker.
+        limits: resource limits of each worker.
         serve: what a worker runs, given its channel and its scratch directory.
-        pids: of the running workers, by number.
+        pids: process ids of the running workers, by worker number.
         cleaners: processes that delete the directories of workers that exited.
         wakers: sockets by which a signal wakes the supervisor; workers close them.
     """
@@ -140,8 +141,8 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self.control, *self.wakers):
             end.close()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        no_input = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((no_input, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         for name in ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME"):
             os.environ[name] = str(folder)
