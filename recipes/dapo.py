@@ -7,7 +7,7 @@ for each step:
     rollouts   = rollouts without truncated responses, if configured
     ref        = reference.logprobs(rollouts)   # in the background
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
-    old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
+    old        = actor.logprobs(rollouts)       # skipped for a single update, since then old = new
     advantages = group_relative(reward)
     actor.update(rollouts)                      # every mini-batch, μ times
     rollout.load(actor.weights)

@@ -6,7 +6,7 @@ for each step:
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
     ref        = reference.logprobs(rollouts)   # in the background
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
-    old        = actor.logprobs(rollouts)       # left out for a single update, where old = new
+    old        = actor.logprobs(rollouts)       # skipped for a single update, since then old = new
     values     = critic.values(rollouts)        # with a plan of its own, which critic.update shares
     advantages = gae(reward - β·KL, values)
     critic.update(rollouts)                     # every mini-batch, μ times

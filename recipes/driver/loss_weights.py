@@ -1,6 +1,6 @@
 """Loss weights: the driver fixes each token's weight over whole optimizer steps, before the first microbatch.
 
-Losses and metrics are therefore plain sums, on whichever ranks the rows are. All tokens of a row that count have the
+Losses and metrics are therefore plain sums, whatever ranks hold the rows. All tokens of a row that count have the
 same weight, so weights are per-row columns, which ranks spread over the tokens of `response_mask`.
 """
 

@@ -57,7 +57,7 @@ def newest_checkpoint(directory: Path) -> LoadedCheckpoint | None:
 
 
 def reference_folder(directory: Path) -> Path:
-    """Return the folder of the reference policy, with which the recipe's own steps began."""
+    """Return the folder of the reference policy: the policy that the recipe's own steps began with."""
     return directory / "checkpoints" / "reference"
 
 

@@ -18,7 +18,7 @@ _FAILURES = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invali
 def score_demonstrations(session: Session) -> None:
     """Let every scoring role score the first demonstrations, as if the policy had written them.
 
-    Demonstrations that are longer than a response may be are left out, and a note says how many. Failures count towards
+    Demonstrations longer than `rollout.max_new_tokens` are left out, and a note says how many. Failures count towards
     the run's limit; no metric is recorded.
 
     Raises:

@@ -28,10 +28,10 @@ def check_role(name: str, role: Role, *, is_own: bool = False, is_trained: bool 
     A role that users add has to be a scoring role.
 
     Args:
-        name: of the role.
-        role: its section.
-        is_own: whether it is one of the recipe's own roles, which only the recipe calls.
-        is_trained: whether the recipe trains it.
+        name: name of the role.
+        role: the role's section of the configuration.
+        is_own: whether the role is one of the recipe's own, which only the recipe calls.
+        is_trained: whether the recipe trains the role.
 
     Raises:
         PlacementError: names the role's key, what is wrong with the class, and what a role looks like.

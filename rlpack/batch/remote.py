@@ -31,7 +31,7 @@ PayloadReader = Callable[[Sequence[Handle]], Sequence[Mapping[str, Any]]]
 class RemoteColumn:
     """The location of each row of a ragged column, a tensor [B, k, ...] or a list.
 
-    In payloads, a tensor is a ragged column of one entry per row.
+    Payloads hold a tensor as a ragged column with one entry per row.
 
     Attributes:
         handles: handles of the payloads.

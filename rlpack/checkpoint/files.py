@@ -51,7 +51,7 @@ def regular_files(folder: Path) -> list[Path]:
     """Return every file in a directory and its subdirectories, sorted by name.
 
     Raises:
-        OSError: it contains something else than directories and regular files (a link, a socket).
+        OSError: it contains something other than directories and regular files (a link, a socket).
     """
     files: list[Path] = []
     for path in sorted(folder.rglob("*")):

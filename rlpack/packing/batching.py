@@ -35,7 +35,7 @@ class Batching:
         mode: `packed` puts whole sequences next to each other in one row; `dynamic` pads sequences of similar length
             to the longest; `fixed` pads `micro_batch_size` rows in arrival order.
         max_tokens: token budget, the most token slots of one microbatch on one rank, padding included.
-            None sets no budget, and is allowed in `fixed` mode only.
+            No budget (null) is allowed in `fixed` mode only.
         micro_batch_size: rows of a microbatch in `fixed` mode.
         algorithm: the packer of `packed` mode.
         pad_to_multiple: multiple that the slots of each packed sequence are rounded up to (2·cp·tp under context

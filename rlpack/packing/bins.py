@@ -66,7 +66,7 @@ def bin_step(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tup
     """Place the items of one optimizer step in a grid of microbatches, indices × ranks.
 
     Args:
-        request: the request.
+        request: the checked arguments of `make_plan`.
         items: the items of the step, in arrival order.
         oversized: items that get their own microbatch, bool [I].
 

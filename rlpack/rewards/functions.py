@@ -1,7 +1,8 @@
 """Built-in verifiable rewards on plain text; mathematics and code have their own modules.
 
-A reward function names in its signature what it reads of a row (`rlpack.rewards.signatures`): its texts, dataset
-columns, and the keyword arguments in `reward.arguments`. It returns a number, or None if the row can't be scored.
+The signature of a reward function names the values that it reads (`rlpack.rewards.signatures`): the row's texts,
+dataset columns, and the keyword arguments in `reward.arguments`. The function returns a number, or None if the row
+can't be scored.
 """
 
 import re

@@ -36,8 +36,8 @@ class Signature:
 
     Attributes:
         kind: `batched`, `single` or `verl`.
-        texts: the text parameters of its kind that it names.
-        columns: its other parameters, required and optional.
+        texts: parameters of its convention that the function names, such as `prompts` and `completions`.
+        columns: the function's other parameters, required and optional.
         takes_all: whether `**columns` receives every column.
         is_async: whether it is a coroutine function, whose rows run concurrently.
     """
@@ -102,7 +102,7 @@ def read_signature(function: RewardCallable, key: str = "reward.function") -> Si
         key: the configuration key that names it, for messages.
 
     Raises:
-        RewardError: its parameters match no convention, or several.
+        RewardError: the function's parameters match no convention, or several.
     """
     parameters = _parameters(function, key)
     kind, texts = _match_kind(function, parameters, key)

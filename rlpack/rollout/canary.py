@@ -13,7 +13,7 @@ standard deviation.
 | fault in the engine's weights | found by the largest difference | by either bound |
 |---|---|---|
 | embedding, final norm or head zeroed; head shifted by one row | 15 to 18 of 30 | 30 of 30 |
-| one layer's weights those of another layer, or all zeroed | 10, 8 | 29, 28 |
+| one layer's weights replaced by another layer's, or all zeroed | 10, 8 | 29, 28 |
 | one layer's output projection transposed, or zeroed | 4, 3 | 30, 23 |
 | one layer's value projection or input norm zeroed | 3, 3 | 23, 23 |
 | one layer's MLP matrix or MLP norm zeroed | 7 | 13 |

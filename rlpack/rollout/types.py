@@ -139,12 +139,12 @@ class TrajectoryBatch:
     """Trajectories as columns, so that assembling them loops over neither rows nor tokens.
 
     Attributes:
-        token_ids: all segments, those of one trajectory next to each other, int64 [S rows].
+        token_ids: tokens of all segments, trajectory by trajectory, int64 [S rows].
         num_segments: segments of each trajectory, int64 [B].
         is_sampled: whether the policy sampled the segment, bool [S].
         sources: `Segment.source` of each segment, S.
-        logprobs: tokens of the sampled segments in order, f32 [sampled tokens].
-        policy_versions: likewise, int32 [sampled tokens].
+        logprobs: log-probs of the tokens of the sampled segments, in order, f32 [sampled tokens].
+        policy_versions: policy versions of the same tokens, int32 [sampled tokens].
         finish_reasons: one per trajectory, B.
 
     Raises:

@@ -58,7 +58,7 @@ class PoolCall:
         function: name of the function.
         rows: row numbers in the batch.
         pending: indices into `rows` that have no result yet.
-        deadline: of the call, or of its current row; `time.monotonic()` seconds.
+        deadline: deadline of the call, or of its current row, in `time.monotonic()` seconds.
     """
 
     function: str

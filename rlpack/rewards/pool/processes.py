@@ -281,7 +281,7 @@ def _close_descriptors(worker: WorkerHandle) -> None:
 def _close(
     supervisor: subprocess.Popen[bytes], control: socket.socket, scratch: Path, workers: dict[int, WorkerHandle]
 ) -> None:
-    """Close the control socket, upon which the supervisor kills the workers and exits."""
+    """Close the control socket, so that the supervisor kills the workers and exits."""
     control.close()
     for worker in workers.values():
         _close_descriptors(worker)

@@ -46,7 +46,7 @@ class Supervisor:
         control: socket to the pool.
         scratch: parent of the workers' scratch directories.
         limits: resource limits of each worker.
-        serve: what a worker runs, given its channel and its scratch directory.
+        serve: the function that a worker runs, given its channel and its scratch directory.
         pids: process ids of the running workers, by worker number.
         cleaners: processes that delete the directories of workers that exited.
         wakers: sockets by which a signal wakes the supervisor; workers close them.
