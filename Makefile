@@ -33,6 +33,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 		$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	# Packages may hold files for other versions of Python, which don't compile.
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
+	# So are the planner's inner loops, which the first run would compile otherwise.
+	$(BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
 	touch $@
 
 # What the tests of 8-bit moments import: transformers would import it into every process that finds it in .venv.

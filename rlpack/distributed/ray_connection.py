@@ -13,30 +13,24 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import ray
-from ray._private import services
 from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
-from ray._private.utils import detect_fate_sharing_support, estimate_available_memory, get_shared_memory_bytes
+from ray._private.utils import estimate_available_memory, get_shared_memory_bytes
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
 from rlpack.config.schema import Placement
 from rlpack.distributed.errors import PlacementError, in_units
+from rlpack.distributed.local_ray import start_local_ray
 
 logger = logging.getLogger(__name__)
 
 # Ranks may share a core, for a test run; a mistyped number of ranks would only exhaust the machine's memory.
 MAX_RANKS_PER_CORE = 32
 _ANSWER_S = 5.0
-_POLL_S = 0.05
-_MAX_WORKERS_PER_RANK = 2
-_WITHOUT_GC = "rlpack.distributed.imports_without_gc"
 
 
 def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
@@ -61,7 +55,7 @@ def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with _own_sigterm():
         if placement.address is None:
-            _start_local(placement, preload)
+            start_local_ray(placement, _job_config(), preload)
         else:
             _join(placement.address)
 
@@ -121,94 +115,6 @@ def fits_this_machine(placement: Placement) -> bool:
     """Return whether a run starts Ray here, with ranks that fit."""
     slots = sum(pool.ranks * max(1.0, pool.cpus_per_rank) for pool in placement.pools.values())
     return placement.address is None and slots <= MAX_RANKS_PER_CORE * (os.cpu_count() or 1)
-
-
-def _claimed_cpus(placement: Placement) -> int:
-    return math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))
-
-
-def _start_local(placement: Placement, preload: Sequence[str]) -> None:
-    claimed, cores = _claimed_cpus(placement), os.cpu_count() or 1
-    if claimed > cores:
-        logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
-    # Ray starts one worker for each core at once. Where most of them would never become a rank, they stay small.
-    is_small = cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values())
-    # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
-    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
-    # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    with (
-        _own_process_group(),
-        _preloading([_WITHOUT_GC, *preload] if preload and is_small else ()),
-        _patience(placement.start_timeout_s),
-    ):
-        ray.init(
-            address="local",
-            num_cpus=max(claimed, cores),
-            object_store_memory=None if placement.object_store_gb is None else int(1e9 * placement.object_store_gb),
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-            job_config=_job_config(),
-        )
-
-
-@contextmanager
-def _preloading(modules: Sequence[str]) -> Iterator[None]:
-    """Have the workers of a cluster that is started meanwhile import these modules; what a user set goes first."""
-    name = "RAY_preload_python_modules"
-    if not modules or name in os.environ:
-        yield
-        return
-    os.environ[name] = ",".join(modules)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-@contextmanager
-def _patience(timeout_s: float) -> Iterator[None]:
-    """Give Ray's daemons this long to start; Ray itself gives up after 30 s, too early for a busy machine.
-
-    Ray also asks for the node without a pause, which slows the start down on few cores.
-    """
-    before = services.get_node
-
-    def get_node(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return before(gcs_address, node_id)
-            except RuntimeError as error:  # not registered yet
-                if time.monotonic() > deadline:
-                    raise PlacementError(
-                        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; "
-                        f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs "
-                        "have ended, raise placement.start_timeout_s, or join a running cluster with placement.address"
-                    ) from error
-                time.sleep(_POLL_S)
-
-    services.get_node = get_node
-    try:
-        yield
-    finally:
-        services.get_node = before
-
-
-@contextmanager
-def _own_process_group() -> Iterator[None]:
-    """Start each of Ray's processes in its own process group, not the driver's.
-
-    A terminal, `timeout` and many schedulers signal the whole group. The driver handles the signal by finishing its
-    step, for which it needs Ray. Where the kernel doesn't end children with their parent, Ray needs the group for it.
-    """
-    before = services.ConsolePopen
-    if detect_fate_sharing_support():
-        services.ConsolePopen = partial(before, process_group=0)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = before
 
 
 @contextmanager

@@ -1,0 +1,128 @@
+"""Ray's daemons on this machine, for one run: no dashboard, no autoscaler, and workers that import early.
+
+Ray has no settings for some of this. Its private functions are replaced while it starts, and only then.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import ray
+from ray._private import node, services, utils
+from ray.job_config import JobConfig
+
+from rlpack.config.schema import Placement
+from rlpack.distributed.errors import PlacementError
+
+logger = logging.getLogger(__name__)
+
+_MAX_WORKERS_PER_RANK = 2
+_WITHOUT_GC = "rlpack.distributed.imports_without_gc"
+_POLL_S = 0.05
+
+
+def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequence[str]) -> None:
+    """Start Ray on this machine and connect to it.
+
+    Args:
+        placement: the pools. The cluster gets as many CPU slots as they claim.
+        job_config: Ray's settings of this driver.
+        preload: modules that the workers import while they wait for a rank to run.
+
+    Raises:
+        PlacementError: Ray did not start by `placement.start_timeout_s`.
+    """
+    claimed = math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))
+    cores = os.cpu_count() or 1
+    if claimed > cores:
+        logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
+    # Ray starts one worker for each core at once. Where most of them would never become a rank, they stay small.
+    is_small = cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values())
+    # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
+    # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with ExitStack() as stack:
+        stack.enter_context(_preloading([_WITHOUT_GC, *preload] if preload and is_small else ()))
+        for module, name, replacement in _replacements(placement.start_timeout_s):
+            stack.enter_context(_replaced(module, name, replacement))
+        ray.init(
+            address="local",
+            num_cpus=max(claimed, cores),
+            object_store_memory=None if placement.object_store_gb is None else int(1e9 * placement.object_store_gb),
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            job_config=job_config,
+        )
+
+
+def _replacements(timeout_s: float) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is replaced while Ray starts: module or class, name, replacement."""
+    yield services, "get_node", _patient(services.get_node, timeout_s)
+    # A terminal, `timeout` and many schedulers signal a whole process group. The driver handles the signal by finishing
+    # its step, for which it needs Ray, so each of Ray's processes gets its own group. Where the kernel doesn't end
+    # children with their parent, Ray needs the driver's group for it.
+    if utils.detect_fate_sharing_support():
+        yield services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)
+    # Three Python processes that a local run has no use for: the dashboard's server, for which the start would wait and
+    # which `include_dashboard` only makes smaller; the autoscaler; the dashboard's agent, which stays small where the
+    # packages of ray[default] are missing.
+    yield services, "start_api_server", lambda *args, **kwargs: (None, None)
+    yield node.Node, "start_monitor", lambda self: None
+    yield utils, "get_dashboard_dependency_error", lambda: ImportError("a local run has no dashboard")
+
+
+def _patient(get_node: Any, timeout_s: float) -> Any:
+    """Return Ray's `get_node`, waiting for the node to register.
+
+    Ray itself gives up after 30 s, too early for a busy machine, and asks without a pause, which slows the start down.
+    """
+
+    def wait(gcs_address: str, node_id: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError as error:  # not registered yet
+                if time.monotonic() > deadline:
+                    raise PlacementError(
+                        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; "
+                        f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs "
+                        "have ended, raise placement.start_timeout_s, or join a running cluster with placement.address"
+                    ) from error
+                time.sleep(_POLL_S)
+
+    return wait
+
+
+@contextmanager
+def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replace an attribute, if there is one in this version of Ray."""
+    if not hasattr(module, name):
+        yield
+        return
+    before = getattr(module, name)
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextmanager
+def _preloading(modules: Sequence[str]) -> Iterator[None]:
+    """Have the workers of a cluster that is started meanwhile import these modules; what a user set goes first."""
+    name = "RAY_preload_python_modules"
+    if not modules or name in os.environ:
+        yield
+        return
+    os.environ[name] = ",".join(modules)
+    try:
+        yield
+    finally:
+        del os.environ[name]
