@@ -23,8 +23,8 @@ from rlpack.recipes.driver.critic_stages import (
     compute_token_advantages,
     compute_values,
     initialize_critic,
+    update_actor_after_warmup,
     update_critic,
-    update_warm_actor,
 )
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
@@ -66,5 +66,5 @@ def train(session: Session) -> None:
         rollouts, moments = compute_token_advantages(session, step, rollouts, critic_plan)
         rollouts = add_loss_weights(session, step, rollouts, plan)
         update_critic(session, step, rollouts, critic_plan)
-        update_warm_actor(session, step, rollouts, plan, moments)
+        update_actor_after_warmup(session, step, rollouts, plan, moments)
         sync_weights(session, step)

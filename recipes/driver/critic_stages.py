@@ -72,7 +72,7 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
 
 
-def update_warm_actor(
+def update_actor_after_warmup(
     session: Session,
     step: StepContext,
     rollouts: BatchedDataDict,

@@ -120,7 +120,9 @@ class RewardScorer:
         names = ", ".join(function.target for function in self._functions.values())
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
         share = f"all {len(rows)}" if quarantined == len(rows) else f"{quarantined} of {len(rows)}"
-        effect = "none of them trains; return finite numbers" if quarantined == len(rows) else "they don't train"
+        effect = (
+            "no row is left to train on; return finite numbers" if quarantined == len(rows) else "no loss counts them"
+        )
         details = [row.detail for row in rows if row.failed and row.detail]
         first = f"; the first failure: {details[0]}" if details else ""
         logger.warning("reward function %s: %s rows are quarantined (%s); %s%s", names, share, reasons, effect, first)

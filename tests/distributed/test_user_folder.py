@@ -43,7 +43,7 @@ from rlpack.distributed.start_roles import start_roles
 from rlpack.testing import sample_batch, sample_tokenizer
 from rlpack.workers.reward import RewardWorker
 
-SPEC = RecipeSpec(roles=("reward",))
+SPEC = RecipeSpec(roles=("reward",), trains=())
 
 
 def main(config):
@@ -61,7 +61,8 @@ from rlpack.cli.main import main
 
 words = [*sys.argv[1:], "placement.pools.main.ranks=1", "placement.pools.main.cpus_per_rank=0.2"]
 codes = [main(["train", *words])]
-machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 2**27})
+head = {"num_cpus": 1, "object_store_memory": 2**27, "include_dashboard": False}
+machines = Cluster(initialize_head=True, head_node_args=head)
 codes.append(main(["train", *words, f"placement.address={machines.address}"]))
 machines.shutdown()
 sys.exit(max(codes))

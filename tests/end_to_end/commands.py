@@ -30,13 +30,14 @@ class Command:
     Attributes:
         folder: its working directory.
         run_dir: the run's directory.
-        process: the process that was started, leader of a process group of its own, as in a terminal.
+        process: the process that was started, leader of its own process group, as in a terminal; None if it ended in
+            another process of the tests.
         mark: what its processes have in their environment.
     """
 
     folder: Path
     run_dir: Path
-    process: subprocess.Popen
+    process: subprocess.Popen | None
     mark: str = ""
     code: int | None = field(default=None, init=False)
 

@@ -145,7 +145,7 @@ def test_supervised_fine_tuning_lowers_its_loss_and_needs_no_rollout(tmp_path):
 def test_a_role_of_ones_own_is_one_line_of_configuration_and_its_failure_names_role_and_step(tmp_path):
     (tmp_path / "judge.py").write_text(JUDGE)
     with started(tmp_path, *EASY, "sft_warmup.steps=1", "trainer.steps=3", "trainer.prompts_per_step=4",
-                 "roles.judge.target=judge:Judge") as run:  # fmt: skip
+                 "roles.judge.target=judge:Judge", ranks=1) as run:  # fmt: skip
         assert run.wait() == 1
     assert re.search(r"role judge, rank \d, in score, step 2 of train: row 0 has the reward nan and is not q", run.err)
     assert run.left_behind() == []

@@ -122,14 +122,14 @@ def package(tmp_path: Path) -> Path:
 
 
 def test_a_recipe_outside_the_package_trains_and_resumes_with_a_role_of_its_own(package: Path) -> None:
-    run = done(package, *COMMAND, "my_section.rate=0.25", "trainer.steps=1")
+    run = done(package, *COMMAND, "my_section.rate=0.25", "trainer.steps=1", ranks=1)
     assert "my_section.rate is low: the tracker lags" in run.err
     assert committed(run.run_dir, "train") == [1]
     config = yaml.safe_load((run.run_dir / "config.yaml").read_text())
     assert (config["recipe"], config["my_section"]) == ({"target": "my_pkg.my_recipe"}, {"rate": 0.25})
     assert config["roles"]["tracker"]["target"] == "my_pkg.tracker:Tracker"
     assert "recipe my_recipe" in (run.run_dir / REPORT).read_text()
-    run = done(package, *COMMAND, "my_section.rate=0.25", "trainer.steps=2", "resume=auto")
+    run = done(package, *COMMAND, "my_section.rate=0.25", "trainer.steps=2", "resume=auto", ranks=1)
     assert steps(run.run_dir, "train") == [1, 2]
     trained = [record for record in records(run.run_dir) if record["phase"] == "train"]
     assert all(record["actor/grad_norm"] >= 0 for record in trained)

@@ -95,7 +95,7 @@ def test_none_adds_nothing_and_failures_are_quarantined(scorers, caplog):
     assert found.quarantined.tolist() == [False, True, True, False]
     assert found.counts == {"nan": 1, "invalid": 1}
     assert found.failures.tolist() == [0, 0, 1 + FAILURES.index("invalid"), 0]
-    assert "2 of 4 rows are quarantined (invalid: 1, nan: 1); they don't train" in caplog.text
+    assert "2 of 4 rows are quarantined (invalid: 1, nan: 1); no loss counts them" in caplog.text
     assert found.by_function["seldom"].isnan().tolist() == [True, True, True, False]
 
 
@@ -104,7 +104,7 @@ def test_rows_without_any_reward_are_quarantined_with_a_warning_every_time(score
     for _ in range(2):
         caplog.clear()
         assert score(scorer, "none", "none").counts == {"none": 2}
-        assert "all 2 rows are quarantined (none: 2); none of them trains" in caplog.text
+        assert "all 2 rows are quarantined (none: 2); no row is left to train on" in caplog.text
 
 
 def test_the_row_that_raises_is_found_and_the_others_keep_their_rewards(scorers):
