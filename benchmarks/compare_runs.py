@@ -24,7 +24,7 @@ RENAMED = {
     "policy_version": "optimizer_steps",
     "packing/fillers": "packing/dummy_microbatches",
     "packing/searches_stopped": "packing/search_limit_hits",
-    "packing/bin_utilization": "packing/bin_utilization",
+    "packing/bin_utilisation": "packing/bin_utilization",
 }
 PREFIXES = {"warm_up/": "sft_warmup/", "evaluation/accuracy_": "evaluation/reward_"}
 PHASES = {"warm_up": "sft_warmup"}
