@@ -165,10 +165,10 @@ def _calls_sent(method: str) -> Iterator[list[tuple[str, ...]]]:
 
 def _place(code: CodeType) -> str | None:
     """Return `file:name` of a function of rlpack, None for any other."""
-    path = Path(code.co_filename)
+    path = Path(code.co_filename).resolve()  # workers and recipes are reached through links, too
     if not path.is_relative_to(ROOT):
         return None
-    inside = path.resolve().relative_to(ROOT)
+    inside = path.relative_to(ROOT)
     return f"{inside}:{code.co_qualname}" if inside.parts[0] in PACKAGES else None
 
 

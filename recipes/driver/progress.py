@@ -1,8 +1,7 @@
 """Progress: how far a run has come. With the seed it determines all later random numbers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Phase = Literal["sft_warmup", "train"]
 
@@ -29,15 +28,6 @@ class Progress:
     prompts_trained: int = 0
     demonstrations_trained: int = 0
     kl_coef: float | None = None
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "Progress":
-        """Return the progress stored in a checkpoint, which may use the field names of older versions."""
-        values = dict(state)
-        if "policy_version" in values:  # written before optimizer_steps and prompts_consumed existed
-            values["optimizer_steps"] = values.pop("policy_version")
-            values["prompts_consumed"] = values["prompts_trained"]
-        return cls(**values)
 
     @property
     def recipe_started(self) -> bool:

@@ -3,8 +3,8 @@
 Invariants (tests/unit/recipes/driver/test_session.py):
 
 1. `Progress` changes only when a step is committed, so a step that failed before its update can be run again and draws
-   the same prompts and random numbers. By then, no call of the failed attempt is still running, and the results of such
-   calls are discarded.
+   the same prompts and random numbers. By then, the calls of the failed attempt are over, but for background calls that
+   had begun, and their results are discarded.
 2. After Ctrl-C, the step in progress is completed and saved before the run ends.
 """
 
@@ -162,10 +162,10 @@ class Session:
                 self._save_if_due(number == total)
 
     def begin_step(self, number: int) -> StepContext:
-        """Return the context of a step, after discarding the calls and the payloads of an abandoned one.
+        """Return the context of a step, after discarding what the last one left: payloads, and calls not waited for.
 
         Raises:
-            RoleError: a call of the abandoned step failed.
+            RoleError: such a call failed.
         """
         if self.step is not None:
             self.step.lease.release()
@@ -212,7 +212,7 @@ class Session:
             raise KeyboardInterrupt
 
     def _discard_calls(self, step: StepContext) -> None:
-        """Discard the results of calls that a step submitted and, because of an error, never waited for."""
+        """Discard the results of calls that a step submitted and never waited for: no call outlives its step."""
         discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
         if discarded:
             logger.warning(
@@ -257,7 +257,7 @@ def open_session(config: Config) -> Iterator[Session]:
     """
     directory = Path(cast(str, config.run_dir))
     loaded = newest_checkpoint(directory) if config.resume == "auto" else None
-    progress = Progress.from_state(loaded.state["progress"]) if loaded else Progress()
+    progress = Progress(**loaded.state["progress"]) if loaded else Progress()
     if loaded is not None:
         has_reference = not progress.recipe_started or reference_folder(directory).exists()
         check_same_run(loaded.state["config"], config, has_reference=has_reference)

@@ -26,7 +26,7 @@ def soft_overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, penalty
     """
     if not 0 <= buffer <= longest:
         raise AlgorithmError(
-            f"the buffer is {buffer} of {longest} tokens; set dapo.overlong_buffer from 0 to {longest}"
+            f"the overlong buffer (dapo.overlong_buffer) is {buffer} of {longest} tokens; set it from 0 to {longest}"
         )
     if buffer == 0:
         return torch.zeros(lengths.shape)

@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 1, 2, 3, 130
 _OWN_PACKAGES = ("rlpack.",)
-_DIRECTORY_FLAGS = {"--config-dir", "-cd", "--config-path", "-cp"}
+_FIRST_DIRECTORY_FLAGS = {"--config-path", "-cp"}
+_LAST_DIRECTORY_FLAGS = {"--config-dir", "-cd"}
+_DIRECTORY_FLAGS = _FIRST_DIRECTORY_FLAGS | _LAST_DIRECTORY_FLAGS
 _NAME_FLAGS = {"--config-name", "-cn"}
 # Hydra's own options.
 _FLAGS = (
@@ -156,7 +158,7 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
 
     flags, overrides = _split(arguments)
     names = list(_values_of(flags, _NAME_FLAGS))
-    root = register_base(recipe_targets(overrides, [PRESETS, *_config_dirs(flags)], *names[-1:]))
+    root = register_base(recipe_targets(overrides, _search_path(flags), *names[-1:]))
     with config_errors(overrides, root), _hydras_command_line([*flags, *overrides]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
@@ -192,9 +194,10 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _config_dirs(flags: Sequence[str]) -> Iterator[Path]:
-    """Yield the directories that flags add to Hydra's search path."""
-    yield from map(Path, _values_of(flags, _DIRECTORY_FLAGS))
+def _search_path(flags: Sequence[str]) -> list[Path]:
+    """Return Hydra's search path: `--config-path` comes before the presets, `--config-dir` after them."""
+    first, last = (map(Path, _values_of(flags, names)) for names in (_FIRST_DIRECTORY_FLAGS, _LAST_DIRECTORY_FLAGS))
+    return [*first, PRESETS, *last]
 
 
 def _values_of(flags: Sequence[str], names: set[str]) -> Iterator[str]:

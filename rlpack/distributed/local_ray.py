@@ -7,13 +7,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import ray
 from ray._private import node, services, utils
+from ray._private.utils import detect_fate_sharing_support
 from ray.job_config import JobConfig
 
 from rlpack.config.schema import Placement
@@ -49,8 +50,8 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
     os.environ.setdefault("RAY_worker_niceness", "0")
     with ExitStack() as stack:
         stack.enter_context(_preloading([_WITHOUT_GC, *preload] if preload and is_small else ()))
-        for module, name, replacement in _replacements(placement.start_timeout_s):
-            stack.enter_context(_replaced(module, name, replacement))
+        for module, name, replace in _replacements(placement.start_timeout_s):
+            stack.enter_context(_replaced(module, name, replace))
         ray.init(
             address="local",
             num_cpus=max(claimed, cores),
@@ -61,23 +62,23 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         )
 
 
-def _replacements(timeout_s: float) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is replaced while Ray starts: module or class, name, replacement."""
-    yield services, "get_node", _patient(services.get_node, timeout_s)
+def _replacements(timeout_s: float) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield what is replaced while Ray starts: module or class, name, and a function of the original."""
+    yield services, "get_node", partial(_patient, timeout_s=timeout_s)
     # A terminal, `timeout` and many schedulers signal a whole process group. The driver handles the signal by finishing
     # its step, for which it needs Ray, so each of Ray's processes gets its own group. Where the kernel doesn't end
     # children with their parent, Ray needs the driver's group for it.
-    if utils.detect_fate_sharing_support():
-        yield services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)
+    if detect_fate_sharing_support():
+        yield services, "ConsolePopen", lambda start: partial(start, process_group=0)
     # Three Python processes that a local run has no use for: the dashboard's server, for which the start would wait and
     # which `include_dashboard` only makes smaller; the autoscaler; the dashboard's agent, which stays small where the
     # packages of ray[default] are missing.
-    yield services, "start_api_server", lambda *args, **kwargs: (None, None)
-    yield node.Node, "start_monitor", lambda self: None
-    yield utils, "get_dashboard_dependency_error", lambda: ImportError("a local run has no dashboard")
+    yield services, "start_api_server", lambda start: lambda *args, **kwargs: (None, None)
+    yield node.Node, "start_monitor", lambda start: lambda self: None
+    yield utils, "get_dashboard_dependency_error", lambda check: lambda: ImportError("a local run has no dashboard")
 
 
-def _patient(get_node: Any, timeout_s: float) -> Any:
+def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[[str, str], Any]:
     """Return Ray's `get_node`, waiting for the node to register.
 
     Ray itself gives up after 30 s, too early for a busy machine, and asks without a pause, which slows the start down.
@@ -93,7 +94,8 @@ def _patient(get_node: Any, timeout_s: float) -> Any:
                     raise PlacementError(
                         f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; "
                         f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs "
-                        "have ended, raise placement.start_timeout_s, or join a running cluster with placement.address"
+                        "have ended, raise placement.start_timeout_s, or join a running cluster with "
+                        f"placement.address. Ray says: {error}; its session's folder has raylet.out and gcs_server.out"
                     ) from error
                 time.sleep(_POLL_S)
 
@@ -101,13 +103,14 @@ def _patient(get_node: Any, timeout_s: float) -> Any:
 
 
 @contextmanager
-def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replace an attribute, if there is one in this version of Ray."""
+def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute by a function of it, if there is one in this version of Ray."""
     if not hasattr(module, name):
+        logger.debug("Ray %s has no %s.%s: its local start stays as it is", ray.__version__, module.__name__, name)
         yield
         return
     before = getattr(module, name)
-    setattr(module, name, replacement)
+    setattr(module, name, replace(before))
     try:
         yield
     finally:

@@ -115,10 +115,9 @@ def handles_of(batch: BatchedDataDict) -> list[ObjectHandle]:
 def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     """Return the batch as a rank on `node` receives it.
 
-    Holders cut its rows out of objects on other nodes.
-
-    So a rank's shard costs the network its own bytes, and objects on its own node are read in place. Without a node
-    all objects are cut. Objects of the driver have no source_actor and travel whole.
+    Objects on that node are read in place. Of objects on other nodes, the handle's `source_actor` copies the rows that
+    the shard has, so that only these travel. If `node` is None, every object counts as remote. Objects of the driver
+    have no `source_actor` and travel whole.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
     rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}

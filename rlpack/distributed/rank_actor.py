@@ -46,7 +46,7 @@ class RankActor(RankProcess):
             return BatchedDataDict(dict(result), row_ids=result.row_ids) if is_batch(result) else result
 
     def call_rows(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:
-        """Run a method that returns rows, likewise."""
+        """Run a method that returns rows; the batches among its arguments can be read until it returns."""
         with _readable([*args, *kwargs.values()]):
             return super().call_rows(call_id, role, method, kwargs, *args)
 

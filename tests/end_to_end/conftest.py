@@ -22,9 +22,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """Return a run of nine steps on two ranks that nothing stopped; one process of the session runs it."""
     folder = shared_folder(tmp_path_factory, "uninterrupted")
-    mark = folder / "mark"
-    with FileLock(folder / "lock", timeout=DEADLINE_S):
+    mark, failed = folder / "mark", folder / "failed"
+    with FileLock(folder / "lock", timeout=2 * DEADLINE_S):
+        if failed.exists():
+            pytest.fail("the run failed in another process of this session")
         if not mark.exists():
+            failed.touch()
             command = done(folder, *UNEVEN, *REFERENCE, "trainer.steps=9")
             mark.write_text(command.mark)
+            failed.unlink()
     return Command(folder, folder / "run", None, mark.read_text())

@@ -6,10 +6,11 @@ files go into a folder inside of it (`JOB_FILES`), which the job's driver and ra
 
 import heapq
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -50,12 +51,14 @@ class Upload:
         excludes: patterns of the files to leave out, without those of ignore files.
         sizes: bytes of each file, by its path in the folder.
         limit: the most bytes that Ray accepts.
+        empty_folders: folders without files, into which a job may write.
     """
 
     folder: Path
     excludes: tuple[str, ...]
     sizes: dict[Path, int]
     limit: int
+    empty_folders: list[Path] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -73,6 +76,8 @@ class Upload:
                 link = root / self._place(path)
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(self.folder / path)
+            for path in self.empty_folders:
+                (root / self._place(path)).mkdir(parents=True, exist_ok=True)
             yield root
 
     def _place(self, path: Path) -> Path:
@@ -103,7 +108,11 @@ def list_upload(folder: Path, excludes: Sequence[str], limit: int = packaging.GC
 
     def count(path: Path) -> None:
         nonlocal total
+        if path.is_dir() and path != folder and not any(path.iterdir()):
+            upload.empty_folders.append(path.relative_to(folder))
         if path.is_file():
+            if not os.access(path, os.R_OK):
+                raise PermissionError(f"no permission to read {path}")
             size = path.stat().st_size
             upload.sizes[path.relative_to(folder)] = size
             total += size

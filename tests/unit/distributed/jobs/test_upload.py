@@ -62,6 +62,12 @@ def test_no_uploaded_file_can_be_imported_from_the_folder_that_ray_unpacks(folde
         assert (staged / JOB_FILES / "rlpack" / "__init__.py").is_file()
 
 
+def test_a_job_finds_the_empty_folders_that_it_writes_into(folder):
+    (folder / "out" / "plots").mkdir(parents=True)
+    with list_upload(folder, []).staged() as staged:
+        assert (staged / JOB_FILES / "out" / "plots").is_dir()
+
+
 def test_a_checkout_provides_rlpack_itself():
     checkout = Path(rlpack.__file__).parents[1]
     with list_upload(checkout, ["tests", "benchmarks"]).staged() as staged:

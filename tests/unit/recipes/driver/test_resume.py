@@ -1,5 +1,4 @@
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +11,6 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.data.prompts import Prompts
-from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, check_same_run, newest_checkpoint
 from rlpack.recipes.driver.splits import load_splits
 from tests.builders import tiny_config
@@ -97,11 +95,3 @@ def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path):
     (commit(tmp_path, "train", 1) / "COMMITTED").unlink()
     (tmp_path / "checkpoints" / "train" / ".tmp-2-ab").mkdir()
     assert newest_checkpoint(tmp_path) is None
-
-
-def test_progress_of_a_checkpoint_is_read_back_also_under_its_older_names():
-    progress = Progress(phase="train", step=3, optimizer_steps=6, prompts_consumed=40, prompts_trained=24, kl_coef=0.1)
-    assert Progress.from_state(asdict(progress)) == progress
-    older = {"phase": "train", "step": 3, "policy_version": 6, "prompts_trained": 40, "demonstrations_trained": 8}
-    resumed = Progress.from_state(older | {"kl_coef": None})
-    assert (resumed.optimizer_steps, resumed.prompts_consumed, resumed.demonstrations_trained) == (6, 40, 8)
