@@ -105,11 +105,12 @@ def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[
 @contextmanager
 def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Replace an attribute by a function of it, if there is one in this version of Ray."""
-    if not hasattr(module, name):
+    try:
+        before = getattr(module, name)
+    except AttributeError:
         logger.debug("Ray %s has no %s.%s: its local start stays as it is", ray.__version__, module.__name__, name)
         yield
         return
-    before = getattr(module, name)
     setattr(module, name, replace(before))
     try:
         yield
