@@ -83,7 +83,7 @@ class MeteredRanks:
         return Pending(lambda: self._metered(call, pending.result()))
 
     def discard_submitted(self) -> list[str]:
-        """Drop the results of calls that nobody waited for, uncounted."""
+        """Drop the results that were not requested, uncounted."""
         return self.ranks.discard_submitted()
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
     python benchmarks/logprob_memory.py [--tokens 8192] [--vocabulary 151936] [--hidden 256] [--skip-naive]
 
-Each is run in a process of its own; what counts is the process's peak resident memory (VmHWM) above what it had once
+Each runs in a separate process; what counts is the process's peak resident memory (VmHWM) above what it had once
 the inputs were there. The plain one needs about 15 GiB at the default sizes, and does not start unless that is free.
 Exits with 1 when rlpack takes more than 1/20.
 """

@@ -1,4 +1,4 @@
-"""Time the packers and partitioners of other projects on the same lengths; they have to lie in a folder of their own.
+"""Time the packers and partitioners of other projects on the same lengths; they have to be in a separate folder.
 
     make peers     # installs them into .peers and runs python benchmarks/peers.py --peers .peers
 

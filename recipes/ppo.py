@@ -7,7 +7,7 @@ for each step:
     ref        = reference.logprobs(rollouts)   # in the background
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # skipped for a single update, since then old = new
-    values     = critic.values(rollouts)        # with a plan of its own, which critic.update shares
+    values     = critic.values(rollouts)        # with a separate plan, which critic.update shares
     advantages = gae(reward - β·KL, values)
     critic.update(rollouts)                     # every mini-batch, μ times
     actor.update(rollouts)                      # likewise, after the critic's warm-up, with normalized advantages

@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 class PendingRewards:
     """The rewards of one batch, computed by scoring roles in the background.
 
-    The batch may be submitted in parts. A role whose method runs in the background, or has processes of its own, scores
+    The batch may be submitted in parts. A role whose method runs in the background, or has its own processes, scores
     while more is generated and while log-probs are computed.
     """
 

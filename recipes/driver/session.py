@@ -3,8 +3,8 @@
 Invariants (tests/unit/recipes/driver/test_session.py):
 
 1. `Progress` changes only when a step is committed, so a step that failed before its update can be run again and draws
-   the same prompts and random numbers. By then, the calls of the failed attempt are over, but for background calls that
-   had begun, and their results are discarded.
+   the same prompts and random numbers. By then, all calls of the failed attempt have ended except background calls that
+   are already running, and their results are discarded.
 2. After Ctrl-C, the step in progress is completed and saved before the run ends.
 """
 

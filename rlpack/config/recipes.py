@@ -44,7 +44,7 @@ class RecipeSpec:
     Attributes:
         roles: built-in roles that it always starts. A recipe that starts `rollout` also starts `reference` when
             `algorithm.kl_coef` is above 0, `reward_model` when it has a path, and every role that users add.
-        own_roles: roles of its own, each with the default of `roles.<name>.target`. They are always started, and only
+        own_roles: its own roles, each with the default of `roles.<name>.target`. They are always started, and only
             the recipe calls them; roles that users add score rollouts.
         trains: roles that it trains, each a `Trainable`: they are saved, resumed and exported.
         sections: its own config sections by name; every key needs a default.

@@ -75,7 +75,7 @@ class Cluster:
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
-        # On this machine nobody else claims devices. Without a placement group, ranks use the workers that Ray starts
+        # On this machine no other user claims devices. Without a placement group, ranks use the workers that Ray starts
         # early, which have imported the roles' modules by now.
         group = None if self._placement.address is None else self._reserve(name, pool)
         self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)

@@ -14,7 +14,7 @@ END_OF_CALL = "at the end of the call that received them"
 
 
 class ObjectHandle:
-    """Columns in the object store, until the handle is freed or nobody references it.
+    """Columns in the object store, until the handle is freed or no longer referenced.
 
     Attributes:
         node: where the object is; None on a rank, which only received the handle.
@@ -60,7 +60,7 @@ class ObjectHandle:
             self._when_freed()
 
     def __del__(self) -> None:
-        self.free("when nobody referenced them")
+        self.free("when they were no longer referenced")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectHandle, (self.ref,)

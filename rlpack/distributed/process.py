@@ -128,7 +128,7 @@ class RankProcess:
         return self._columns.pop(call_id)
 
     def discard(self, call_id: int) -> None:
-        """Forget a call whose rows nobody gets: cancel it if it waits for the role's thread, and drop its columns."""
+        """Forget a call whose rows are not needed: cancel it if it has not started, and drop its columns."""
         future = self._background.pop(call_id, None)
         if future is not None and not future.cancel():
             future.add_done_callback(lambda _: self._columns.pop(call_id, None))  # it runs, or has ended

@@ -190,10 +190,10 @@ class RayRanks:
             ]
 
     def discard_submitted(self) -> list[str]:
-        """Drop the results of all calls that nobody has waited for, and return the names of these calls.
+        """Drop the results that have not been requested, and return the names of their calls.
 
         Ranks complete them first, because one that left a collective would block the others in it. Background calls
-        take part in none: those that have not begun are canceled, and the rest end on their own.
+        take part in none: those that are not running yet are canceled, and the others complete later.
 
         Raises:
             RoleError: one of them failed, or missed its deadline.
@@ -274,7 +274,7 @@ class RayRanks:
 
         At the first failure or at the deadline, kill this pool and the `others`, and raise.
 
-        Earlier calls of the same processes that nobody waits for run first: the deadline counts from the last of
+        Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
         them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
         """
         pools = {self, *others}

@@ -5,8 +5,8 @@ then the rank stores it. So a step that is too large for the store is one error 
 that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
 
 1. bytes in flight never exceed the budget, nor 80 % of a node's store, from where on Ray spills to disk;
-2. a payload lives until the last lease on it is released, or until nobody references it, whichever is first; one that
-   is stored outside of leases, or permanently, lives until nobody references it;
+2. a payload lives until the last lease on it is released, or until it is no longer referenced, whichever is first; one
+   that is stored outside of leases, or permanently, lives until it is no longer referenced;
 3. `reserve` waits while room may still come, from leases of other threads or from Ray, which frees a moment late, and
    raises at once where it can't; it never waits longer than its deadline.
 

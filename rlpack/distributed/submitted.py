@@ -1,4 +1,4 @@
-"""The calls of one pool that nobody has waited for yet.
+"""The calls of one pool whose results have not been requested yet.
 
 Invariants (tests/unit/distributed/test_submitted.py):
 
@@ -16,7 +16,7 @@ from rlpack.distributed.failures import RankCall
 
 @dataclass
 class SubmittedCall:
-    """A call that nobody has waited for yet.
+    """A call whose result has not been requested yet.
 
     Attributes:
         call: the call.
@@ -29,7 +29,7 @@ class SubmittedCall:
 
 @dataclass
 class SubmittedCalls:
-    """The calls of one pool that nobody has waited for yet, by their ids, in the order of submission."""
+    """The calls of one pool whose results have not been requested yet, by id, in the order of submission."""
 
     _calls: dict[int, SubmittedCall] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ Who consumes what, waits for whom, and is unblocked by what:
 - `submit` consumes a batch of handles and waits for nothing. `Pending.result` waits for every rank of the call and for
   room in the store; it is unblocked by the last rank, by the first failure of a rank, or by the deadline.
 - A rank consumes its calls in the order of submission and waits for the payloads of its shard, which are stored before
-  the call is submitted, and in collectives for the other ranks. Background calls consume a queue of their own, one
+  the call is submitted, and in collectives for the other ranks. Background calls consume their own queue, one
   thread per role.
 - `reserve` waits for another thread to release payloads; it is unblocked by a release, or by its deadline.
 
@@ -74,7 +74,7 @@ class Ranks(Protocol):
         ...
 
     def discard_submitted(self) -> list[str]:
-        """Drop the results of all calls that nobody has waited for, and return the names of these calls."""
+        """Drop the results that have not been requested, and return the names of their calls."""
         ...
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
@@ -199,7 +199,7 @@ class WorkerGroup(Generic[W]):
         return Pending(lambda: pending.result()[0])
 
     def discard_submitted(self) -> list[str]:
-        """Drop the results of calls that nobody has waited for, and return the names of these calls.
+        """Drop the results that have not been requested, and return the names of their calls.
 
         These are the calls of all roles on the same processes. Nobody may wait for one of them afterwards.
 

@@ -56,7 +56,7 @@ EXTRA_RANKS = {
 
 
 def ray_config(extra: Sequence[str]) -> Config:
-    """Return a run with a role per batching mode, a user's own judge, and the roles `extra` in pools of their own."""
+    """Return a run with a role per batching mode, a user's own judge, and the roles `extra` in separate pools."""
     echo = "tests.distributed.roles:Echo"
     roles = {
         **builtin_roles(),

@@ -53,7 +53,7 @@ def main(config):
     lengths = [float(len(text)) for text in sample_batch(3)["completion"]]
     print(json.dumps({"rlpack": rlpack.__file__, "scores": scores, "lengths": lengths}))
 """
-# Runs the command twice: on a Ray of its own, and on a cluster that it joins.
+# Runs the command twice: on its own local Ray, and on a cluster that it joins.
 SCRIPT = """
 import sys
 from ray.cluster_utils import Cluster

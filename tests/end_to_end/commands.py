@@ -1,4 +1,4 @@
-"""`python -m rlpack train` in processes of its own, and what is to be read of its run directory."""
+"""Run `python -m rlpack train` in separate processes, and read its run directory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A recipe of a user's own, in a package outside of this project, trains by its name alone."""
+"""A user's recipe, in a package outside of this project, trains by its name alone."""
 
 import json
 import textwrap
@@ -13,7 +13,7 @@ from tests.end_to_end.settings import EASY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 RECIPE = '''
-    """GRPO with a role of its own, trained together with the policy."""
+    """GRPO with an additional role, trained together with the policy."""
 
     from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""Recipes outside the package: found by name, with sections of their own, and refused with one clear error."""
+"""Recipes outside the package: found by name, with their own sections, and refused with one clear error."""
 
 import pickle
 import re
@@ -27,7 +27,7 @@ from tests.builders import tiny_config
 
 MODEL = {"model": {"config": {"model_type": "qwen2"}}}
 RECIPE = '''
-"""A recipe of a user's own."""
+"""A user's recipe."""
 
 from pathlib import Path
 
