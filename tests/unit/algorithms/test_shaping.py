@@ -15,7 +15,7 @@ def test_the_punishment_of_length_falls_in_a_line_over_the_buffer(length: int, a
 
 def test_without_a_buffer_no_length_is_punished_and_one_over_the_longest_is_refused() -> None:
     assert soft_overlong_penalty(torch.tensor([100]), longest=100, buffer=0).tolist() == [0.0]
-    with pytest.raises(AlgorithmError, match="the buffer is 101 of 100 tokens"):
+    with pytest.raises(AlgorithmError, match=r"dapo\.overlong_buffer\) is 101 of 100 tokens"):
         soft_overlong_penalty(torch.tensor([1]), longest=100, buffer=101)
 
 

@@ -1,5 +1,4 @@
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -69,10 +68,8 @@ def test_an_unknown_command_is_a_usage_error(capsys):
     assert "choose from" in capsys.readouterr().err
 
 
-def test_a_wrong_key_ends_with_code_2_after_two_seconds_of_cpu_time_at_most_and_without_torch_or_ray():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+def test_a_wrong_key_ends_with_code_2_before_torch_or_ray_is_imported():
     answer = rlpack_process("train", "trainer.stepz=1", PYTHONPROFILEIMPORTTIME="1")
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
     said = [line for line in answer.stderr.splitlines() if not line.startswith("import time:")]
     assert (answer.returncode, answer.stdout) == (2, "")
     assert len(said) == 1
@@ -80,6 +77,7 @@ def test_a_wrong_key_ends_with_code_2_after_two_seconds_of_cpu_time_at_most_and_
     imported = {
         line.rpartition("|")[2].strip() for line in answer.stderr.splitlines() if line.startswith("import time:")
     }
+    assert "rlpack.cli.train" in imported  # the listing works
     assert imported.isdisjoint({"torch", "ray", "transformers", "numba"})
 
 
