@@ -4,8 +4,8 @@ for each step:
     until the batch is full of groups whose rewards differ:
         rollouts += rollout.generate(prompts × n)
         reward   += reward.score(rollouts) - overlong penalty
-    rollouts   = rollouts without truncated responses, if configured
-    ref        = reference.logprobs(rollouts)   # in the background
+    trains     = responses that were not truncated  # if configured; the others still count in baselines
+    ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # skipped for a single update, since then old = new
     advantages = group_relative(reward)

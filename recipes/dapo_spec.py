@@ -14,12 +14,14 @@ class Dapo(Section):
 
     max_rounds: Count = Field(
         default=8,
-        description="Most rounds of drawing prompts for trainer.prompts_per_step groups with differing rewards.",
+        description="Maximum rounds of drawing prompts per step, until trainer.prompts_per_step groups have differing "
+        "rewards.",
     )
     overlong_buffer: int = Field(
         default=0,
         ge=0,
-        description="Last tokens before rollout.max_new_tokens, over which a length penalty rises; 0 for no penalty.",
+        description="Number of tokens before rollout.max_new_tokens over which the length penalty rises linearly; 0 "
+        "for no penalty.",
     )
     overlong_penalty: NonNegative = Field(default=1.0, description="Length penalty at the end of the buffer.")
     overlong_filter: bool = Field(default=False, description="Exclude truncated responses from the loss.")

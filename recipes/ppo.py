@@ -4,7 +4,7 @@ for each step:
     prompts    = draw()
     rollouts   = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
-    ref        = reference.logprobs(rollouts)   # in the background
+    ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # skipped for a single update, since then old = new
     values     = critic.values(rollouts)        # with a separate plan, which critic.update shares

@@ -5,7 +5,7 @@ for each step:
     rollouts   = rollout.generate(prompts × n)
     greedy     = rollout.generate(prompts, temperature 0)
     reward     = reward.score(rollouts), reward.score(greedy)    # in the background, from the first part on
-    ref        = reference.logprobs(rollouts)   # in the background
+    ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
     old        = actor.logprobs(rollouts)       # skipped for a single update, since then old = new
     advantages = reward - the greedy response's reward

@@ -24,7 +24,7 @@ from rlpack.workers.reward import RewardWorker
 
 # Columns in which a scoring role counts failures, output and retries.
 _COUNTED = ("reward_failure", "reward_output_bytes", "reward_retries")
-# Prefixes of the columns with the rewards of one reward function, and with those of one of several scoring roles.
+# Prefixes of the reward columns of single functions, and of single roles where several score.
 _OF_FUNCTION = "reward_"
 _OF_ROLE = "rewards_of_"
 

@@ -212,7 +212,10 @@ class Session:
             raise KeyboardInterrupt
 
     def _discard_calls(self, step: StepContext) -> None:
-        """Discard the results of calls that a step submitted and never waited for: no call outlives its step."""
+        """Discard the results of calls that a step submitted and never waited for.
+
+        Background calls that already run finish unseen.
+        """
         discarded = [name for group in self.groups.values() for name in group.discard_submitted()]
         if discarded:
             logger.warning(

@@ -18,7 +18,7 @@ from rlpack.models.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Columns that a rollout batch gets later; a dataset's column of the same name would be taken for them.
+# Columns that a rollout batch gets later; a dataset's column of the same name would be mistaken for the later one.
 _RESERVED = frozenset(FIELDS)
 # Share of the store's budget that datasets may occupy; the rest is for the batches of a step.
 _STORE_SHARE = 0.25
@@ -60,7 +60,7 @@ class Split:
 
 
 def cache_splits(store: Store, tokenizer: PreTrainedTokenizerBase, *splits: Prompts) -> list[Split]:
-    """Return the splits, whose tokens and texts are cached in at most a quarter of the store."""
+    """Return the splits, whose tokens and texts are cached within a quarter of the store's byte budget."""
     byte_budget = ByteBudget(_STORE_SHARE * store.budget)
     return [Split(split, tokenizer, store, byte_budget) for split in splits]
 

@@ -18,7 +18,7 @@ _FAILURES = ("reward/errors", "reward/timeouts", "reward/killed", "reward/invali
 def score_demonstrations(session: Session) -> None:
     """Let every scoring role score the first demonstrations, as if the policy had written them.
 
-    Demonstrations longer than `rollout.max_new_tokens` are left out, and a note says how many. Failures count towards
+    Demonstrations longer than `rollout.max_new_tokens` are left out, and a note says how many. Failures count toward
     the run's limit; no metric is recorded.
 
     Raises:
@@ -38,9 +38,13 @@ def score_demonstrations(session: Session) -> None:
             raise
     for role, result in results.items():
         valid_rewards = result.rewards[result.valid]
-        mean = f"{valid_rewards.mean():.3g} on average" if valid_rewards.numel() else "nothing"
-        left_out = f", {int((~result.valid).sum())} of them no reward" if not result.valid.all() else ""
-        session.run.note(f"role {role} gives {rollouts.num_rows} demonstrations {mean}{left_out}")
+        if not valid_rewards.numel():
+            summary = "no rewards"
+        else:
+            num_without = int((~result.valid).sum())
+            summary = f"mean reward {valid_rewards.mean():.3g}"
+            summary += f", {num_without} without a reward" if num_without else ""
+        session.run.note(f"role {role} scored {rollouts.num_rows} demonstrations: {summary}")
 
 
 def _as_rollouts(session: Session) -> BatchedDataDict:

@@ -6,7 +6,7 @@ Invariants (tests/unit/batch):
 2. `restore` of the results that ranks computed on `shard`'s batches has the original row order, for any plan and after
    any reordering, subset or pickling, as long as row ids were carried along.
 3. A shard's plan refers to row ids: selecting a subset makes microbatches smaller, never fewer.
-4. Every column can be remote (`RemoteColumn`): only operations that read tokens need a `reader`.
+4. Every column but a tensor [B] can be remote (`RemoteColumn`): only operations that read tokens need a `reader`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -269,7 +269,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
     def shard(self, plan: MicrobatchPlan, *, lengths_from: str = "input_ids") -> list["BatchedDataDict"]:
         """Return one batch per rank: its rows in dispatch order, its plan attached.
 
-        Rows that the plan drops are in no shard. In truncated rows, all columns of the same lengths are cut.
+        Dropped rows are in no shard. In truncated rows, every ragged column with the lengths of `lengths_from` is cut.
 
         Raises:
             DataError: the plan was made for other rows or other lengths.

@@ -248,7 +248,9 @@ def rename(columns: Mapping[str, Column], names: Mapping[str, str]) -> dict[str,
     renamed = [names.get(name, name) for name in columns]
     duplicates = {name for name in renamed if renamed.count(name) > 1}
     if duplicates:
-        raise DataError(f"renaming would make two columns {sorted(duplicates)}; the batch has {', '.join(columns)}")
+        raise DataError(
+            f"renaming would give two columns the same name {sorted(duplicates)}; the batch has {', '.join(columns)}"
+        )
     return dict(zip(renamed, columns.values(), strict=True))
 
 

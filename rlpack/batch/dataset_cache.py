@@ -11,7 +11,7 @@ from rlpack.batch.store import Store
 
 # Reading one row of a block unpickles all texts of the block.
 _BLOCK_ROWS = 256
-# A block of rows without texts has at most this many times as many rows, because its first access loads all of it.
+# Without texts, a block has at most this many times `_BLOCK_ROWS` rows: its first access loads all of it.
 _MAX_BLOCK_FACTOR = 4
 
 
@@ -29,8 +29,8 @@ class ByteBudget:
 class DatasetCache:
     """A dataset whose rows are read as remote columns.
 
-    Rows are stored permanently in blocks, at the first access to a row of the block. From the first block that exceeds
-    the byte budget on, rows of further blocks are stored for the current step only.
+    Rows are stored permanently in blocks, at the first access to a row of the block. Once a block would exceed the byte
+    budget, its rows and those of all blocks that are not cached yet are stored for the current step only.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class DatasetCache:
             byte_budget: how much of the store the cached rows may use.
             num_rows: rows of the dataset.
             load: returns the rows at the given positions (int64 [n]).
-            block_bytes: bytes of a block, estimated from the first rows, if more than 256 rows fit into them; 0 for
-                blocks of 256 rows. Set it only for rows without texts: tokens are read in place, and fewer blocks are
-                faster to fetch.
+            block_bytes: target size of a block in bytes; 0 for blocks of 256 rows. A larger block (up to 1,024 rows) is
+                used if, judging by the first rows, it fits. Set it only for rows without texts: tokens are read in
+                place, and fewer blocks are faster to fetch.
         """
         self._store = store
         self._byte_budget = byte_budget

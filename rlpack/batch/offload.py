@@ -25,7 +25,7 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True)
 class OffloadedBatch:
-    """A batch whose payloads are not in a store yet.
+    """The stub of an offloaded batch; `with_handles` completes it once the payloads are stored.
 
     Attributes:
         stub: the batch; its remote columns use the numbers of the payloads as handles.

@@ -65,7 +65,7 @@ def as_array(values: Rows, what: str) -> np.ndarray:
 
 
 def repeat_positions(num_rows: int, n: int) -> np.ndarray:
-    """Return each position of `num_rows` rows `n` times in a row, int64 [n · num_rows].
+    """Return positions 0 to num_rows − 1, each repeated `n` times, int64 [n · num_rows].
 
     >>> repeat_positions(2, 3)
     array([0, 0, 0, 1, 1, 1])

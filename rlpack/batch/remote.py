@@ -112,7 +112,10 @@ class RemoteColumn:
         return [np.unique(self.stored_row[rows]) for rows in _rows_by_source(self.source, len(self.handles))]
 
     def reindexed(self, remaining: Mapping[tuple[Handle, str], np.ndarray]) -> "RemoteColumn":
-        """Return the column for payloads reduced to the `remaining` rows (int64, ascending) of (handle, name)."""
+        """Adjust row positions to payloads that hold only some rows.
+
+        `remaining` maps (handle, name) to those rows, ascending int64.
+        """
         stored_row = self.stored_row.copy()
         for place, rows in zip(self._places, _rows_by_source(self.source, len(self.handles)), strict=True):
             if place in remaining:
@@ -179,7 +182,7 @@ class RemoteColumn:
 
 
 def _used(source: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
-    """Return which of `count` sources rows refer to, and the rows' sources renumbered among those."""
+    """Return which of the `count` sources are used, and each row's source renumbered among them."""
     is_used = np.bincount(source[source >= 0], minlength=count) > 0
     return np.flatnonzero(is_used).tolist(), _renumbered(source, np.cumsum(is_used, dtype=np.int32) - 1)
 

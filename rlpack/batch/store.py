@@ -8,7 +8,10 @@ from rlpack.batch.batch import BatchedDataDict
 
 
 class Lease(Protocol):
-    """Keeps payloads alive until it is released; as a context manager, it holds all stored in its block."""
+    """Keeps payloads alive until it is released.
+
+    As a context manager, a lease holds every payload stored inside the `with` block.
+    """
 
     def __enter__(self) -> Self:
         """Put all payloads that are stored from here on under this lease."""

@@ -205,8 +205,9 @@ class Placement(Section):
     in_flight_gb: float | None = Field(
         default=None,
         ge=0.001,
-        description="Byte budget of batches in the object stores of all nodes together, in GB. A call that "
-        "would exceed it waits for another step to free room, and fails if none can. null for 60 % of the stores.",
+        description="Byte budget of batches in the object stores of all nodes together, in GB. A result that would "
+        "exceed it waits while another thread may free room; if none can, the call fails before any of its rows are "
+        "stored. null for 60 % of the stores.",
     )
 
 

@@ -42,7 +42,7 @@ class Cluster:
         try:
             self.store = _store(placement)
         except BaseException:
-            disconnect()  # no other code can
+            disconnect()  # no caller holds this half-built cluster to close it
             raise
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End every process of the run, at once when the run failed, and leave the cluster."""
+        """End every process of the run, immediately if the run failed, and leave the cluster."""
         for ranks in self._pools.values():
             if error is None:
                 ranks.close()
@@ -75,8 +75,8 @@ class Cluster:
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
-        # On this machine no other user claims devices. Without a placement group, ranks use the workers that Ray starts
-        # early, which have imported the roles' modules by now.
+        # A local cluster belongs to this run alone, so nothing has to be reserved. Without a placement group, ranks use
+        # the workers that Ray starts early, which have imported the roles' modules by now.
         group = None if self._placement.address is None else self._reserve(name, pool)
         self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
         return self._pools[name]
@@ -88,14 +88,15 @@ class Cluster:
         deadline = self._placement.start_timeout_s
         if not group.wait(min(_WARN_S, deadline)):
             logger.warning(
-                "pool %s waits up to %g s for devices in use elsewhere: its %d ranks claim %s each, free are %s",
+                "pool %s waits up to %g s for devices in use elsewhere: its %d ranks claim %s each, but only %s are "
+                "free",
                 *(name, deadline, pool.ranks, listing(bundle), listing(ray.available_resources())),
             )
             if not group.wait(max(0.0, deadline - _WARN_S)):
                 remove_placement_group(group)
                 raise PlacementError(
-                    f"pool {name} did not get its {pool.ranks} ranks within {deadline:g} s; free are "
-                    f"{listing(ray.available_resources())}; wait for others to finish, or lower "
+                    f"pool {name} did not get its {pool.ranks} ranks within {deadline:g} s; "
+                    f"{listing(ray.available_resources())} are free; wait for others to finish, or lower "
                     f"placement.pools.{name}.ranks"
                 )
         return group

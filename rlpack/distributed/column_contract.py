@@ -91,5 +91,5 @@ def producers_of(contracts: Mapping[str, ColumnContract]) -> dict[str, list[str]
 
 
 def _missing(call: str, name: str, columns: list[str], producers: Producers) -> str:
-    made_by = f"; {' and '.join(producers[name])} returns it" if name in producers else ""
+    made_by = f"; {name!r} is returned by {' and '.join(producers[name])}" if name in producers else ""
     return f"{call} reads the column {name!r}, and the batch has only {', '.join(columns) or 'no columns'}{made_by}"

@@ -33,7 +33,8 @@ class Dispatch:
         merge: combines the results of the output ranks; None restores rows.
         background: whether it runs in a thread, while its rank answers other calls.
         columns: what a sharded method reads and returns.
-        needs_whole_groups: maps the other arguments of a sharded method to whether its microbatches hold whole groups.
+        needs_whole_groups: predicate on a sharded method's other arguments: whether all rows of a group (`group_ids`)
+            must be in one microbatch.
     """
 
     kind: Literal["sharded", "broadcast", "rank_zero"]
@@ -66,18 +67,19 @@ def sharded(
 
     Args:
         reads: columns that the batch must have, `TEXT_COLUMNS` for all of its lists; or a function from the method's
-            other arguments to these. Nothing else is sent. If it is left out, a method that overrides another one reads
-            the columns of that one, and any other method every column.
+            other arguments to these. Nothing else is sent. If omitted, an override inherits the columns of the method
+            it overrides; any other method receives every column.
         optional: columns that are sent, too, if the batch has them. An override without `reads` adds them to those of
             the method that it overrides.
         returns: columns that the result must have; it may have more. An override inherits them if it is left out.
-        mini_batches: plan the batch as optimizer steps of the role's mini-batch size, in arrival order; a call with
-            and one without it never share microbatches, so log-probs that an update is compared with set it too.
+        mini_batches: plan the batch as optimizer steps of the role's mini-batch size, in arrival order. Set it on both
+            a log-prob method and the update that compares with it, so that both get the same microbatches. Ignored if
+            the call was given a plan (`with_plan`).
         background: run the method in a thread, while the ranks answer other calls: for methods that mostly wait for
             other processes or machines, take part in no collective, and return rows.
         merge: combines the results of the output ranks; by default they are batches whose rows are restored.
-        needs_whole_groups: maps the method's other arguments to whether all rows of a group (`group_ids`) must be in
-            one microbatch; by default they need not be.
+        needs_whole_groups: predicate on the method's other arguments: whether all rows of a group (`group_ids`) must
+            be in one microbatch; by default they need not be.
     """
     if returns is not None and merge is not None:
         raise ValueError("a method with a merge returns no rows; leave out returns or merge")

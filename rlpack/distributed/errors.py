@@ -33,7 +33,7 @@ class RoleError(RuntimeError):
     Attributes:
         role: name of the role.
         rank: rank that failed first, or None if unknown.
-        method: the method that was called (the phase of the step).
+        method: the method that was called.
         cause: what happened.
         phase: `sft_warmup` or `train`, if the caller knows it.
         step: the step in progress, if the caller knows it.
@@ -69,7 +69,7 @@ class StoreFullError(RoleError):
             f"{in_units(size)} of tokens and texts exceed the free room in the object store by {in_units(short)}: "
             f"{in_units(in_flight)} of the {in_units(budget)} for batches are in use; lower "
             "trainer.prompts_per_step, trainer.group_size, rollout.max_new_tokens or dapo.max_rounds (in an "
-            "evaluation: evaluation.samples), or raise placement.object_store_gb (on a cluster that is joined: "
+            "evaluation: evaluation.samples), or raise placement.object_store_gb (on an existing cluster: "
             "ray start --object-store-memory) or placement.in_flight_gb"
         )
         super().__init__(role, None, method, cause)

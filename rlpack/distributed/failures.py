@@ -21,12 +21,12 @@ class RankCall:
     """A call under way on one rank.
 
     Attributes:
-        ref: of the result.
+        ref: reference to the result.
         role: name of the role.
-        rank: that runs it.
+        rank: the rank that runs it.
         method: name of the method.
         order: place in the order of submission, in which a rank runs its calls; the same on all ranks of a call.
-        background: it runs in a thread, while the rank answers other calls.
+        background: whether it runs in a thread, while the rank answers other calls.
     """
 
     ref: ray.ObjectRef
@@ -42,8 +42,8 @@ def first_cause(
 ) -> tuple[RankCall, RayError]:
     """Return call and error of the failure that explains the others.
 
-    Priority: process death, then a failed export (loads fail as a consequence), then the earliest failure. A dead
-    process fails all of its calls; the blame goes to one in the foreground where there is one.
+    Priority: process death, then the failure of the call submitted first (an export precedes its loads; foreground
+    precedes background). A dead process fails all of its calls; a foreground call is reported if there is one.
 
     Args:
         calls: all calls under way, in the order in which they were submitted.
@@ -89,7 +89,7 @@ def describe_context(
     """Return what else may explain a failure: other calls that were under way.
 
     Args:
-        call: that failed.
+        call: the call that failed.
         cause: its error.
         submitted: earlier calls that have not answered, in order.
         in_background: names of the calls that run in threads.
@@ -118,7 +118,7 @@ def deadline_error(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
 
 
 def _place(trace: str) -> str:
-    """Return the last line of a traceback that is neither in rlpack nor in a package or Python."""
+    """Return the last line of a traceback in neither rlpack, an installed package nor the standard library."""
     ours = [str(Path(__file__).resolve().parents[1])]
     others = (*ours, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = [frame for frame in re.findall(r'File "(.+?)", line (\d+)', trace) if not frame[0].startswith(others)]

@@ -2,10 +2,11 @@
 
 Ranks are numbered with pipeline stages outermost and tensor parallelism innermost, the order of torch's device meshes:
 
-    rank = (((pp · dp_replicate + dp_replicate) · dp_shard + dp_shard) · cp + cp) · tp + tp
+    rank = (((i_pp · dp_replicate + i_dp_replicate) · dp_shard + i_dp_shard) · cp + i_cp) · tp + i_tp
 
-A data rank is a rank's place among the ranks with different rows. Plans know data ranks only; all ranks of one data
-rank (its cp · tp · pp replicas) get the same rows, and one of them, the output rank, returns their results.
+Here i_x is the rank's coordinate in dimension x. A data rank is a data-parallel rank: all ranks with the same data rank
+(its cp · tp · pp replicas) hold the same rows, and one of them, the output rank, returns their results. Plans know data
+ranks only.
 """
 
 import math
@@ -68,13 +69,14 @@ class ParallelLayout:
     def pad_to_multiple(self) -> int:
         """Return the multiple that lengths are padded to.
 
-        A sequence has 2·cp chunks, each divided among tp ranks.
+        With context parallelism a sequence has 2·cp chunks; each chunk (or the whole sequence) is divided among tp
+        ranks.
         """
         return (2 * self.cp if self.cp > 1 else 1) * self.tp
 
     @property
     def divisible_by(self) -> int:
-        """Return the divisor that the number of microbatches needs: one for each stage."""
+        """Return the number that microbatch counts must be divisible by: the number of pipeline stages."""
         return self.pp
 
     @cached_property

@@ -31,7 +31,7 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
     """Start Ray on this machine and connect to it.
 
     Args:
-        placement: the pools. The cluster gets as many CPU slots as they claim.
+        placement: the pools. The cluster gets one CPU slot per core, or more if the pools claim more.
         job_config: Ray's settings of this driver.
         preload: modules that the workers import while they wait for a rank to run.
 
@@ -42,14 +42,14 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
     cores = os.cpu_count() or 1
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
-    # Ray starts one worker for each core at once. Where most of them would never become a rank, they stay small.
-    is_small = cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values())
+    # Ray starts one worker per core at once. Preload modules only if enough of the workers will become ranks.
+    preloads = cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values())
     # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
     with ExitStack() as stack:
-        stack.enter_context(_preloading([_WITHOUT_GC, *preload] if preload and is_small else ()))
+        stack.enter_context(_preloading([_WITHOUT_GC, *preload] if preload and preloads else ()))
         for module, name, replace in _replacements(placement.start_timeout_s):
             stack.enter_context(_replaced(module, name, replace))
         ray.init(
@@ -67,7 +67,7 @@ def _replacements(timeout_s: float) -> Iterator[tuple[Any, str, Callable[[Any], 
     yield services, "get_node", partial(_patient, timeout_s=timeout_s)
     # A terminal, `timeout` and many schedulers signal a whole process group. The driver handles the signal by finishing
     # its step, for which it needs Ray, so each of Ray's processes gets its own group. Where the kernel doesn't end
-    # children with their parent, Ray needs the driver's group for it.
+    # children with their parent, Ray relies on the driver's process group to end its processes.
     if detect_fate_sharing_support():
         yield services, "ConsolePopen", lambda start: partial(start, process_group=0)
     # Three Python processes that a local run has no use for: the dashboard's server, for which the start would wait and
@@ -120,7 +120,10 @@ def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator
 
 @contextmanager
 def _preloading(modules: Sequence[str]) -> Iterator[None]:
-    """Have the workers of a cluster that is started meanwhile import these modules; what a user set goes first."""
+    """Make the workers of a cluster started in this block import these modules.
+
+    Do nothing if the user has set Ray's variable for it.
+    """
     name = "RAY_preload_python_modules"
     if not modules or name in os.environ:
         yield

@@ -68,7 +68,8 @@ class ObjectHandle:
 
 def released_error(released: str) -> DataError:
     """Return the error of reading an object that was released."""
-    remedy = "read them in that call" if released == END_OF_CALL else "read them before, or hold them by another lease"
+    in_call = released == END_OF_CALL
+    remedy = "read them in that call" if in_call else "read them earlier, or hold them with another lease"
     return DataError(f"tokens and texts of this batch were released {released}; {remedy}")
 
 

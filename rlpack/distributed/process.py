@@ -41,7 +41,7 @@ class RankProcess:
 
         Args:
             context: the rank's place in its pool.
-            threads: of torch.
+            threads: number of torch threads.
             import_path: the driver's, from which users' modules are imported. It comes after this process's own, so
                 that no file of a user replaces an installed module or one of the standard library.
         """
@@ -97,7 +97,7 @@ class RankProcess:
             return getattr(self._roles[role], method)(*args, **kwargs)
 
     def execute(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
-        """Run a method of a role for its effects; its result is that of another rank."""
+        """Run a method of a role for its side effects; an output rank returns the result."""
         self.call(role, method, kwargs, *args)
 
     def call_rows(self, call_id: int, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> OffloadedBatch:

@@ -40,7 +40,7 @@ _CLOSE_S = 5.0
 _RELAYS_IN_FLIGHT = 2
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()
-# Of all calls of this process, whatever their pool.
+# Submission order of all calls of this process, across pools.
 _ORDER = count()
 
 
@@ -52,7 +52,10 @@ def _rank_calls(
     ranks: Sequence[int] | None = None,
     background: bool = False,
 ) -> list[RankCall]:
-    """Return calls that were just submitted to these ranks (None: 0, 1, …), as the last of all."""
+    """Return a `RankCall` for each reference just submitted, with the next submission number.
+
+    `ranks` are the ranks that run them; None for 0, 1, …
+    """
     order = next(_ORDER)
     numbered = zip(range(len(refs)) if ranks is None else ranks, refs, strict=True)
     return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
@@ -128,7 +131,7 @@ class RayRanks:
             target: its class, `package.module:Class`.
             settings: what it is built from.
             arguments: its own keyword arguments.
-            layout: of its ranks; None for data-parallel ones.
+            layout: layout of its ranks; None for data-parallel ranks.
         """
         self._roles.add(role)
         shared = ray.put(settings)
@@ -138,11 +141,11 @@ class RayRanks:
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call on as many ranks as it has argument tuples.
 
-        Results come in the order of the output ranks; token-sized columns of rows stay in the object store. Until a
-        call is waited for, its failure ends every other call of the pool, unless it runs in the background.
+        Results come in the order of the output ranks; token-sized columns of rows stay in the object store. If a
+        foreground call fails before its result is requested, the next wait for a later call raises its error.
 
         Raises:
-            StoreFullError: on waiting; the rows of a call have no room.
+            StoreFullError: raised by `Pending.result` if the rows of a call don't fit.
         """
         call_id = next(_CALL_IDS)
         calls = self._submit_to_ranks(call, call_id)
@@ -250,7 +253,7 @@ class RayRanks:
     def _submit_to_ranks(self, call: Call, call_id: int) -> list[RankCall]:
         """Start a call on its ranks; ranks with the same arguments read one object."""
         places = list(zip(self._actors, self._nodes, call.args_of_rank, strict=False))
-        # All rows are cut out before any rank starts its call, during which it can't cut rows for others.
+        # Copy the rows that other nodes need before any rank starts its call: a busy rank can't copy rows.
         shared = _SharedArguments(call.args_of_rank)
         args_of_rank = [[shared.for_node(arg, node) for arg in args] for _, node, args in places]
         kwargs_of_rank = [
@@ -317,7 +320,10 @@ class RayRanks:
 
 
 def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[RayRanks]) -> RankCall | None:
-    """Return the call of the process that died, which may be another one than the call that failed for it first."""
+    """Return a call of the process that died; None if no process died, or none of the calls is its own.
+
+    The call may differ from the one whose failure was noticed first.
+    """
     if not isinstance(cause, RayActorError):
         return None
     dead = {
@@ -344,7 +350,7 @@ class _SharedArguments:
         self._local: dict[tuple[int, str], Any] = {}
 
     def for_node(self, value: Any, node: str) -> Any:
-        """Return an argument as a rank on `node` receives it; a reference, where several ranks do."""
+        """Return an argument as a rank on `node` receives it; a reference if several ranks receive it."""
         if not is_batch(value):
             return value
         key = (id(value), node)

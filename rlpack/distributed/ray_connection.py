@@ -36,7 +36,7 @@ _ANSWER_S = 5.0
 def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
     """Join the cluster at `placement.address`, or start one on this machine; do nothing if already connected.
 
-    A cluster of this machine gets as many CPU slots as the pools claim.
+    A local cluster gets one CPU slot per core, or more if the pools claim more.
 
     Args:
         placement: the pools, and where they run.
@@ -85,7 +85,10 @@ def check_object_store(placement: Placement) -> None:
 
 
 class _IgnoredPaths(list[str]):
-    """Directories for the import path of Ray's workers; ignores Ray's own."""
+    """An import path for Ray's workers that stays empty.
+
+    `extend`, which Ray calls with the driver's directories, does nothing.
+    """
 
     def extend(self, paths: Iterable[str]) -> None:
         """Ignore the driver's working directory: the ranks append it to their import path."""

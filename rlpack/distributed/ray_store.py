@@ -4,11 +4,11 @@ A rank offloads its result where it was computed (`rlpack.batch.offload`), the d
 then the rank stores it. So a step that is too large for the store is one error that says by how much, instead of a step
 that spills to disk. Invariants (tests/unit/distributed/test_ray_store.py):
 
-1. bytes in flight never exceed the budget, nor 80 % of a node's store, from where on Ray spills to disk;
+1. bytes in flight never exceed the budget, nor 80 % of a node's store, above which Ray spills to disk;
 2. a payload lives until the last lease on it is released, or until it is no longer referenced, whichever is first; one
    that is stored outside of leases, or permanently, lives until it is no longer referenced;
-3. `reserve` waits while room may still come, from leases of other threads or from Ray, which frees a moment late, and
-   raises at once where it can't; it never waits longer than its deadline.
+3. `reserve` waits while room may become free (other threads may release leases, and Ray reports freed objects with a
+   delay) and otherwise raises at once; it never waits longer than its deadline.
 
 Copies that are cut for ranks of another node live as long as their call and are not counted.
 """
@@ -34,9 +34,9 @@ from rlpack.batch.offload import offload
 from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
 
-# Ray spills objects to disk from 80 % of a node's store on; weights in transit to the sampler need room, too.
+# Ray spills to disk once 80 % of a node's store is full; weights in transit to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
-# By then Ray's processes have learned which objects were freed, and have reported their room.
+# Ray's processes report freed objects within this time.
 _SETTLE_S = 5.0
 _POLL_S = 0.1
 
@@ -45,7 +45,9 @@ Room = Mapping[str, tuple[float, float]]
 
 
 class StoreLease:
-    """Keeps payloads alive until it is released; as a context manager, those that are stored inside.
+    """Keeps payloads alive until it is released.
+
+    As a context manager, a lease holds every payload stored inside the `with` block.
 
     A payload may be held by several leases, and is freed with the last. `with store.lease("step 7") as lease:` makes
     the lease the thread's current one, under which results of calls are stored, and releases it at the end.
@@ -85,7 +87,8 @@ class StoreLease:
     def release(self) -> None:
         """Give up all payloads; those that no other lease holds are freed. Releasing again does nothing.
 
-        The lease that was current before is current again. A loop that an error left may release its leases late.
+        The lease that was current before is current again. A loop abandoned by an exception may release its leases
+        late, so released leases are skipped.
         """
         self._is_released = True
         self._store._release(self, list(self._handles))
@@ -124,14 +127,15 @@ class RayStore:
 
         Args:
             budget: most bytes in flight at once, over all nodes; None takes 60 % of the store.
-            wait_s: longest wait, for another thread to release payloads or for objects to come.
+            wait_s: longest wait, for another thread to release payloads or for objects to arrive.
             room: returns free and all bytes of each node's store.
         """
         self.size = sum(total for _, total in room().values())
         self.budget = _SHARE * self.size if budget is None else budget
         self._wait_s = wait_s
         self._room = room
-        self._changed = threading.Condition()  # its lock is reentrant: handles die anywhere
+        # Its lock is reentrant: a handle may be garbage-collected while the lock is held.
+        self._changed = threading.Condition()
         self._of_node: Counter[str] = Counter()
         self._claims: set[_Claim] = set()
         self._claim_of: WeakKeyDictionary[ObjectHandle, _Claim] = WeakKeyDictionary()
@@ -153,7 +157,7 @@ class RayStore:
         return StoreLease(self, name)
 
     def reserve(self, sizes: Mapping[str, int], role: str, method: str) -> "Reservation":
-        """Reserve bytes of each node under the current lease, waiting while room may still come.
+        """Reserve bytes of each node under the current lease, waiting while room may become free.
 
         Raises:
             StoreFullError: there is none.
@@ -244,7 +248,7 @@ class RayStore:
 
         Raises:
             DataError: their lease was released.
-            RoleError: the objects are lost, or don't come in time.
+            RoleError: the objects are lost, or don't arrive in time.
         """
         here = for_node(batch, None).copy()
         here.reader = ObjectReader(self._wait_s)
@@ -299,7 +303,7 @@ class Reservation:
 
 @contextmanager
 def _no_lease() -> Iterator[None]:
-    """Store what is stored inside under no lease."""
+    """Store payloads without a lease inside this block."""
     token = _CURRENT.set(None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks of what a role returned. A wrong return value is an error of the role that says what to return.
+"""Checks of what a role returned. Errors name what the role returned and what it should return.
 
 `restored` checks the rows of any sharded call, rank by rank; `check_scores` the columns of a scoring role.
 """
@@ -35,12 +35,12 @@ def check_is_rows(result: Any, where: str) -> BatchedDataDict:
     if not isinstance(result, BatchedDataDict):
         raise DataError(
             f"{where} returned a {type(result).__name__}; a method under @sharded() returns a BatchedDataDict with the "
-            "row ids of its shard (shard.keep([]).union(...)), or is given a merge"
+            "row ids of its shard (shard.keep([]).union(...)), or declares `merge=`"
         )
     if not result.has_explicit_ids:
         raise DataError(
             f"{where} returned rows without ids, so they can't be matched to its shard; return "
-            "shard.keep([]).union({...}), or give row_ids=shard.row_ids"
+            "shard.keep([]).union({...}), or pass `row_ids=shard.row_ids`"
         )
     return result
 
@@ -58,9 +58,9 @@ def restored(
 
     Args:
         batch: argument of the call.
-        shards: its rows of each data rank.
-        results: of the output rank of each data rank.
-        plan: by which the batch was sharded.
+        shards: the batch's rows on each data rank.
+        results: result of each data rank's output rank.
+        plan: plan that the batch was sharded by.
         call: role and method, for messages.
         ranks: the rank that returned each result; None for 0, 1, …
 
@@ -97,7 +97,7 @@ def check_columns(rows: BatchedDataDict, columns: ColumnContract, *, call: tuple
 
 
 def _wrong_rows(expected: np.ndarray, returned: np.ndarray) -> str | None:
-    """Describe what is wrong with the returned row ids, int64 [n], of which no batch has two equal ones."""
+    """Describe what is wrong with the returned row ids, int64 [n]; ids are distinct within a batch."""
     if np.array_equal(expected, returned):
         return None
     foreign, missing = np.setdiff1d(returned, expected), np.setdiff1d(expected, returned)
@@ -112,15 +112,15 @@ def _wrong_columns(rows: BatchedDataDict, first: BatchedDataDict, first_rank: in
     """Describe how a rank's columns differ from the first rank's."""
     if set(rows) != set(first):
         return (
-            f"it returned the columns {_names(rows)}, and rank {first_rank} {_names(first)}; return the same ones on "
-            "every rank, whatever rows it has"
+            f"it returned the columns {_names(rows)}, but rank {first_rank} returned {_names(first)}; return the same "
+            "ones on every rank, whatever rows it has"
         )
     for name, column in rows.items():
         kind, other = _kind(column), _kind(first[name])
         if kind != other:
             return (
-                f"its column {name!r} is {kind}, and on rank {first_rank} {other}; return one kind, type and shape on "
-                "every rank, whatever rows it has"
+                f"its column {name!r} is {kind}, but on rank {first_rank} it is {other}; return one kind, type and "
+                "shape on every rank, whatever rows it has"
             )
     return None
 
@@ -171,8 +171,8 @@ def check_scores(
         role: name of the role.
         method: its method.
         scores: what it returned, a whole batch in its own order.
-        plan: by which the call was sharded.
-        layout: of the role's ranks.
+        plan: plan that the batch was sharded by.
+        layout: layout of the role's ranks.
         reserved: names that columns added by the role can't have.
         first_row: number of the first row, for messages, where these rows are a part of a batch.
 
@@ -187,8 +187,8 @@ def check_scores(
     clash = sorted((set(scores) - {"rewards", "quarantined"}) & set(reserved))
     if clash:
         problem = (
-            f"it adds the column {clash[0]!r}; a column of the step, an earlier role's or a key of algorithm has this "
-            "name already: give it another one"
+            f"it adds the column {clash[0]!r}, but a column of the step, a column of an earlier role or a key of "
+            "`algorithm` already has that name; rename the column"
         )
         raise RoleError(role, None, method, problem)
     broken = (~scores["rewards"].isfinite() & ~scores["quarantined"]).nonzero().flatten().tolist()

@@ -36,8 +36,8 @@ def start_roles(
         config: the whole configuration.
         names: names of the roles.
         settings: what each rank builds its role from.
-        cost: of a sequence, by which the ranks of roles that run the model are balanced; None counts token slots.
-        layouts: of roles whose ranks are not all data ranks.
+        cost: cost model of a sequence, used to balance the ranks of roles that run the model; None counts token slots.
+        layouts: layouts of the roles whose ranks are not all data ranks.
 
     Raises:
         PlacementError: a class can't be loaded, or the cluster is too small.

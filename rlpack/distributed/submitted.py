@@ -20,7 +20,7 @@ class SubmittedCall:
 
     Attributes:
         call: the call.
-        unfinished: what its ranks have not been seen to answer, by reference.
+        unfinished: its per-rank calls that have no known answer yet, by reference.
     """
 
     call: Call

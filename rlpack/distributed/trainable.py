@@ -1,7 +1,7 @@
 """The interface of trained roles: what a session saves in its checkpoints, resumes from them, and exports.
 
-A role is trained if its class derives from `Trainable`. Its batches are split into mini-batches, and its part of a
-checkpoint is in a folder with its name.
+A recipe's spec names the roles it trains; each must derive from `Trainable`. Calls of such a role that declare
+`mini_batches` are split into optimizer steps, and its part of a checkpoint is in a folder with its name.
 """
 
 from abc import ABC, abstractmethod

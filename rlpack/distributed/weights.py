@@ -1,4 +1,4 @@
-"""Weights from one role to another: bucket by bucket through the object store, past the driver.
+"""Weights from one role to another: bucket by bucket through the object store, bypassing the driver.
 
     source ranks   open_weights       export_bucket(0)   export_bucket(1)   ...   canary_logprobs
                         │                   │                  │                       │
@@ -9,8 +9,8 @@ passes on. Every other arrow is an object that one source rank stores and all ta
 
 Invariants (tests/distributed/test_weights.py):
 
-1. the driver holds references, never values; bucket k is stored by source rank k modulo their number, so that no rank
-   stores the whole model;
+1. the driver holds references, never values; bucket k is stored by source rank k mod (number of source ranks), so that
+   no rank stores the whole model;
 2. at most two buckets are in flight: bucket k is freed once all target ranks have loaded it, and only then the export
    of bucket k + 2 starts;
 3. every bucket has the deadline `placement.call_timeout_s`; a failure kills both pools and names the exporting rank if
@@ -43,7 +43,10 @@ class WeightSource(Protocol):
 
     @broadcast
     def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
-        """Gather a bucket of the layout in `dtype`, a collective; only rank `index` modulo their number returns it."""
+        """Gather a bucket of the layout in `dtype`, a collective.
+
+        Only source rank `index` mod (number of source ranks) returns it.
+        """
         ...
 
 

@@ -28,8 +28,8 @@ Who consumes what, waits for whom, and is unblocked by what:
 Invariants (tests/distributed/test_worker_group.py):
 
 1. a sharded call returns rows in the order of the batch it was given, whatever the role's batching;
-2. the plan of a call depends on the batch's lengths and the role's batching alone; calls that are given one plan share
-   their microbatches exactly;
+2. the plan of a call depends only on the batch's lengths and group ids, on what the method declares, and on the role's
+   settings (batching, mini-batch size, cost, layout); calls that are given one plan share their microbatches exactly;
 3. every wait has a deadline, and the first failure of a rank ends the wait for all.
 """
 
@@ -109,7 +109,7 @@ class WorkerGroup(Generic[W]):
             batching: how its calls are batched.
             mini_batch_size: sequences of an optimizer step, for methods that ask for mini-batches.
             role_class: its class; None for the class of the methods.
-            cost: of a sequence, by which plans balance ranks; None counts token slots.
+            cost: cost model of a sequence, used to balance ranks; None counts token slots.
             producers: methods of the run's roles that return each column, for messages.
             layout: how its ranks divide rows and the model; None for data ranks only. It raises the alignment and the
                 divisor of `batching` to what it needs.
@@ -164,7 +164,10 @@ class WorkerGroup(Generic[W]):
         )
 
     def with_plan(self, plan: MicrobatchPlan) -> Self:
-        """Return this group with its sharded calls following `plan`, which is that of their batch."""
+        """Return this group with `plan` used for its sharded calls.
+
+        The plan must have been made for a batch of the same lengths.
+        """
         group = copy.copy(self)
         group._plan = plan
         return group
@@ -186,7 +189,7 @@ class WorkerGroup(Generic[W]):
         processes; if it fails, they fail with its error, since ranks may be blocked in a collective.
 
         Raises:
-            RoleError: on waiting; as from `run`.
+            RoleError: raised by `Pending.result`, as in `run`.
             MissingColumnError: the batch of a sharded call lacks a column that the method reads.
             PackingError: the batch of a sharded call cannot be planned.
         """

@@ -25,8 +25,9 @@ from rlpack.distributed.errors import JobRequestError, JobServerError
 from rlpack.distributed.jobs.upload import Upload
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+_CONNECT_S, _ANSWER_S = 5.0, 20.0
 # The longest upload, of 512 MiB, over 2.5 Mbit/s.
-_CONNECT_S, _ANSWER_S, _UPLOAD_S = 5.0, 20.0, 1800.0
+_UPLOAD_S = 1800.0
 # A log silent for this long may belong to a server that is gone.
 _SILENCE_S = 20.0
 _POLL_S = 0.2
@@ -59,7 +60,7 @@ class JobRecord:
         metadata: given at submission.
         started_s: when it was submitted, in seconds since the epoch.
         ended_s: when it ended, or None.
-        exit_code: of its command, if it exited by itself.
+        exit_code: exit code of its command, if it exited by itself.
     """
 
     id: str
@@ -83,7 +84,7 @@ class _Client(JobSubmissionClient):
     def _do_request(
         self, method: str, endpoint: str, *, data: bytes | None = None, json_data: dict | None = None, **kwargs: Any
     ) -> Any:
-        # Sending counts as connecting.
+        # The upload itself falls under the connect timeout.
         wait = (_UPLOAD_S, _UPLOAD_S) if data is not None else (_CONNECT_S, _ANSWER_S)
         return super()._do_request(method, endpoint, data=data, json_data=json_data, timeout=wait, **kwargs)
 
@@ -92,7 +93,7 @@ class JobServer:
     """The job server of a cluster."""
 
     def __init__(self, address: str) -> None:
-        """Connect to the job server (Ray's dashboard) at `http://host:port`; a token is found as Ray finds it.
+        """Connect to the job server (Ray's dashboard) at `http://host:port`; the token is looked up the way Ray does.
 
         Raises:
             JobRequestError: the address is malformed, no server answers there, or the token is rejected.
@@ -108,7 +109,7 @@ class JobServer:
         except JobServerError as error:
             raise JobRequestError(
                 f"no Ray job server answers at {self.address} ({_first_line(error.__cause__ or error)}); give the "
-                "address of the cluster's dashboard (http://head-node:8265), and see that its head node was started "
+                "address of the cluster's dashboard (http://head-node:8265), and check that its head node was started "
                 "with --include-dashboard=true"
             ) from error
         finally:
@@ -198,7 +199,7 @@ class JobServer:
         return self._once_ended(job_id, _NOTED_S)
 
     def stop(self, job_id: str) -> bool:
-        """Request that a job stops; return whether it was running."""
+        """Request that a job stop; return whether it was running."""
         with _refusals(self.address, job_id):
             return self._client.stop_job(job_id)
 
@@ -275,7 +276,7 @@ def _http_address(address: str) -> str:
         good = False
     if not good:
         raise JobRequestError(
-            f"--address is {address!r}; give the address of the cluster's job server, its dashboard's: "
+            f"--address is {address!r}; give the address of the cluster's job server (the Ray dashboard), such as "
             "http://head-node:8265"
         )
     return whole.rstrip("/")
@@ -296,7 +297,7 @@ def _refusals(address: str, job_id: str = "") -> Iterator[None]:
         raise JobServerError(f"{address} doesn't answer: {_first_line(error)}") from error
     except (KeyError, TypeError, AttributeError, ValidationError) as error:
         reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise JobServerError(f"{address} answers what Ray {ray.__version__} can't read: {reason}") from error
+        raise JobServerError(f"{address} sent an answer that Ray {ray.__version__} can't parse: {reason}") from error
     except (JobRequestError, JobServerError):
         raise
     except RuntimeError as error:

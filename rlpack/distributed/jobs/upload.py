@@ -81,7 +81,7 @@ class Upload:
             yield root
 
     def _place(self, path: Path) -> Path:
-        """Return where a file is in the unpacked folder: in the user's, unless it belongs to the running rlpack.
+        """Return where a file is in the unpacked folder: in `JOB_FILES`, unless it belongs to the running rlpack.
 
         A checkout that is submitted provides rlpack itself, which Ray's processes have to find.
         """

@@ -117,7 +117,7 @@ def test_padding_is_the_fields_own():
         (lambda b: b.keep(["nothing"]), "no column 'nothing'"),
         (lambda b: b.drop(["nothing"]), "no column 'nothing'"),
         (lambda b: b.rename({"nothing": "x"}), "no column 'nothing'"),
-        (lambda b: b.rename({"uid": "place"}), r"two columns \['place'\]"),
+        (lambda b: b.rename({"uid": "place"}), r"two columns the same name \['place'\]"),
         (lambda b: b.update({"x": torch.zeros(3)}), "column 'x' has 3 rows and the batch has 2"),
         (lambda b: b.update({"x": torch.zeros(())}), "column 'x': .* not a Tensor"),
         (lambda b: b.update({"x": (1, 2)}), "column 'x': .* not a tuple"),

@@ -168,7 +168,7 @@ def test_what_can_be_no_job_is_not_asked_for(folder, capsys, name):
 
 def test_a_server_that_fails_later_is_the_servers_fault(folder, capsys):
     with server(200, b'{"ray_version": "2.60.0"}') as address:
-        assert f"{address} answers what Ray" in said(capsys, 1, "jobs", "--address", address)
+        assert f"{address} sent an answer that Ray" in said(capsys, 1, "jobs", "--address", address)
         assert "job an_id may still be running; check with rlpack logs an_id" in said(
             capsys, 1, "logs", "an_id", "--address", address
         )

@@ -125,7 +125,8 @@ def test_columns_may_depend_on_the_other_arguments():
 def test_a_missing_column_is_named_with_what_returns_it_before_any_rank_is_called():
     readers = group(producers={"response_mask": ["rollout.generate"]})
     text = (
-        r"reader.read reads the column 'response_mask', and the batch has only input_ids; rollout.generate returns it"
+        r"reader.read reads the column 'response_mask', and the batch has only input_ids; "
+        r"'response_mask' is returned by rollout.generate"
     )
     with pytest.raises(MissingColumnError, match=text):
         readers.submit(Reader.read, batch().keep(["input_ids"]))

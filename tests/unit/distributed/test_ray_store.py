@@ -77,7 +77,7 @@ def test_a_step_gives_back_what_it_took_and_its_parts_are_gone():
         first, second = put(store, 60), put(store, 40)
         assert (store.in_flight, first.ref, second.ref) == (100, "a reference", "a reference")
     assert store.in_flight == 0
-    with pytest.raises(DataError, match="were released at the end of a step; read them before"):
+    with pytest.raises(DataError, match="were released at the end of a step; read them earlier"):
         pickle.dumps(first)
     assert (store.pop_peak_bytes(), store.pop_peak_bytes()) == (100, 0)
 
@@ -211,9 +211,9 @@ def test_a_payload_lives_until_the_last_lease_on_it_is_released():
         later.release()
         assert (store.in_flight, first.is_readable) == (60, True)
     assert (store.in_flight, first.is_readable) == (0, False)
-    with pytest.raises(DataError, match="were released at the end of step 8; read them before"):
+    with pytest.raises(DataError, match="were released at the end of step 8; read them earlier"):
         pickle.dumps(first)
-    with pytest.raises(DataError, match="were released at the end of step 7; read them before"):
+    with pytest.raises(DataError, match="were released at the end of step 7; read them earlier"):
         later.hold(batch_in(second))
 
 

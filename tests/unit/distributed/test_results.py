@@ -52,11 +52,11 @@ def restore(*, ranks: int = 2, **changes: Any) -> BatchedDataDict:
         ({"rows": lambda ids: ids + 100}, r"it returned a row with id 10\d, which its shard does not have; return ev"),
         (
             {"columns": lambda found: found | {"more": torch.ones(2)}},
-            "it returned the columns more, rewards, and rank 0 rewards; return the same ones on every rank",
+            "it returned the columns more, rewards, but rank 0 returned rewards; return the same ones on every rank",
         ),
         (
             {"columns": lambda found: {"rewards": torch.ones(2), "uid": ["a", "b"]}},
-            "it returned the columns rewards, uid, and rank 0 rewards",
+            "it returned the columns rewards, uid, but rank 0 returned rewards",
         ),
     ],
 )
@@ -72,14 +72,14 @@ def test_a_rank_that_returns_other_rows_or_columns_is_named(change: dict[str, An
         (
             torch.ones(3),
             torch.ones(2).double(),
-            r"'x' is per-row torch.float64 \[B\], and on rank 0 per-row torch.floa",
+            r"'x' is per-row torch.float64 \[B\], but on rank 0 it is per-row torch.floa",
         ),
-        (torch.ones(3, 2), torch.ones(2, 4), r"'x' is per-row torch.float32 \[B, 4\], and on rank 0 .* \[B, 2\]"),
-        (["a"] * 3, torch.ones(2), r"'x' is per-row torch.float32 \[B\], and on rank 0 list"),
+        (torch.ones(3, 2), torch.ones(2, 4), r"'x' is per-row torch.float32 \[B, 4\], but on rank 0 it is .* \[B, 2\]"),
+        (["a"] * 3, torch.ones(2), r"'x' is per-row torch.float32 \[B\], but on rank 0 it is list"),
         (
             Ragged.from_rows([[1]] * 3, torch.int64),
             Ragged.from_rows([[1.0]] * 2, torch.float32),
-            r"'x' is per-token torch.float32 \[B\], and on rank 0 per-token torch.int64",
+            r"'x' is per-token torch.float32 \[B\], but on rank 0 it is per-token torch.int64",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_merge_that_fails_is_an_error_of_its_role():
             {"rewards": torch.tensor([0, 1, 2, float("nan"), float("inf")])},
             r"rank [01], in score: row 3 has the reward nan and is not quarantined; .* true where a row has no finite",
         ),
-        ({"rewards": torch.ones(5), "uid": ["a"] * 5}, "it adds the column 'uid'; a column of the step, an earlier"),
+        ({"rewards": torch.ones(5), "uid": ["a"] * 5}, "it adds the column 'uid', but a column of the step, a column"),
     ],
 )
 def test_what_is_no_score_is_refused_and_says_what_is(columns: dict[str, Any], message: str):

@@ -214,7 +214,7 @@ def test_a_role_that_keeps_its_contracts_passes():
         (Whole, "returns", "'rewards' is per-row torch.int64; rlpack.batch.fields requires per-row torch.float32"),
         (Unquarantined, "scores", r"returned the columns rewards, without 'quarantined'; a role that scores returns"),
         (NotANumber, "scores", "row 0 has the reward nan and is not quarantined"),
-        (Taking, "scores", "it adds the column 'prompt'.* has this name already"),
+        (Taking, "scores", "it adds the column 'prompt'.* already has that name"),
         (Random, "determinism", "returns different results when called again: 'rewards' of row 0 is"),
         (Counting, "determinism", "when called again: 'rewards' of row 0 is 1.0 and 2.0; draw random"),
         (SeededOnce, "determinism", "returns different results when built again"),

@@ -46,7 +46,7 @@ def test_custom_roles_get_tokens_and_rows_that_their_batching_drops_are_not_scor
     [
         (
             {"praise": torch.zeros(2)},
-            r"role judge, some rank, in score: it adds the column 'praise'; .* give it another",
+            r"role judge, some rank, in score: it adds the column 'praise', but .* rename the column",
         ),
         ({"advantages": torch.zeros(2)}, "it adds the column 'advantages'"),  # which a later stage will add
         ({"level": [1, 2]}, "it adds the column 'level'"),  # which the dataset has

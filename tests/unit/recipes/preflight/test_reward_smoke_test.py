@@ -44,8 +44,20 @@ def test_demonstrations_are_scored_like_responses_and_record_no_metrics(tmp_path
     assert list(batch["completion"]) == [example.demonstration for example in prompts.examples[:16]]
     assert set(batch["finish_reason"]) == {"stop"}
     mean = by_answer(batch)["rewards"].mean().item()
-    assert run_of(session).notes == [f"role reward gives 16 demonstrations {mean:.3g} on average"]
+    assert run_of(session).notes == [f"role reward scored 16 demonstrations: mean reward {mean:.3g}"]
     assert not any(name.startswith("reward/") for record in run_of(session).records for name in record)
+
+
+def test_demonstrations_without_a_reward_are_counted_and_left_out_of_the_mean(tmp_path: Path):
+    def score(batch: BatchedDataDict) -> BatchedDataDict:
+        rewards, quarantined = torch.full((batch.num_rows,), 0.25), torch.zeros(batch.num_rows, dtype=torch.bool)
+        rewards[:2], quarantined[:2] = 9.0, True
+        return batch.keep([]).union({"rewards": rewards, "quarantined": quarantined})
+
+    session = session_with(tmp_path, score)
+    sft.sft_warmup(session)
+    expected = "role reward scored 16 demonstrations: mean reward 0.25, 2 without a reward"
+    assert run_of(session).notes == [expected]
 
 
 def test_a_role_that_returns_no_rewards_is_reported_before_the_first_supervised_step(tmp_path: Path):
@@ -79,7 +91,7 @@ def test_functions_that_fail_on_every_demonstration_end_the_run_unless_allowed(t
         sft.sft_warmup(session_with(tmp_path, failing))
     session = with_section(session_with(tmp_path, failing), reward=Reward(max_failures=1.0))
     sft.sft_warmup(session)
-    assert run_of(session).notes == ["role reward gives 16 demonstrations nothing, 16 of them no reward"]
+    assert run_of(session).notes == ["role reward scored 16 demonstrations: no rewards"]
 
 
 def test_a_judge_that_fails_on_every_demonstration_is_named_with_its_own_key(tmp_path: Path):
@@ -117,7 +129,7 @@ def test_demonstrations_longer_than_a_response_may_be_are_left_out(tmp_path: Pat
     sft.sft_warmup(with_section(session, rollout=Rollout(max_new_tokens=longest)))
     left_out, note = run_of(session).notes
     assert left_out.startswith(f"{sum(length > longest for length in lengths)} of the first 16 demonstrations exceed")
-    assert f" gives {sum(length <= longest for length in lengths)} demonstrations " in note
+    assert f" scored {sum(length <= longest for length in lengths)} demonstrations: " in note
     shortest = with_section(session_with(tmp_path, by_answer), rollout=Rollout(max_new_tokens=1))
     sft.sft_warmup(shortest)
     (note,) = run_of(shortest).notes
