@@ -60,7 +60,8 @@ unit: $(INSTALLED) $(EIGHT_BIT)
 
 # Many tests wait for processes or use one core. The files of tests/distributed and tests/end_to_end, which take longest,
 # come first.
-test: lint types $(EIGHT_BIT)
+test: $(INSTALLED) $(EIGHT_BIT)
+	$(MAKE) --jobs 2 lint types
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(INSTALLED)

@@ -46,7 +46,7 @@ EXTRA_RANKS = {
     "lost": 2,
     "explodes": 2,
     "explodes_first": 2,
-    "hangs_first": 2,
+    "hangs_first": 1,
     "loses_touch": 2,
     "dies": 2,
     "exports": 2,

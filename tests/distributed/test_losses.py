@@ -24,7 +24,7 @@ BATCHINGS = {
     "dynamic": Batching(mode="dynamic", max_tokens=160),
     "fixed": Batching(mode="fixed", micro_batch_size=7, max_tokens=None),
 }
-MICROBATCHES = (1, 2, 4)
+MICROBATCHES = (1, 4)
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 RATE, TEMPERATURE = 0.02, 0.8
 # The third response is empty; the sixth row is quarantined.

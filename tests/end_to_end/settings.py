@@ -18,7 +18,7 @@ UNEVEN = (
     "data.generator.train_size=256",
     "data.generator.validation_size=8",
     "rollout.max_new_tokens=20",
-    "sft_warmup.steps=40",
+    "sft_warmup.steps=20",
     "sft_warmup.batch_size=32",
     "sft_warmup.learning_rate=1e-3",
     # Small and constant: AdamW divides gradients by their size, so large steps would blow rounding up.

@@ -36,6 +36,7 @@ def run(tmp_path_factory):
         *("data=jsonl", "data.source=rows.jsonl", "data.validation_source=rows.jsonl", "reward.function=sevens:score"),
         *("trainer.steps=8", "trainer.prompts_per_step=16", "trainer.group_size=4", "evaluation.samples=1"),
         *("rollout.max_new_tokens=8", "trainer.mini_batch_size=null", "evaluation.every=8"),
+        ranks=1,
     )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import ROOT, Command, curve, done, started, steps
+from rlpack.cli.main import main
+from tests.end_to_end.commands import ROOT, Command, curve, done, steps
 from tests.end_to_end.settings import EASY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -66,10 +67,12 @@ def test_a_reward_and_a_loss_of_ones_own_train(tmp_path: Path):
     assert min(curve(run.run_dir, "actor/grad_norm")) > 0
 
 
-def test_a_role_whose_argument_is_misspelt_is_refused_before_anything_starts(installed: Path, tmp_path: Path):
-    with started(tmp_path, "roles.judge.target=judge_role:RepetitionWorker", "roles.judge.arguments.m=2",
-                 path=[installed]) as run:  # fmt: skip
-        assert run.wait() == 2
+def test_a_role_whose_argument_is_misspelt_is_refused_before_anything_starts(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(installed)
+    words = ["roles.judge.target=judge_role:RepetitionWorker", "roles.judge.arguments.m=2"]
+    assert main(["train", *words, f"run_dir={tmp_path / 'run'}"]) == 2
     problem = "roles.judge.arguments (m): got an unexpected keyword argument 'm'"
-    assert f"{problem}; it takes n: int = 4, weight: float = 1.0" in run.err
-    assert not run.run_dir.exists()
+    assert f"{problem}; it takes n: int = 4, weight: float = 1.0" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlpack.cli.main import main
 from rlpack.observe.report.report import REPORT
-from tests.end_to_end.commands import committed, done, records, started, steps
+from tests.end_to_end.commands import committed, done, records, steps
 from tests.end_to_end.settings import EASY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -112,13 +113,14 @@ COMMAND = (
 )
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the package `my_pkg`."""
-    (tmp_path / "my_pkg").mkdir()
+    folder = tmp_path_factory.mktemp("package")
+    (folder / "my_pkg").mkdir()
     for name, text in (("__init__", ""), ("my_recipe", RECIPE), ("tracker", ROLE)):
-        (tmp_path / "my_pkg" / f"{name}.py").write_text(textwrap.dedent(text))
-    return tmp_path
+        (folder / "my_pkg" / f"{name}.py").write_text(textwrap.dedent(text))
+    return folder
 
 
 def test_a_recipe_outside_the_package_trains_and_resumes_with_a_role_of_its_own(package: Path) -> None:
@@ -149,9 +151,13 @@ def test_a_recipe_outside_the_package_trains_and_resumes_with_a_role_of_its_own(
     ],
 )
 def test_its_keys_rules_and_roles_are_checked_before_anything_starts(
-    package: Path, override: str, message: str
+    package: Path,
+    override: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with started(package, *COMMAND, override, run_dir="refused") as refused:
-        assert refused.wait() == 2
-    assert message in refused.err
+    monkeypatch.syspath_prepend(package)
+    assert main(["train", *COMMAND, override, f"run_dir={package / 'refused'}"]) == 2
+    assert message in capsys.readouterr().err
     assert not (package / "refused" / "config.yaml").exists()

@@ -82,7 +82,7 @@ def test_ctrl_c_or_sigterm_finishes_the_step_and_ends_with_130_and_one_line(stop
 
 def test_ctrl_c_in_the_warm_up_commits_the_step_in_progress(stopped):
     ended = stopped.in_warm_up
-    assert 4 <= ended.logged < 40
+    assert 4 <= ended.logged < 20
     assert (ended.sft_warmup[-1], ended.train) == (ended.logged, [])
 
 
@@ -111,7 +111,7 @@ def test_a_resumed_run_prints_where_it_continues(stopped):
 
 
 def test_every_step_is_logged_once(stopped):
-    assert steps(stopped.run_dir, "sft_warmup") == list(range(1, 41))
+    assert steps(stopped.run_dir, "sft_warmup") == list(range(1, 21))
     assert steps(stopped.run_dir, "train") == list(range(1, 10))
     assert steps(stopped.run_dir, "evaluation") == [0, 2, 4, 6, 8, 9]
 
