@@ -1,11 +1,32 @@
 """What tests of every kind can ask for."""
 
+import logging
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 
+from rlpack.distributed import ray_connection
+
 EIGHT_BIT = Path(__file__).parents[1] / ".eight_bit"
+
+
+@pytest.fixture(autouse=True)
+def _root_logger() -> Iterator[None]:
+    """Restore the root logger, which `rlpack train` sets up for its whole process."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in [handler for handler in root.handlers if handler not in handlers]:
+        root.removeHandler(handler)
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave starting Ray to the recipe; `rlpack train` would start it while the recipe is imported."""
+    monkeypatch.setattr(ray_connection, "fits_this_machine", lambda placement: False)
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ def test_a_reward_and_a_loss_of_ones_own_train(tmp_path: Path):
     assert min(curve(run.run_dir, "actor/grad_norm")) > 0
 
 
+@pytest.mark.usefixtures("no_ray")
 def test_a_role_whose_argument_is_misspelt_is_refused_before_anything_starts(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -143,6 +143,7 @@ def test_a_recipe_outside_the_package_trains_and_resumes_with_a_role_of_its_own(
     assert (run.run_dir / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("no_ray")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
