@@ -25,10 +25,18 @@ logger = logging.getLogger(__name__)
 _MAX_WORKERS_PER_RANK = 2
 _WITHOUT_GC = "rlpack.distributed.imports_without_gc"
 _POLL_S = 0.05
+_ANSWER_S = 5.0
+# Ray's daemons that end a start when they end. On a machine that stalls, the raylet gives up on its agents after 15 s.
+_NEEDED = {"raylet", "gcs_server"}
+_ATTEMPTS = 3
+
+
+class _DaemonEndedError(Exception):
+    """A daemon ended while Ray started. No RuntimeError, which Ray would take as a node that is not ready yet."""
 
 
 def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequence[str]) -> None:
-    """Start Ray on this machine and connect to it.
+    """Start Ray on this machine and connect to it; start again if one of Ray's daemons ends meanwhile.
 
     Args:
         placement: the pools. The cluster gets one CPU slot per core, or more if the pools claim more.
@@ -36,7 +44,7 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         preload: modules that the workers import while they wait for a rank to run.
 
     Raises:
-        PlacementError: Ray did not start by `placement.start_timeout_s`.
+        PlacementError: Ray did not start by `placement.start_timeout_s`, or a daemon ended in every attempt.
     """
     claimed = math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))
     cores = os.cpu_count() or 1
@@ -48,23 +56,50 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    start = partial(
+        ray.init,
+        address="local",
+        num_cpus=max(claimed, cores),
+        object_store_memory=None if placement.object_store_gb is None else int(1e9 * placement.object_store_gb),
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+        job_config=job_config,
+    )
+    deadline = time.monotonic() + placement.start_timeout_s
+    with _preloading([_WITHOUT_GC, *preload] if preload and preloads else ()):
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                _start(start, placement.start_timeout_s, deadline)
+                return
+            except _DaemonEndedError as error:
+                if attempt == _ATTEMPTS:
+                    raise PlacementError(f"Ray did not start on this machine: {error}; {_way_out()}") from error
+                logger.warning("%s; starting Ray again (attempt %d of %d)", error, attempt + 1, _ATTEMPTS)
+
+
+def _start(start: Callable[[], Any], timeout_s: float, deadline: float) -> None:
+    """Call `start` with Ray's replacements; end the daemons that were started if one of them ended."""
+    nodes: list[node.Node] = []
     with ExitStack() as stack:
-        stack.enter_context(_preloading([_WITHOUT_GC, *preload] if preload and preloads else ()))
-        for module, name, replace in _replacements(placement.start_timeout_s):
+        for module, name, replace in _replacements(nodes, timeout_s, deadline):
             stack.enter_context(_replaced(module, name, replace))
-        ray.init(
-            address="local",
-            num_cpus=max(claimed, cores),
-            object_store_memory=None if placement.object_store_gb is None else int(1e9 * placement.object_store_gb),
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-            job_config=job_config,
-        )
+        try:
+            start()
+        except _DaemonEndedError:
+            for one in nodes:
+                one.kill_all_processes(check_alive=False)
+            raise
 
 
-def _replacements(timeout_s: float) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield what is replaced while Ray starts: module or class, name, and a function of the original."""
-    yield services, "get_node", partial(_patient, timeout_s=timeout_s)
+def _replacements(
+    nodes: list[node.Node], timeout_s: float, deadline: float
+) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield what is replaced while Ray starts: module or class, name, and a function of the original.
+
+    The node that is started is added to `nodes`.
+    """
+    yield services, "get_node", partial(_patient, nodes=nodes, timeout_s=timeout_s, deadline=deadline)
+    yield node.Node, "start_ray_processes", partial(_noting, nodes=nodes)
     # A terminal, `timeout` and many schedulers signal a whole process group. The driver handles the signal by finishing
     # its step, for which it needs Ray, so each of Ray's processes gets its own group. Where the kernel doesn't end
     # children with their parent, Ray relies on the driver's process group to end its processes.
@@ -78,28 +113,70 @@ def _replacements(timeout_s: float) -> Iterator[tuple[Any, str, Callable[[Any], 
     yield utils, "get_dashboard_dependency_error", lambda check: lambda: ImportError("a local run has no dashboard")
 
 
-def _patient(get_node: Callable[[str, str], Any], timeout_s: float) -> Callable[[str, str], Any]:
-    """Return Ray's `get_node`, waiting for the node to register.
+def _noting(start_processes: Callable[[node.Node], None], nodes: list[node.Node]) -> Callable[[node.Node], None]:
+    """Return Ray's `start_ray_processes`, adding the node to `nodes`."""
+
+    def start(self: node.Node) -> None:
+        nodes.append(self)
+        start_processes(self)
+
+    return start
+
+
+def _patient(
+    get_node: Callable[[str, str], Any], nodes: list[node.Node], timeout_s: float, deadline: float
+) -> Callable[[str, str], Any]:
+    """Return Ray's `get_node`, waiting for the node to register as long as its daemons run.
 
     Ray itself gives up after 30 s, too early for a busy machine, and asks without a pause, which slows the start down.
     """
 
     def wait(gcs_address: str, node_id: str) -> Any:
-        deadline = time.monotonic() + timeout_s
         while True:
+            # Asked first, because `get_node` waits 30 s for a raylet that is gone.
+            for one in nodes:
+                _wait_until_registered(one, node_id, deadline)
             try:
                 return get_node(gcs_address, node_id)
             except RuntimeError as error:  # not registered yet
                 if time.monotonic() > deadline:
                     raise PlacementError(
-                        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; "
-                        f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs "
-                        "have ended, raise placement.start_timeout_s, or join a running cluster with "
-                        f"placement.address. Ray says: {error}; its session's folder has raylet.out and gcs_server.out"
+                        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s: "
+                        f"{_way_out()}. Ray says: {error}; its session's folder has raylet.out and gcs_server.out"
                     ) from error
                 time.sleep(_POLL_S)
 
     return wait
+
+
+def _wait_until_registered(one: node.Node, node_id: str, deadline: float) -> None:
+    """Return when the node is registered, at the deadline, or if this version of Ray can't be asked.
+
+    Raises:
+        _DaemonEndedError: the raylet or the GCS ended.
+    """
+    while time.monotonic() < deadline:
+        if ended := _NEEDED.intersection(name for name, _ in one.dead_processes()):
+            logs = one.get_logs_dir_path()
+            raise _DaemonEndedError(f"Ray's {', '.join(sorted(ended))} ended while it started, see {logs}")
+        try:
+            gcs: Any = one.get_gcs_client()
+            if any(known.hex() == node_id for known in gcs.get_all_node_info(timeout=_ANSWER_S)):
+                return
+        except (AttributeError, TypeError) as error:
+            logger.debug("Ray %s can't be asked for its nodes: %s", ray.__version__, error)
+            return
+        except Exception as error:  # noqa: BLE001 - Ray has no common class for an answer that does not come
+            logger.debug("Ray's GCS does not answer: %s", error)
+        time.sleep(_POLL_S)
+
+
+def _way_out() -> str:
+    """Return what to do if Ray does not start."""
+    return (
+        f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs have ended, raise "
+        "placement.start_timeout_s, or join a running cluster with placement.address"
+    )
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from rlpack.config.schema import Placement, Pool, Role
 from rlpack.distributed.cluster import Cluster
@@ -45,6 +47,42 @@ def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path):
     assert len(started) > 3
     assert not ray.is_initialized()
     assert not psutil.wait_procs(started, timeout=30)[1]
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, times: int) -> list[psutil.Process]:
+    """Make Ray's raylet end right after it started, the first `times` times; return those that were started."""
+    start, started = services.start_raylet, []
+
+    def start_raylet(*args: Any, **options: Any) -> Any:
+        info = start(*args, **options)
+        started.append(psutil.Process(info.process.pid))
+        if len(started) <= times:
+            info.process.kill()
+        return info
+
+    monkeypatch.setattr(services, "start_raylet", start_raylet)
+    return started
+
+
+def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplog):
+    started, before = ending(monkeypatch, times=1), own_processes()
+    with Cluster(Placement(pools={"main": Pool(ranks=1)})) as cluster:
+        cluster.open_pools(["main"])
+    assert len(started) == 2
+    assert "Ray's raylet ended while it started, see /" in caplog.text
+    assert "starting Ray again (attempt 2 of 3)" in caplog.text
+    assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
+
+
+def test_a_raylet_that_always_ends_is_said_long_before_the_deadline_and_leaves_no_process(monkeypatch):
+    started, before = ending(monkeypatch, times=9), own_processes()
+    began = time.monotonic()
+    with pytest.raises(PlacementError, match=r"Ray's raylet ended while it started, see /.*/logs; .*start_timeout_s"):
+        Cluster(Placement(start_timeout_s=240.0))
+    assert time.monotonic() - began < 120
+    assert len(started) == 3
+    assert not ray.is_initialized()
+    assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
 
 
 def test_more_devices_than_there_are_is_said_at_once():
