@@ -166,7 +166,7 @@ class WorkerGroup(Generic[W]):
     def with_plan(self, plan: MicrobatchPlan) -> Self:
         """Return this group with `plan` used for its sharded calls.
 
-        The plan must have been made for a batch of the same lengths.
+        The plan must have been made for a batch of the same lengths and for as many data ranks as this group has.
         """
         group = copy.copy(self)
         group._plan = plan
@@ -269,6 +269,11 @@ class WorkerGroup(Generic[W]):
         """Return the plan that a call follows: its own, unless it was given one (`with_plan`)."""
         if self._plan is None:
             return self.plan(batch, mini_batches=mini_batches, whole_groups=whole_groups)
+        if self._plan.num_ranks != self.dp_size:
+            raise PackingError(
+                f"a call of {self.role}, which has {self.dp_size} data rank(s), was given a plan for "
+                f"{self._plan.num_ranks}; make it with the `plan` method of {self.role}'s own group"
+            )
         if not np.array_equal(self._plan.request.lengths, _token_counts(batch)):
             raise PackingError(f"a call of {self.role} was given the plan of a batch with other lengths")
         if whole_groups and self._plan.request.groups is None:

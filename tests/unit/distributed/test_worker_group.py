@@ -127,6 +127,18 @@ def test_a_call_with_a_plan_takes_its_steps_and_leaves_later_calls_alone():
         doublers.with_plan(doublers.plan(batch)).run(Doubler.steps, other)
 
 
+@pytest.mark.parametrize(("planned", "called"), [(4, 2), (4, 1), (1, 2)])
+def test_a_plan_for_another_number_of_data_ranks_is_refused_before_any_rank_is_called(planned: int, called: int):
+    batch = tiny_rollouts(SIZES)
+    plan = group(Batching(max_tokens=24), planned).plan(batch)
+    doublers = group(Batching(max_tokens=24), called).with_plan(plan)
+    message = rf"doubler, which has {called} data rank\(s\), was given a plan for {planned}; make it with"
+    for method in (Doubler.steps, Doubler.double):
+        with pytest.raises(PackingError, match=message):
+            doublers.run(method, batch)
+    assert doublers.ranks.called == []
+
+
 def test_a_call_that_needs_whole_groups_gets_each_of_them_in_one_microbatch():
     batch, doublers = tiny_rollouts(SIZES), group(Batching(max_tokens=24))
 
