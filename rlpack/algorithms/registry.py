@@ -107,7 +107,7 @@ def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Cal
         raise AlgorithmError(f"{key} is {target!r}; set it to one of {', '.join(known)}, or to package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing a user's module runs it, which may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module runs it, which may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise AlgorithmError(f"{key} is {target!r}, but {module_name} can't be imported: {reason}") from error
     function = vars(module).get(name)

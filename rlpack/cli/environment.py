@@ -125,7 +125,7 @@ def _why_not_importable(module: str) -> str:
     sys.path.append(os.getcwd())
     try:
         spec = importlib.util.find_spec(module)
-    except Exception as error:  # noqa: BLE001 - importing a user's package can raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a user's package can raise anything
         return f"{type(error).__name__}: {error}"
     finally:
         sys.path[:] = path

@@ -161,8 +161,15 @@ def sweep_class(targets: Sequence[str]) -> type[Config]:
 
 
 def load_main(target: str) -> Callable[[Config], None]:
-    """Import the recipe in module `target` and return its `main`."""
-    main = vars(importlib.import_module(target)).get("main")
+    """Import the recipe in module `target` and return its `main`.
+
+    Raises:
+        ConfigError: the module exits while it is imported, or it has no `main`.
+    """
+    try:
+        main = vars(importlib.import_module(target)).get("main")
+    except SystemExit as error:  # it would end the command without a message
+        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error!r}"]) from error
     if main is None:
         raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
     return main
@@ -208,7 +215,7 @@ def _import(target: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError([f"recipe.target is {target!r}: {error}; {_HOW}"]) from error
-    except Exception as error:  # importing user code can raise anything
+    except (Exception, SystemExit) as error:  # importing user code can raise anything
         raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error!r}"]) from error
 
 

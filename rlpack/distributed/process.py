@@ -195,7 +195,7 @@ def load_class(target: str) -> type[Any]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
     role_class = vars(module).get(class_name)

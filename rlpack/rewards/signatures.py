@@ -75,7 +75,7 @@ def resolve(target: str, key: str = "reward.function") -> RewardCallable:
         raise RewardError(f"{key} is {target!r}; write it as package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing a user's module can raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module can raise anything
         reason = f"{type(error).__name__}: {error}"
         raise RewardError(f"{key} is {target!r}, and {module_name} can't be imported: {reason}") from error
     try:

@@ -119,6 +119,17 @@ def test_a_wrong_choice_ends_with_one_message_before_anything_starts(folder, cap
     assert message in said(capsys, folder, code, *overrides)
 
 
+@pytest.mark.parametrize(
+    "key", ["recipe.target={}", "roles.judge.target={}:f", "reward.function={}:f", "algorithm.loss={}:f"]
+)
+def test_a_module_that_exits_on_import_is_an_error_like_any_other(folder, capsys, key):
+    name = f"leaving_{key[:3]}"
+    (folder / f"{name}.py").write_text("import sys\nsys.exit(0)\n")
+    heard = said(capsys, folder, 2, key.format(name))
+    assert name in heard
+    assert "SystemExit" in heard
+
+
 def test_a_run_directory_that_is_taken_is_left_as_it_was(folder, capsys, uninterrupted):
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.run_dir.rglob("*")}
     assert "already contains a run; continue it with resume=auto" in said(

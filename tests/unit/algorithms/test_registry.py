@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,3 +83,10 @@ def test_a_loss_is_found_with_arguments_that_it_takes():
 def test_names_that_are_no_loss_are_refused(target: str, text: str):
     with pytest.raises(AlgorithmError, match=text):
         find_loss(target, {}, SETTINGS)
+
+
+def test_a_module_that_exits_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "leaving_loss.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AlgorithmError, match="leaving_loss can't be imported: SystemExit: 0"):
+        find_loss("leaving_loss:loss", {}, SETTINGS)

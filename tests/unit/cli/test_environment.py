@@ -55,9 +55,10 @@ def test_a_file_is_told_from_its_module(tmp_path, monkeypatch, target):
 def test_a_package_that_fails_on_import_is_a_configuration_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken_rewards").mkdir()
-    (tmp_path / "broken_rewards" / "__init__.py").write_text("raise RuntimeError('no license')\n")
-    config = config_with(tmp_path, reward=Reward(function="broken_rewards.f:g"))
-    assert "RuntimeError: no license" in problem_of(config)
+    for raising, reason in (("RuntimeError('no license')", "RuntimeError: no license"), ("SystemExit", "SystemExit: ")):
+        (tmp_path / "broken_rewards" / "__init__.py").write_text(f"raise {raising}\n")
+        config = config_with(tmp_path, reward=Reward(function="broken_rewards.f:g"))
+        assert reason in problem_of(config)
 
 
 def test_a_logger_whose_package_is_missing_names_the_extra(tmp_path, monkeypatch):

@@ -208,6 +208,8 @@ def test_a_config_with_its_section_crosses_processes(own):
         (RECIPE.replace('"my_section": Mine', '"my_section": dict'), "derive it from rlpack.config.sections.section"),
         (RECIPE.replace("default=1, ge=0, ", ""), "has no valid default for key; give every key one"),
         ("1 / 0", "importing it failed: ZeroDivisionError('division by zero')"),
+        (RECIPE + "raise SystemExit(main)", "importing it failed: SystemExit(<function main"),
+        ("import sys\nsys.exit(0)", "importing it failed: SystemExit(0)"),
         ("import no_such_module", "No module named 'no_such_module'"),
     ],
 )
@@ -218,6 +220,14 @@ def test_a_module_that_is_no_recipe_is_one_clear_error(own, capsys, text, messag
     assert f"recipe.target is '{own}'" in said
     assert message in said
     assert "Traceback" not in said
+
+
+def test_a_recipe_apart_from_its_spec_that_exits_on_import_is_one_clear_error(own, capsys, no_ray):
+    path = Path(own.replace(".", "/") + ".py")
+    path.with_name("my_recipe_spec.py").write_text(RECIPE)
+    path.write_text("import sys\nsys.exit(0)\n")
+    assert main(["train", f"recipe.target={own}", "run_dir=new"]) == 2
+    assert f"recipe.target is '{own}', and importing it failed: SystemExit(0)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["no_such.recipe", "rlpack.recipes.grpoo", "my recipe", "rlpack.recipes.grpo:main"])

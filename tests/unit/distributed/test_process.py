@@ -155,6 +155,9 @@ def test_a_target_whose_module_raises_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PlacementError, match=r"wrong_judge can't be imported: ZeroDivisionError: division by zero"):
         load_class("wrong_judge:Judge")
+    (tmp_path / "leaving_judge.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(PlacementError, match=r"leaving_judge can't be imported: SystemExit: 0"):
+        load_class("leaving_judge:Judge")
 
 
 def test_a_role_error_reads_as_one_line_and_survives_pickling():

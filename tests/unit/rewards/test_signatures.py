@@ -95,3 +95,6 @@ def test_a_module_that_fails_while_it_is_imported_is_reported_with_its_reason(tm
     with pytest.raises(RewardError, match="broken_rewards can't be imported: AttributeError"):
         resolve("broken_rewards:f")
     assert "broken_rewards" not in sys.modules
+    (tmp_path / "leaving_rewards.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(RewardError, match="leaving_rewards can't be imported: SystemExit: 0"):
+        resolve("leaving_rewards:f")
