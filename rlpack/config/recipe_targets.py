@@ -78,13 +78,12 @@ def _defaults(values: dict[str, Any]) -> list[Any]:
 
 
 def _values(overrides: Sequence[str], key: str) -> list[str]:
-    """Return every value that overrides give to a key or group, those of sweeps and lists included."""
-    return [str(value) for text in overrides for value in _override_values(text, key)]
+    """Return every value that the last override of a key or group gives it, those of sweeps and lists included."""
+    given = [text for text in overrides if text.lstrip("+").partition("=")[0] == key]
+    return [str(value) for text in given[-1:] for value in _override_values(text)]
 
 
-def _override_values(text: str, key: str) -> Iterator[Any]:
-    if text.lstrip("+").partition("=")[0] != key:
-        return
+def _override_values(text: str) -> Iterator[Any]:
     try:
         override = OverridesParser.create().parse_override(text)
         values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]

@@ -150,9 +150,20 @@ def sweep_class(targets: Sequence[str]) -> type[Config]:
     """Return the schema with the sections of several recipes, those of a sweep's jobs; one's is `config_class`'s.
 
     Raises:
-        ConfigError: as `config_class`.
+        ConfigError: as `config_class`, or two recipes declare different sections of one name.
     """
     kinds = [config_class(target) for target in targets]
+    owners: dict[str, tuple[str, type[Section]]] = {}
+    for target in targets:
+        for name, section in find_recipe(target).sections.items():
+            other, first = owners.setdefault(name, (target, section))
+            if section is not first:  # Hydra has one base node, so one recipe would get the other's defaults
+                raise ConfigError(
+                    [
+                        f"recipe.target is both {other!r} and {target!r} in this sweep, and each has its own section "
+                        f"{name!r}; give one of the sections another name, or run the recipes by separate commands"
+                    ]
+                )
     if len(kinds) == 1:
         return kinds[0]
     fields = {name: (info.annotation, info) for kind in kinds[1:] for name, info in kind.model_fields.items()}

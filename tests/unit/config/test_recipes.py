@@ -97,6 +97,39 @@ def test_a_sweep_over_recipes_gives_each_job_the_keys_of_its_own(own):
     assert main([*command, "my_section.key=3"]) == 2  # dapo's job refuses 0 rounds; the other has no such key
 
 
+@pytest.fixture
+def other(own) -> str:
+    """Return the target of a recipe in the package of `own` whose section has the same name and another default."""
+    path = Path(own.replace(".", "/") + ".py")
+    path.with_name("other_recipe.py").write_text(RECIPE.replace("default=1", "default=9"))
+    return own.replace("my_recipe", "other_recipe")
+
+
+def test_a_sweep_over_recipes_with_different_sections_of_one_name_is_refused(own, other, capsys):
+    for first, second in ((own, other), (other, own)):
+        assert main(["train", "--multirun", f"recipe.target={first},{second}"]) == 2
+        said = capsys.readouterr().err
+        assert f"recipe.target is both '{first}' and '{second}' in this sweep, and each has its own section" in said
+        assert "'my_section'; give one of the sections another name" in said
+    assert not Path("ran").exists()
+
+
+def test_recipes_that_share_a_section_can_be_swept_over(own):
+    path = Path(own.replace(".", "/") + ".py")
+    path.with_name("sharing.py").write_text(f"from {own} import SPEC, main\n")
+    jobs = compose_jobs([f"recipe.target={own},{own.replace('my_recipe', 'sharing')}", "my_section.key=4", "-m"])
+    assert [dict(job.config)["my_section"].key for job in jobs] == [4, 4]
+
+
+def test_the_last_of_repeated_recipes_counts(own, other):
+    for targets, key in (((own, other), 9), ((other, own), 1), ((other, "no.such.recipe", own), 1)):
+        (job,) = compose_jobs([f"recipe.target={target}" for target in targets])
+        assert job.config.recipe.target == targets[-1]
+        assert dict(job.config)["my_section"].key == key
+    jobs = compose_jobs([f"recipe.target={own},rlpack.recipes.dapo", f"recipe.target={other}", "--multirun"])
+    assert [dict(job.config)["my_section"].key for job in jobs] == [9]
+
+
 def test_an_experiment_can_choose_the_recipe(own, tmp_path, capsys):
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     preset = tmp_path / "conf" / "experiment" / "mine.yaml"
