@@ -46,7 +46,7 @@ def first_cause(
     precedes background). A dead process fails all of its calls; a foreground call is reported if there is one.
 
     Args:
-        calls: all calls under way, in the order in which they were submitted.
+        calls: all calls under way.
         failed: the call whose failure was noticed.
         pending: the other calls that have not answered.
         error: what `failed` raised.
@@ -58,14 +58,12 @@ def first_cause(
         except RayError as other:
             failures[ref] = other
     in_background = {f"{call.role}.{call.method}" for call in calls if call.background}
-    ordered = sorted(calls, key=lambda call: f"{call.role}.{call.method}" in in_background)
-    methods = [call.method for call in ordered]
 
-    def precedence(call: RankCall) -> tuple[bool, int, bool]:
+    def precedence(call: RankCall) -> tuple[bool, bool, int, bool]:
         died = isinstance(failures[call.ref], RayActorError)
-        return not died, methods.index(call.method), call.ref != failed
+        return not died, f"{call.role}.{call.method}" in in_background, call.order, call.ref != failed
 
-    cause = min((call for call in ordered if call.ref in failures), key=precedence)
+    cause = min((call for call in calls if call.ref in failures), key=precedence)
     return cause, failures[cause.ref]
 
 
@@ -95,7 +93,7 @@ def describe_context(
         in_background: names of the calls that run in threads.
     """
     before = takewhile(lambda other: other.ref != call.ref, submitted.values())
-    earlier = [other for other in before if (other.role, other.method) != (call.role, call.method)]
+    earlier = [other for other in before if other.order != call.order]
     # torch raises a RuntimeError from a collective in which a rank is missing.
     if earlier and isinstance(cause, RayTaskError) and isinstance(cause.cause, RuntimeError):
         first = earlier[0]

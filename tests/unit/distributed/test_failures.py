@@ -1,0 +1,82 @@
+"""Which failed call explains the others, where one method is called more than once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rlpack.distributed import failures
+from rlpack.distributed.failures import RankCall, describe_context, first_cause
+
+
+def calls_of(*names: str) -> list[RankCall]:
+    """Return each `role.method` on two ranks, in the order of submission; those of the role `slow` in the background.
+
+    Texts stand for references: `role.method order rank`.
+    """
+    calls = []
+    for order, name in enumerate(names):
+        role, method = name.split(".")
+        refs: list[Any] = [f"{name} {order} {rank}" for rank in range(2)]
+        calls += [RankCall(ref, role, rank, method, order, role == "slow") for rank, ref in enumerate(refs)]
+    return calls
+
+
+def blamed(monkeypatch: pytest.MonkeyPatch, calls: list[RankCall], noticed: Any, errors: dict[Any, RayError]) -> Any:
+    """Return the reference of the call that is blamed, where those in `errors` failed and nothing else answered."""
+
+    def get(ref: Any) -> None:
+        raise errors[ref]
+
+    stand_in = SimpleNamespace(wait=lambda refs, **_: ([ref for ref in refs if ref in errors], []), get=get)
+    monkeypatch.setattr(failures, "ray", stand_in)
+    others: list[Any] = [call.ref for call in calls if call.ref != noticed]
+    cause, error = first_cause(calls, noticed, others, errors[noticed])
+    assert error is errors[cause.ref]
+    return cause.ref
+
+
+def failure(cause: Exception) -> RayTaskError:
+    return RayTaskError("a call", "its traceback", cause)
+
+
+@pytest.mark.parametrize("noticed", ["one.update 1 1", "one.prepare 2 1"])
+def test_of_two_calls_of_one_method_the_later_one_does_not_hide_the_failure_before_it(
+    monkeypatch: pytest.MonkeyPatch, noticed: str
+):
+    calls = calls_of("one.prepare", "one.update", "one.prepare")
+    errors: dict[Any, RayError] = {
+        "one.update 1 1": failure(ValueError("cause")),
+        "one.prepare 2 1": failure(RuntimeError("consequence")),
+    }
+    assert blamed(monkeypatch, calls, noticed, errors) == "one.update 1 1"
+
+
+def test_a_method_of_another_role_with_the_same_name_does_not_hide_it_either(monkeypatch: pytest.MonkeyPatch):
+    calls = calls_of("reference.logprobs", "critic.values", "actor.logprobs")
+    errors: dict[Any, RayError] = {
+        "critic.values 1 1": failure(ValueError("cause")),
+        "actor.logprobs 2 1": failure(RuntimeError("later")),
+    }
+    assert blamed(monkeypatch, calls, "actor.logprobs 2 1", errors) == "critic.values 1 1"
+
+
+def test_a_dead_process_comes_first_and_the_background_last(monkeypatch: pytest.MonkeyPatch):
+    calls = calls_of("slow.score", "one.update", "one.prepare")
+    errors: dict[Any, RayError] = {
+        "slow.score 0 0": failure(ValueError("apart")),
+        "one.prepare 2 1": failure(ValueError("own")),
+    }
+    assert blamed(monkeypatch, calls, "slow.score 0 0", errors) == "one.prepare 2 1"
+    errors["one.prepare 2 0"] = RayActorError()
+    assert blamed(monkeypatch, calls, "slow.score 0 0", errors) == "one.prepare 2 0"
+
+
+def test_an_earlier_call_of_the_same_method_is_named_as_what_may_explain_a_lost_collective():
+    calls = calls_of("one.prepare", "one.update", "one.prepare")
+    unanswered = {call.ref: call for call in [calls[0], *calls[4:]]}
+    text = describe_context(calls[5], failure(RuntimeError("connection closed")), unanswered, [])
+    assert text == "; rank 0 had not answered one.prepare before, which may be why"
+    own = {call.ref: call for call in calls[4:]}
+    assert describe_context(calls[5], failure(RuntimeError("connection closed")), own, []) == ""
