@@ -16,11 +16,11 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import ValidationError, create_model, model_validator
 
@@ -34,6 +34,8 @@ BUILTIN_PACKAGE = "rlpack.recipes"
 _FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HOW = "a recipe is a module with main(config) and SPEC = rlpack.config.recipes.RecipeSpec(...)"
+# Names that Hydra reads at the top of a config; those of pydantic are attributes of `Config`.
+_RESERVED = {"defaults", "hydra"}
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -100,6 +102,25 @@ def recipe_of(config: Config) -> RecipeSpec:
     return find_recipe(config.recipe.target)
 
 
+def recipe_texts(config: Config, kind: Literal["rules", "warnings"]) -> Iterator[str]:
+    """Yield what the rules or warnings of a config's recipe say, and which of them fail to say it."""
+    for rule in getattr(recipe_of(config), kind):
+        name = rule.__name__ if inspect.isfunction(rule) else repr(rule)
+        where = f"recipe.target is {config.recipe.target!r}, whose RecipeSpec.{kind} has {name}, which"
+        try:
+            found = rule(config)
+            texts = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else found
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's rule may raise anything
+            yield f"{where} raised {type(error).__name__}: {error}; yield a text for each problem instead"
+            continue
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            yield from texts
+        else:
+            yield f"{where} returns {texts!r}; write a generator that yields a text for each problem"
+
+
 def recipe_section(config: Config, kind: type[_Section]) -> _Section:
     """Return the section of class `kind` that the config's recipe declares."""
     name = next(name for name, section in recipe_of(config).sections.items() if section is kind)
@@ -125,6 +146,8 @@ def find_recipe(target: str) -> RecipeSpec:
         raise ConfigError([f"recipe.target is {target!r}, but {module.__name__} has no SPEC; {_HOW}"])
     if module.__name__ == target and not inspect.isfunction(vars(module).get("main")):
         raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
+    if problems := list(_form_problems(target, spec)):
+        raise ConfigError(problems)
     return spec
 
 
@@ -230,12 +253,34 @@ def _import(target: str) -> ModuleType:
         raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error!r}"]) from error
 
 
+def _form_problems(target: str, spec: RecipeSpec) -> Iterator[str]:
+    """Yield which attributes of a spec have the wrong type; users' modules are seldom type-checked."""
+    where = f"recipe.target is {target!r}, whose RecipeSpec"
+    for name in ("roles", "trains", "advantage_columns", "rules", "warnings"):
+        value, of_functions = getattr(spec, name), name in ("rules", "warnings")
+        items = value if isinstance(value, tuple | list) else [None]
+        if not all(callable(item) if of_functions else isinstance(item, str) for item in items):
+            example = "(my_rule,)" if of_functions else '("actor",)'
+            yield f"{where}.{name} is {value!r}; write a tuple of {'functions' if of_functions else 'names'}: {example}"
+    for name, example in (
+        ("own_roles", '{"teacher": "package.module:Teacher"}'),
+        ("sections", '{"my_section": MySection}'),
+        ("ignores", '{"algorithm.scale": "the reason"}'),
+    ):
+        value = getattr(spec, name)
+        pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
+        if not all(isinstance(key, str) and (name == "sections" or isinstance(item, str)) for key, item in pairs):
+            yield f"{where}.{name} is {value!r}; write a dict such as {example}"
+
+
 def _section_problems(target: str, sections: Mapping[str, type[Section]]) -> Iterator[str]:
     """Yield why sections of a recipe can't be part of a config."""
     for name, section in sections.items():
         where = f"recipe.target is {target!r}, whose section {name!r}"
         if not (inspect.isclass(section) and issubclass(section, Section)):
             yield f"{where} is {section!r}; derive it from rlpack.config.sections.section.Section"
+        elif name in _RESERVED or (name in dir(Config) and name not in Config.model_fields):
+            yield f"{where} can't have this name, which Hydra or pydantic reads; choose another name"
         elif name in Config.model_fields or not name.isidentifier() or name.startswith("_"):
             yield f"{where} can't have this name; use a Python name that is not a key: {', '.join(Config.model_fields)}"
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.recipes import recipe_of
+from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import judge_problems, reward_problems
 from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
@@ -32,8 +32,7 @@ def broken_rules(config: Config) -> list[str]:
 
 
 def _recipe(config: Config) -> Iterator[str]:
-    for rule in recipe_of(config).rules:
-        yield from rule(config)
+    yield from recipe_texts(config, "rules")
 
 
 def _algorithm(config: Config) -> Iterator[str]:

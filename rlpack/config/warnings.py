@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlpack.config.recipes import recipe_of
+from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Algorithm, Config
 from rlpack.config.sections.value_models import Critic, RewardModel
@@ -16,8 +16,13 @@ def config_warnings(config: Config) -> list[str]:
     >>> config_warnings(Config(trainer=Trainer(group_size=1)))[0].partition(":")[0]
     'trainer.group_size is 1'
     """
-    own = (text for rule in recipe_of(config).warnings for text in rule(config))
-    return [*own, *_sampling(config), *_unread_sections(config), *_unread_keys(config), *_unread_revisions(config)]
+    return [
+        *recipe_texts(config, "warnings"),
+        *_sampling(config),
+        *_unread_sections(config),
+        *_unread_keys(config),
+        *_unread_revisions(config),
+    ]
 
 
 def _sampling(config: Config) -> Iterator[str]:

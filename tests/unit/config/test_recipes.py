@@ -217,6 +217,41 @@ def test_roles_that_a_recipe_cannot_have_are_one_clear_error(own, spec, message)
         compose([f"recipe.target={own}"])
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("rules=not_seven", "RecipeSpec.rules is <function not_seven"),
+        ('rules=("not_seven",)', "RecipeSpec.rules is ('not_seven',); write a tuple of functions: (my_rule,)"),
+        ('trains=("actor")', "RecipeSpec.trains is 'actor'; write a tuple of names: (\"actor\",)"),
+        ("sections=[Mine]", '; write a dict such as {"my_section": MySection}'),
+        ('own_roles=["teacher"]', "RecipeSpec.own_roles is ['teacher']; write a dict such as {\"teacher\": "),
+        ('own_roles={"teacher": Mine}', '; write a dict such as {"teacher": "package.module:Teacher"}'),
+        ('ignores=["algorithm.scale"]', "RecipeSpec.ignores is ['algorithm.scale']; write a dict such as"),
+        *(
+            (f'sections={{"{name}": Mine}}', f"whose section '{name}' can't have this name, which Hydra or pydantic")
+            for name in ("defaults", "hydra", "model_config", "model_dump")
+        ),
+        ("rules=(lambda config: None,)", "RecipeSpec.rules has <lambda>, which returns None; write a generator"),
+        ('rules=(lambda config: "bad",)', "RecipeSpec.rules has <lambda>, which returns 'bad'; write a generator"),
+        ("rules=(lambda config: [3],)", "RecipeSpec.rules has <lambda>, which returns [3]; write a generator"),
+        ("rules=(lambda config: 1 / 0,)", "has <lambda>, which raised ZeroDivisionError: division by zero; yield a"),
+    ],
+)
+def test_a_mistake_in_a_spec_is_one_clear_error(own, capsys, spec, message):
+    Path(own.replace(".", "/") + ".py").write_text(f"{RECIPE}\nSPEC = RecipeSpec({spec})\n")
+    assert main(["train", f"recipe.target={own}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count(f"recipe.target is '{own}', whose ") == 1
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_a_warning_of_a_recipe_that_fails_is_a_warning(own):
+    Path(own.replace(".", "/") + ".py").write_text(f"{RECIPE}\nSPEC = RecipeSpec(warnings=(lambda config: 1 / 0,))\n")
+    (text,) = config_warnings(compose([f"recipe.target={own}"]))
+    assert "RecipeSpec.warnings has <lambda>, which raised ZeroDivisionError" in text
+
+
 def test_roles_warnings_and_optimizers_follow_from_its_spec(own):
     config = compose([f"recipe.target={own}", "my_section.key=200"])
     assert config.recipe.name == "my_recipe"
