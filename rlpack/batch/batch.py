@@ -48,7 +48,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
     """
 
     plan: RankPlan | None  # the rank's plan, on a shard
-    has_explicit_ids: bool  # whether `row_ids` was passed
+    has_explicit_ids: bool  # whether `row_ids` was passed; repeated rows get ids that nobody passed
     reader: PayloadReader | None  # fetches remote columns on first access; None leaves them remote. Not pickled
 
     def __init__(self, columns: Mapping[str, Column], *, row_ids: Rows | None = None) -> None:
@@ -101,7 +101,8 @@ class BatchedDataDict(MutableMapping[str, Any]):
         return f"BatchedDataDict({self.num_rows} rows; {self._names()})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (column_ops.to_picklable(self._columns), self.row_ids, self.plan, self._planned_ids)
+        columns = column_ops.to_picklable(self._columns)
+        return _rebuild, (columns, self.row_ids, self.plan, self._planned_ids, self.has_explicit_ids)
 
     def __copy__(self) -> "BatchedDataDict":
         return self.copy()
@@ -185,10 +186,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Rows keep their ids and plan, unless a row is selected twice: then all rows get new ids and there is no plan.
         """
         index = row_index(rows, self.num_rows)
-        columns = column_ops.select(self._columns, index)
         if np.unique(index).size != index.size:
-            return self._renumbered(columns, index.size)
-        return self._like(columns, self.row_ids[index])
+            return self._renumbered(index)
+        return self._like(column_ops.select(self._columns, index), self.row_ids[index])
 
     def split(self, sizes: Sequence[int]) -> list["BatchedDataDict"]:
         """Return consecutive parts of these sizes, as views.
@@ -207,8 +207,7 @@ class BatchedDataDict(MutableMapping[str, Any]):
         Raises:
             DataError: `n` is not an integer of at least 0.
         """
-        positions = repeat_positions(self.num_rows, n)
-        return self._renumbered(column_ops.select(self._columns, positions), positions.size)
+        return self._renumbered(repeat_positions(self.num_rows, n))
 
     @classmethod
     def concat(cls, batches: Sequence["BatchedDataDict"]) -> "BatchedDataDict":
@@ -222,12 +221,12 @@ class BatchedDataDict(MutableMapping[str, Any]):
         if not batches:
             raise DataError("concat needs at least one batch")
         joined, ids = column_ops.join(batches), np.concatenate([batch.row_ids for batch in batches])
-        if np.unique(ids).size != ids.size:
-            return BatchedDataDict(joined, row_ids=np.arange(ids.size))
-        first = batches[0]
-        if all(batch.plan is first.plan for batch in batches):
-            return first._like(joined, ids)
-        return BatchedDataDict(joined, row_ids=ids)
+        is_distinct, first = np.unique(ids).size == ids.size, batches[0]
+        result = BatchedDataDict(joined, row_ids=ids if is_distinct else np.arange(ids.size))
+        if is_distinct and all(batch.plan is first.plan for batch in batches):
+            result = first._like(joined, ids)
+        result.has_explicit_ids = is_distinct and all(batch.has_explicit_ids for batch in batches)
+        return result
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "BatchedDataDict":
         """Return the batch with its tensors on `device`."""
@@ -346,12 +345,13 @@ class BatchedDataDict(MutableMapping[str, Any]):
         """Return a batch of `columns` with the plan, reader and (by default) ids of this one."""
         batch = BatchedDataDict(columns, row_ids=self.row_ids if row_ids is None else row_ids)
         batch.plan, batch._planned_ids, batch.reader = self.plan, self._planned_ids, self.reader
+        batch.has_explicit_ids = self.has_explicit_ids
         return batch
 
-    def _renumbered(self, columns: Mapping[str, Column], num_rows: int) -> "BatchedDataDict":
-        """Return a batch of `columns` with new row ids and no plan."""
-        batch = BatchedDataDict(columns, row_ids=np.arange(num_rows))
-        batch.reader = self.reader
+    def _renumbered(self, index: np.ndarray) -> "BatchedDataDict":
+        """Return the rows at these positions with new ids, which belong to no shard, and no plan."""
+        batch = BatchedDataDict(column_ops.select(self._columns, index), row_ids=np.arange(index.size))
+        batch.reader, batch.has_explicit_ids = self.reader, False
         return batch
 
     def _map_tensors(self, change: Callable[[Tensor | Ragged], Tensor | Ragged]) -> "BatchedDataDict":
@@ -375,11 +375,11 @@ class BatchedDataDict(MutableMapping[str, Any]):
 
 
 def _rebuild(
-    columns: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned_ids: np.ndarray
+    columns: dict[str, Any], row_ids: np.ndarray, plan: RankPlan | None, planned_ids: np.ndarray, explicit: bool = True
 ) -> BatchedDataDict:
     """Rebuild a pickled batch."""
     batch = BatchedDataDict(column_ops.from_picklable(columns), row_ids=row_ids)
-    batch.plan, batch._planned_ids = plan, planned_ids
+    batch.plan, batch._planned_ids, batch.has_explicit_ids = plan, planned_ids, explicit
     return batch
 
 

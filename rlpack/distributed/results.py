@@ -39,8 +39,8 @@ def check_is_rows(result: Any, where: str) -> BatchedDataDict:
         )
     if not result.has_explicit_ids:
         raise DataError(
-            f"{where} returned rows without ids, so they can't be matched to its shard; return "
-            "shard.keep([]).union({...}), or pass `row_ids=shard.row_ids`"
+            f"{where} returned rows without ids, so they can't be matched to its shard (a batch that repeats a row "
+            "loses them); return shard.keep([]).union({...}), or pass `row_ids=shard.row_ids`"
         )
     return result
 

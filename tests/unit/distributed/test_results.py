@@ -1,5 +1,6 @@
 """What a role returns wrongly is one error of that role: which rank, in which method, and what to return instead."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -29,6 +30,36 @@ class Counter(Worker):
     @sharded(merge=refuse)
     def count(self, shard: BatchedDataDict) -> int:
         return shard.num_rows
+
+
+class Repeats(Worker):
+    """Returns as many rows as it was given, of which some are the same row."""
+
+    @sharded()
+    def select(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return self._scored(shard).select([0] * shard.num_rows)
+
+    @sharded()
+    def concat(self, shard: BatchedDataDict) -> BatchedDataDict:
+        best = self._scored(shard).select([0])
+        return BatchedDataDict.concat([best] * shard.num_rows)
+
+    @sharded()
+    def interleave(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return self._scored(shard).select([0]).repeat_interleave(shard.num_rows)
+
+    @sharded()
+    def select_then_more(self, shard: BatchedDataDict) -> BatchedDataDict:
+        repeated = self._scored(shard).select([0] * shard.num_rows)
+        return copy.deepcopy(repeated.union({"more": torch.ones(shard.num_rows)}).select(range(shard.num_rows)))
+
+    @sharded()
+    def reorder(self, shard: BatchedDataDict) -> BatchedDataDict:
+        parts = self._scored(shard).select(range(shard.num_rows)[::-1]).split([1, shard.num_rows - 1])
+        return copy.deepcopy(BatchedDataDict.concat(parts))
+
+    def _scored(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return shard.keep([]).union({"rewards": shard["given"] * 10})
 
 
 def restore(*, ranks: int = 2, **changes: Any) -> BatchedDataDict:
@@ -64,6 +95,16 @@ def test_a_rank_that_returns_other_rows_or_columns_is_named(change: dict[str, An
     with pytest.raises(RoleError, match=rf"role judge, rank 1, in score: {message}"):
         restore(**change)
     assert restore()["rewards"].tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("method", [Repeats.select, Repeats.concat, Repeats.interleave, Repeats.select_then_more])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_repeated_rows_are_not_taken_for_the_rows_of_the_shard(method: Any, ranks: int):
+    group = WorkerGroup("judge", LocalRanks([Repeats] * ranks), Batching())
+    batch = BatchedDataDict({"given": torch.arange(6.0)})
+    with pytest.raises(RoleError, match=rf"rank 0, in {method.__name__}: .* \(a batch that repeats a row loses them\)"):
+        group.run(method, batch)
+    assert group.run(Repeats.reorder, batch)["rewards"].tolist() == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
 
 
 @pytest.mark.parametrize(
