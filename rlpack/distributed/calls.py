@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
 R = TypeVar("R")
@@ -70,23 +71,27 @@ class Pending(Generic[R]):
         """Take the function that waits; it is called once, by the first `result`."""
         self._wait: Callable[[], R] | None = wait
         self._outcome: R | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._lock = Lock()
 
     def result(self) -> R:
         """Wait for the call and return its result.
 
-        Later calls return the same result, or raise the same error.
+        Later calls return the same result, or raise the same error, a KeyboardInterrupt too. Threads that call it
+        meanwhile wait, too.
 
         Raises:
             RoleError: a rank raised, died, or missed its deadline.
         """
-        if self._wait is not None:
-            wait, self._wait = self._wait, None  # the arguments of the call can be freed from here on
-            try:
-                self._outcome = wait()
-            except Exception as error:
-                self._error = error
-                raise
+        with self._lock:
+            if self._wait is not None:
+                try:
+                    self._outcome = self._wait()
+                except BaseException as error:
+                    self._error = error
+                    raise
+                finally:
+                    self._wait = None  # so that the arguments of the call can be freed
         if self._error is not None:
             raise self._error
         return self._outcome  # pyright: ignore[reportReturnType]  # None only where R is None

@@ -1,4 +1,6 @@
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -29,6 +31,35 @@ def test_an_error_is_raised_by_every_request_for_the_result():
     pending = Pending(wait)
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
+            pending.result()
+
+
+def test_a_thread_that_asks_while_another_waits_gets_the_result_too():
+    waiting, released = threading.Event(), threading.Event()
+
+    def wait() -> int:
+        waiting.set()
+        assert released.wait(timeout=30)
+        return 3
+
+    pending = Pending(wait)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(pending.result)
+        assert waiting.wait(timeout=30)
+        second = threads.submit(pending.result)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.2)
+        released.set()
+        assert (first.result(timeout=30), second.result(timeout=30)) == (3, 3)
+
+
+def test_no_result_is_made_up_for_a_wait_that_was_interrupted():
+    def wait() -> int:
+        raise KeyboardInterrupt
+
+    pending = Pending(wait)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
             pending.result()
 
 
