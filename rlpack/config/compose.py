@@ -21,12 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.keys import Key, children, find, how_to_set, root_key, unknown_key_problem, walk
+from rlpack.config.keys import Key, children, find, how_to_set, root_key, walk
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import config_class, sweep_class
 from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config, Recipe
-from rlpack.config.validate import target_of, validate
+from rlpack.config.validate import target_of, unknown_key_problems, validate
 
 BASE_NODE = "schema"
 CONFIG_NAME = "train"
@@ -156,7 +156,7 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key) -> Iterator
             if choice is None or (isinstance(error, MissingConfigException) and f"'{group}/{choice}'" in str(error)):
                 yield _wrong_choice_problem(group, str(choice or "null"), shipped[group])
         elif not override.is_hydra_override() and find(override.key_or_group, root) is None:
-            yield unknown_key_problem(override.key_or_group, root)
+            yield from unknown_key_problems(override.key_or_group, override.value(), root)
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
             key = override.key_or_group
             yield f"{text} is a list, but {key} is a section; set one of its keys: {key}.<key>=<value>"

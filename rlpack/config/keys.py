@@ -125,7 +125,9 @@ def unknown_key_problem(path: str, root: Key | None = None) -> str:
     if not below:
         return f"{path} is not a key; {where} is a value and has no keys below it"
     nearest = _nearest(unknown[0], where, below, root)
-    if (nearest is None or len(unknown) > 1) and (answer := foreign_answer_by_last_part(path)):
+    place, _, name = (nearest or "").rpartition(".")
+    is_near = nearest is not None and len(unknown) == 1 and (place == where or name == unknown[0])
+    if not is_near and (answer := foreign_answer_by_last_part(path)):
         return f"{path} is not a key; {answer}"
     hint = f"; did you mean {nearest}?" if nearest else ";"
     return f"{path} is not a key{hint} {where or 'the top level'} has: {', '.join(below)}"

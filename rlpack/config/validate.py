@@ -68,11 +68,18 @@ def target_of(composed: Mapping[str, Any]) -> str:
 
 
 def _problems(details: ErrorDetails, root: Key) -> Iterator[str]:
-    """Yield messages for an error of pydantic; one per key for an unknown section of another framework."""
+    """Yield messages for an error of pydantic."""
     path = ".".join(str(part) for part in details["loc"])
-    leaves = _leaves(path, details["input"]) if details["type"] in _UNKNOWN else ()
-    foreign = [unknown_key_problem(leaf, root) for leaf in leaves if foreign_answer(leaf)]
-    yield from foreign or [_problem(details, root)]
+    if details["type"] in _UNKNOWN:
+        yield from unknown_key_problems(path, details["input"], root)
+    else:
+        yield _problem(details, root)
+
+
+def unknown_key_problems(path: str, value: Any, root: Key) -> list[str]:
+    """Return a message for each name of another framework in the value of a key that doesn't exist, else one for it."""
+    foreign = [unknown_key_problem(leaf, root) for leaf in _leaves(path, value) if foreign_answer(leaf)]
+    return foreign or [unknown_key_problem(path, root)]
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:
@@ -86,8 +93,6 @@ def _leaves(path: str, value: Any) -> Iterator[str]:
 
 def _problem(details: ErrorDetails, root: Key) -> str:
     kind, path = details["type"], ".".join(str(part) for part in details["loc"])
-    if kind in _UNKNOWN:
-        return unknown_key_problem(path, root)
     if kind == "missing":
         return f"{path} is missing; {how_to_set(path, root)}"
     if kind == "value_error":  # raised by a section's own checks, with our text

@@ -72,6 +72,9 @@ def test_every_name_is_answered_by_its_own_row(name: ForeignName):
         ("trainer.num_generations", "that is TRL's and Tunix's name; here it is trainer.group_size"),
         ("ppo_max_token_len_per_gpu", "the top level has: recipe,"),  # the actor's, or the critic's
         ("placement.pools.big.rank", "did you mean placement.pools.big.ranks?"),  # not the rank of an adapter
+        ("trainer.beta", "that is TRL's and Tunix's name; here it is algorithm.kl_coef"),  # no key of trainer is nearer
+        ("actor.optimizer.beta", "did you mean actor.optimizer.beta2?"),
+        ("trainer.max_token", "did you mean judge.max_tokens?"),
         ("trainer.epoch", "trainer has: steps,"),
     ],
 )
@@ -95,6 +98,18 @@ def test_the_command_line_answers(sign, capsys):
     assert capsys.readouterr().err == (
         "rlpack train: policy.sequence_packing.train_mb_tokens is not a key; that is NeMo-RL's name; here it is "
         "batching.max_tokens\n"
+    )
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+@pytest.mark.parametrize(
+    "override", ["actor_rollout_ref={actor: {ppo_epochs: 2}}", "actor_rollout_ref.actor={ppo_epochs: 2}"]
+)
+def test_the_command_line_answers_a_whole_section(sign, override, capsys):
+    assert main(["train", f"{sign}{override}"]) == 2
+    assert capsys.readouterr().err == (
+        "rlpack train: actor_rollout_ref.actor.ppo_epochs is not a key; that is verl's name; here it is "
+        "trainer.updates_per_batch\n"
     )
 
 
