@@ -19,6 +19,15 @@ Reads = Sequence[str] | Callable[..., Sequence[str]]
 Producers = Mapping[str, Sequence[str]]
 
 
+def as_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of columns; a string is one name, and a sequence of letters to Python.
+
+    >>> as_names("rewards"), as_names(["uid", "rewards"])
+    (('rewards',), ('uid', 'rewards'))
+    """
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 @dataclass(frozen=True)
 class ColumnContract:
     """The columns of a sharded method.
@@ -63,7 +72,7 @@ class ColumnContract:
             return list(batch)
         reads = self.reads(*args, **kwargs) if callable(self.reads) else self.reads
         names: list[str] = []
-        for name in reads:
+        for name in as_names(reads):
             if name == TEXT_COLUMNS:
                 names += batch.names_of("list")
             elif name not in batch:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from inspect import isfunction
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from rlpack.distributed.column_contract import ColumnContract, Reads
+from rlpack.distributed.column_contract import ColumnContract, Reads, as_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,6 +65,8 @@ def sharded(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Mark a method whose first argument is a batch, sharded over the data ranks by a plan.
 
+    A single column can be declared by its name alone.
+
     Args:
         reads: columns that the batch must have, `TEXT_COLUMNS` for all of its lists; or a function from the method's
             other arguments to these. Nothing else is sent. If omitted, an override inherits the columns of the method
@@ -86,9 +88,9 @@ def sharded(
     if background and merge is not None:
         raise ValueError("a method that runs in the background returns rows; leave out merge or background")
     columns = ColumnContract(
-        reads if reads is None or callable(reads) else tuple(reads),
-        tuple(optional),
-        None if returns is None else tuple(returns),
+        reads if reads is None or callable(reads) else as_names(reads),
+        as_names(optional),
+        None if returns is None else as_names(returns),
     )
     return _mark(Dispatch("sharded", mini_batches, merge, background, columns, needs_whole_groups))
 

@@ -218,8 +218,13 @@ class WorkerGroup(Generic[W]):
 
         Its result is rows in the batch's order, or that of its merge.
         """
-        batch, *rest = args
-        assert isinstance(batch, BatchedDataDict), f"{method.__qualname__} is sharded: its argument is a batch"
+        batch, rest = next(iter(args), None), args[1:]
+        if not isinstance(batch, BatchedDataDict):
+            given = f"a {type(batch).__name__}" if args else "none"
+            raise TypeError(
+                f"{method.__qualname__} is sharded: its first positional argument must be a BatchedDataDict, and "
+                f"{given} was given; pass the batch by position, run(method, batch)"
+            )
         columns = dispatch.columns.overriding(declared_columns(method))
         names = columns.columns_to_send(
             batch, rest, kwargs, call=f"{self.role}.{method.__name__}", producers=self._producers

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import MissingColumnError
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
@@ -46,11 +47,21 @@ class Doubler(Worker):
         return self.context.num_ranks
 
 
+class Named(Worker):
+    @sharded(reads="given", returns="rewards")
+    def score(self, shard: BatchedDataDict) -> BatchedDataDict:
+        return shard.rename({"given": "rewards"})
+
+    @sharded(reads=lambda: "given", optional="uid", merge=list)
+    def columns(self, shard: BatchedDataDict) -> list[str]:
+        return sorted(shard)
+
+
 class LocalRanks:
     """Ranks that run one after the other here; arguments and results are pickled as on their way elsewhere."""
 
-    def __init__(self, size: int) -> None:
-        self.workers = [Doubler(RankContext("main", rank, ParallelLayout(dp_shard=size))) for rank in range(size)]
+    def __init__(self, size: int, role: type[Worker] = Doubler) -> None:
+        self.workers = [role(RankContext("main", rank, ParallelLayout(dp_shard=size))) for rank in range(size)]
         self.called: list[int] = []
 
     @property
@@ -153,6 +164,29 @@ def test_a_call_that_needs_whole_groups_gets_each_of_them_in_one_microbatch():
     assert len(planned.run(Doubler.groups_of_microbatches, batch, True)) == 2
     with pytest.raises(PackingError, match="plan with whole_groups=True"):
         doublers.with_plan(doublers.plan(batch)).run(Doubler.groups_of_microbatches, batch, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "given"),
+    [((), {"shard": tiny_rollouts(SIZES)}, "none"), ((), {}, "none"), ((dict(tiny_rollouts(SIZES)),), {}, "a dict")],
+)
+def test_a_sharded_call_without_a_batch_in_first_place_says_how_to_pass_it(args: Any, kwargs: Any, given: str):
+    doublers = group(Batching(max_tokens=24))
+    message = (
+        rf"Doubler\.double is sharded: .* a BatchedDataDict, and {given} was given; pass the batch by position, run\("
+    )
+    with pytest.raises(TypeError, match=message):
+        doublers.run(Doubler.double, *args, **kwargs)
+    assert doublers.ranks.called == []
+
+
+def test_a_column_declared_by_its_name_alone_is_one_column():
+    batch = tiny_rollouts(SIZES).union({"given": torch.arange(7.0)})
+    group = WorkerGroup("named", LocalRanks(2, Named), Batching(), role_class=Named)
+    assert group.run(Named.score, batch)["rewards"].tolist() == [float(row) for row in range(7)]
+    assert group.run(Named.columns, batch) == [["given", "uid"]] * 2
+    with pytest.raises(MissingColumnError, match=r"named\.score reads the column 'given'"):
+        group.run(Named.score, batch.drop(["given"]))
 
 
 def test_broadcast_calls_all_ranks_and_rank_zero_one():
