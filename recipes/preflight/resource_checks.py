@@ -26,9 +26,9 @@ def check_resources(config: Config) -> None:
     gpus = sum(pool.ranks * pool.gpus_per_rank for pool in pools)
     if gpus > torch.cuda.device_count():
         raise PlacementError(
-            f"placement.pools ({', '.join(names)}) need {gpus:g} GPUs, and this machine has "
-            f"{torch.cuda.device_count()} that PyTorch can use; lower placement.pools.*.ranks or .gpus_per_rank, or "
-            "join a cluster by placement.address"
+            f"placement.pools ({', '.join(names)}) ask for {gpus:g} GPU, and this machine has "
+            f"{torch.cuda.device_count()} that PyTorch can use; set placement=cpu, lower placement.pools.*.ranks or "
+            ".gpus_per_rank, or join a cluster by placement.address"
         )
     cpus = sum(pool.ranks * max(1.0, pool.cpus_per_rank) for pool in pools)
     limit = MAX_RANKS_PER_CORE * (os.cpu_count() or 1)

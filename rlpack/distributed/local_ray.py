@@ -85,9 +85,12 @@ def _start(start: Callable[[], Any], timeout_s: float, deadline: float) -> None:
             stack.enter_context(_replaced(module, name, replace))
         try:
             start()
-        except _DaemonEndedError:
+        except BaseException as error:
+            ended = [_ended(one) for one in nodes]
             for one in nodes:
                 one.kill_all_processes(check_alive=False)
+            if isinstance(error, RuntimeError) and any(ended):  # Ray's own words for a GCS that is gone
+                raise _DaemonEndedError(next(filter(None, ended))) from error
             raise
 
 
@@ -99,7 +102,7 @@ def _replacements(
     The node that is started is added to `nodes`.
     """
     yield services, "get_node", partial(_patient, nodes=nodes, timeout_s=timeout_s, deadline=deadline)
-    yield node.Node, "start_ray_processes", partial(_noting, nodes=nodes)
+    yield node.Node, "start_head_processes", partial(_noting, nodes=nodes)
     # A terminal, `timeout` and many schedulers signal a whole process group. The driver handles the signal by finishing
     # its step, for which it needs Ray, so each of Ray's processes gets its own group. Where the kernel doesn't end
     # children with their parent, Ray relies on the driver's process group to end its processes.
@@ -114,7 +117,7 @@ def _replacements(
 
 
 def _noting(start_processes: Callable[[node.Node], None], nodes: list[node.Node]) -> Callable[[node.Node], None]:
-    """Return Ray's `start_ray_processes`, adding the node to `nodes`."""
+    """Return Ray's `start_head_processes`, adding the node to `nodes`."""
 
     def start(self: node.Node) -> None:
         nodes.append(self)
@@ -132,43 +135,48 @@ def _patient(
     """
 
     def wait(gcs_address: str, node_id: str) -> Any:
-        while True:
-            # Asked first, because `get_node` waits 30 s for a raylet that is gone.
-            for one in nodes:
-                _wait_until_registered(one, node_id, deadline)
+        problem = "no answer"
+        # `get_node` would wait 30 s for a raylet that is gone or hangs, so it is called once the node is registered.
+        while all(_is_registered(one, node_id, deadline) for one in nodes) and time.monotonic() < deadline:
             try:
                 return get_node(gcs_address, node_id)
-            except RuntimeError as error:  # not registered yet
-                if time.monotonic() > deadline:
-                    raise PlacementError(
-                        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s: "
-                        f"{_way_out()}. Ray says: {error}; its session's folder has raylet.out and gcs_server.out"
-                    ) from error
+            except RuntimeError as error:
+                problem = str(error)
                 time.sleep(_POLL_S)
+        raise PlacementError(
+            f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s: {_way_out()}. Ray "
+            f"says: {problem}; its session's folder has raylet.out and gcs_server.out"
+        )
 
     return wait
 
 
-def _wait_until_registered(one: node.Node, node_id: str, deadline: float) -> None:
-    """Return when the node is registered, at the deadline, or if this version of Ray can't be asked.
+def _is_registered(one: node.Node, node_id: str, deadline: float) -> bool:
+    """Return true once the node is registered, or if this version of Ray can't be asked; false at the deadline.
 
     Raises:
         _DaemonEndedError: the raylet or the GCS ended.
     """
     while time.monotonic() < deadline:
-        if ended := _NEEDED.intersection(name for name, _ in one.dead_processes()):
-            logs = one.get_logs_dir_path()
-            raise _DaemonEndedError(f"Ray's {', '.join(sorted(ended))} ended while it started, see {logs}")
+        if (ended := _ended(one)) is not None:
+            raise _DaemonEndedError(ended)
         try:
             gcs: Any = one.get_gcs_client()
             if any(known.hex() == node_id for known in gcs.get_all_node_info(timeout=_ANSWER_S)):
-                return
+                return True
         except (AttributeError, TypeError) as error:
             logger.debug("Ray %s can't be asked for its nodes: %s", ray.__version__, error)
-            return
+            return True
         except Exception as error:  # noqa: BLE001 - Ray has no common class for an answer that does not come
             logger.debug("Ray's GCS does not answer: %s", error)
         time.sleep(_POLL_S)
+    return False
+
+
+def _ended(one: node.Node) -> str | None:
+    """Return which of the needed daemons ended, and where the logs are; None if they run."""
+    ended = _NEEDED.intersection(name for name, _ in one.dead_processes())
+    return f"Ray's {', '.join(sorted(ended))} ended while it started, see {one.get_logs_dir_path()}" if ended else None
 
 
 def _way_out() -> str:

@@ -1,4 +1,6 @@
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -49,15 +51,17 @@ def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path):
     assert not psutil.wait_procs(started, timeout=30)[1]
 
 
-def ending(monkeypatch: pytest.MonkeyPatch, times: int) -> list[psutil.Process]:
-    """Make Ray's raylet end right after it started, the first `times` times; return those that were started."""
+def stricken(
+    monkeypatch: pytest.MonkeyPatch, *, times: int, sent: signal.Signals = signal.SIGKILL
+) -> list[subprocess.Popen[bytes]]:
+    """Send a signal to Ray's raylet right after it started, the first `times` times; return all that were started."""
     start, started = services.start_raylet, []
 
     def start_raylet(*args: Any, **options: Any) -> Any:
         info = start(*args, **options)
-        started.append(psutil.Process(info.process.pid))
+        started.append(info.process)
         if len(started) <= times:
-            info.process.kill()
+            info.process.send_signal(sent)
         return info
 
     monkeypatch.setattr(services, "start_raylet", start_raylet)
@@ -65,7 +69,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, times: int) -> list[psutil.Process]:
 
 
 def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplog):
-    started, before = ending(monkeypatch, times=1), own_processes()
+    started, before = stricken(monkeypatch, times=1), own_processes()
     with Cluster(Placement(pools={"main": Pool(ranks=1)})) as cluster:
         cluster.open_pools(["main"])
     assert len(started) == 2
@@ -75,13 +79,22 @@ def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplo
 
 
 def test_a_raylet_that_always_ends_is_said_long_before_the_deadline_and_leaves_no_process(monkeypatch):
-    started, before = ending(monkeypatch, times=9), own_processes()
+    started, before = stricken(monkeypatch, times=9), own_processes()
     began = time.monotonic()
     with pytest.raises(PlacementError, match=r"Ray's raylet ended while it started, see /.*/logs; .*start_timeout_s"):
         Cluster(Placement(start_timeout_s=240.0))
     assert time.monotonic() - began < 120
     assert len(started) == 3
     assert not ray.is_initialized()
+    assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
+
+
+def test_a_raylet_that_hangs_is_said_at_the_deadline_and_leaves_no_process(monkeypatch):
+    stricken(monkeypatch, times=9, sent=signal.SIGSTOP)
+    before, began = own_processes(), time.monotonic()
+    with pytest.raises(PlacementError, match=r"did not start on this machine within placement\.start_timeout_s=5 s"):
+        Cluster(Placement(start_timeout_s=5.0))
+    assert time.monotonic() - began < 25
     assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
 
 

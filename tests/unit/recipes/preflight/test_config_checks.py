@@ -227,7 +227,10 @@ def score_by_all(prompts: Any, completions: Any, answer: Any, uid: Any, finish_r
 @pytest.mark.parametrize(
     ("pool", "message"),
     [
-        (Pool(ranks=60, gpus_per_rank=1.0), r"need 60 GPUs, and this machine has \d+ that PyTorch can use; lower"),
+        (
+            Pool(ranks=60, gpus_per_rank=1.0),
+            r"ask for 60 GPU, and this machine has \d+ that PyTorch can use; set placement=cpu, lower",
+        ),
         (Pool(ranks=100_000), r"need 100,?000 CPUs, and this machine has \d+; at most 32 ranks may share one"),
         (Pool(ranks=100_000, cpus_per_rank=0.01), "need 100,?000 CPUs"),
     ],
