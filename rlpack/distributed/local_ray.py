@@ -144,7 +144,7 @@ def _patient(
                 problem = str(error)
                 time.sleep(_POLL_S)
         raise PlacementError(
-            f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s: {_way_out()}. Ray "
+            f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; {_way_out()}. Ray "
             f"says: {problem}; its session's folder has raylet.out and gcs_server.out"
         )
 

@@ -109,7 +109,7 @@ def test_the_held_out_split_is_read_before_anything_starts_too(folder, capsys, n
         (
             ("placement.pools.main.gpus_per_rank=1", "placement.pools.main.ranks=60"),
             2,
-            "need 60 GPUs, and this machine",
+            "ask for 60 GPU, and this machine",
         ),
         (("placement.pools.main.ranks=100000",), 2, "at most 32 ranks may share one"),
         (("logger.wandb=maybe",), 2, "logger.wandb"),

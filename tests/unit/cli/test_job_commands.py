@@ -101,7 +101,7 @@ def test_a_job_is_checked_before_a_server_is_asked(folder, capsys, words, code, 
     heard = said(capsys, code, "submit", "--", *words)
     assert message in heard
     assert heard.count("rlpack submit: ") == 1
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_module_that_would_stay_behind_is_named(folder, capsys):
