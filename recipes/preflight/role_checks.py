@@ -53,7 +53,7 @@ def check_role(name: str, role: Role, *, is_own: bool = False, is_trained: bool 
 
 
 def _check_own(where: str, kind: type[Any]) -> None:
-    """Raise unless a recipe can use this class as one of its own roles."""
+    """Check that a recipe can use this class as one of its own roles."""
     if not _has(kind, "from_settings"):
         raise PlacementError(f"{where}, which has no method from_settings; derive it from rlpack.worker.Worker")
     if not _called(kind):

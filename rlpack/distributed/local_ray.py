@@ -78,7 +78,12 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
 
 
 def _start(start: Callable[[], Any], timeout_s: float, deadline: float) -> None:
-    """Call `start` with Ray's replacements; end the daemons that were started if one of them ended."""
+    """Call `start` with the replacements in Ray; if it fails, end the daemons that were started.
+
+    Raises:
+        _DaemonEndedError: the raylet or the GCS ended.
+        PlacementError: the node did not register by the deadline.
+    """
     nodes: list[node.Node] = []
     with ExitStack() as stack:
         for module, name, replace in _replacements(nodes, timeout_s, deadline):
@@ -89,7 +94,7 @@ def _start(start: Callable[[], Any], timeout_s: float, deadline: float) -> None:
             ended = [_ended(one) for one in nodes]
             for one in nodes:
                 one.kill_all_processes(check_alive=False)
-            if isinstance(error, RuntimeError) and any(ended):  # Ray's own words for a GCS that is gone
+            if isinstance(error, RuntimeError) and any(ended):  # what Ray raises if the GCS is gone
                 raise _DaemonEndedError(next(filter(None, ended))) from error
             raise
 
