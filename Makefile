@@ -10,15 +10,16 @@ EIGHT_BIT := .eight_bit/.installed
 # the fallback where uv cannot run. Bytecode is compiled once for all packages, on all cores.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 ARGS ?=
-# Processes that run tests; each starts a local Ray.
+# Processes that run tests; each starts a local Ray. Idle OpenMP threads of one would take the others' cores.
 WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PHONY: train test test-long test-recipes lint types unit bench peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
-	@echo "make test-long                           plans' guarantees on 10,000 random requests"
+	@echo "make test-long                           plans' guarantees on 10,000 random requests, 300 damaged run directories"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
 	@echo "make peers                               time TRL's and verl's packing against ours"
@@ -56,16 +57,17 @@ types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(INSTALLED) $(EIGHT_BIT)
-	$(BIN)/python -m pytest tests/unit rlpack -q -n $(WORKERS) --dist loadfile
+	$(PYTEST) tests/unit rlpack -n $(WORKERS) --dist loadfile
 
 # Many tests wait for processes or use one core. The files of tests/distributed and tests/end_to_end, which take longest,
 # come first.
 test: $(INSTALLED) $(EIGHT_BIT)
 	$(MAKE) --jobs 2 lint types
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(INSTALLED)
-	RLPACK_EXAMPLES=10000 $(BIN)/python -m pytest tests/unit/packing/test_make_plan.py -q
+	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
+	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
 
 test-recipes: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recipes

@@ -7,7 +7,8 @@ A place in RESULTS.md looks like this; what stands between the two marks is repl
     <!-- output of: python benchmarks/plan.py -->
     <!-- end -->
 
-Exits with 1 if a benchmark missed a bar or failed; its output is written all the same.
+Exits with 1 if a benchmark missed a bar or failed; its output is written all the same. A tree with uncommitted
+changes is refused, because nobody could repeat its results.
 """
 
 import argparse
@@ -38,6 +39,8 @@ def main() -> int:
     if not commands:
         parser.error(f"no command in {RESULTS} fits; it has: {', '.join(command for _, command, _ in places)}")
     where, failed = surroundings(), []
+    if "-dirty," in where:
+        parser.error("the tree has uncommitted changes; commit them first, so that the results name what was measured")
     for command in commands:
         print(f"$ {command}", flush=True)
         code, output = run(command)

@@ -49,7 +49,7 @@ def manifest(parsed: argparse.Namespace, config: Config, words: Sequence[str]) -
     document = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
     document["metadata"]["name"] = parsed.name
     spec = document["spec"]
-    spec["entrypoint"] = shlex.join(["python", "-m", "rlpack", "train", *words, JOINS])
+    spec["entrypoint"] = shlex.join(["python", "-P", "-m", "rlpack", "train", *words, JOINS])
     runtime_env: dict[str, Any] = {"env_vars": {**config.job.env_vars, STOP_WAIT: str(config.job.stop_timeout_s)}}
     if config.job.pip:
         runtime_env["pip"] = list(config.job.pip)

@@ -85,7 +85,7 @@ while True:
     time.sleep(2)
 WAIT
 
-python -m rlpack train resume=auto "$@" "placement.address=$address:$port" &
+python -P -m rlpack train resume=auto "$@" "placement.address=$address:$port" &
 driver=$!
 # Slurm sends SIGTERM five minutes before the time limit: the run finishes its step, saves, and exits with 130.
 interrupted=

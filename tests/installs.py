@@ -3,7 +3,6 @@
 import site
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,17 +23,31 @@ def build(kind: str, folder: Path, source: Path = ROOT) -> Path:
     return folder / built.stdout.split()[-1]
 
 
+def built_by_pip(folder: Path) -> Path:
+    """Return the wheel that `pip wheel .` writes into `folder`."""
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def pip(*words: str) -> None:
+    """Run pip without an index."""
+    command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *words, "--no-index"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+
+
 def environment_with(kind: str, folder: Path) -> Path:
     """Return the interpreter of a new environment with a `wheel` or `editable` rlpack, and our own dependencies."""
     pytest.importorskip("hatchling")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(build(kind, folder)) as wheel:
-        wheel.extractall(packages)
     # A line of a .pth file adds a folder without reading the .pth files in it, such as the checkout's own.
     dependencies = [path for path in map(Path, sys.path) if "site-packages" in path.parts]
     dependencies += [Path(path) for path in site.getsitepackages()]
     (packages / "dependencies.pth").write_text("\n".join(map(str, dict.fromkeys(dependencies))))
+    what = ["--editable", str(ROOT)] if kind == "editable" else [str(built_by_pip(folder / "wheels"))]
+    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--ignore-installed"]
+    pip("--python", str(folder / "bin" / "python"), "install", *options, *what)
     return folder / "bin" / "python"
 
 

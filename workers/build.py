@@ -4,23 +4,23 @@ Every function that shards or checks a model is a collective: all ranks of the p
 """
 
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.config.roles import role_batching, role_compute
+from rlpack.config.roles import longest_known_row, role_batching, role_compute
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.distributed.errors import PlacementError
-from rlpack.models import attention
+from rlpack.models import attention, own_attention
 from rlpack.models.adapters import add_adapters
-from rlpack.models.checks import check_isolation
+from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.optimizers import freeze
-from rlpack.models.packed import PackedModel
+from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.parallel import reshard, shard_model
 from rlpack.models.policy import Policy
 from rlpack.worker import RankContext
@@ -63,7 +63,7 @@ def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, 
         ModelError: a pattern of `actor` matches no weight or layer of this model.
         IsolationError: packed sequences see each other in this model.
     """
-    lm = build_model(config.model, tokenizer, context, seed=config.seed)
+    lm = build_model(config.model, tokenizer, context, seed=config.seed, attention_name=_attention(config, role))
     if role == "actor":
         set_trained_weights(lm, config.actor, seed=config.seed)
     policy = Policy(lm, chunk=role_compute(config, role).logprob_chunk)
@@ -79,8 +79,8 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: Ra
     """
     path = config.critic.path
     model = config.model if path is None else Model(path=path, revision=config.critic.revision)
-    lm = build_model(model, tokenizer, context, seed=config.seed)
-    critic = ScalarHeadModel(cast(PreTrainedModel, lm.base_model))
+    lm = build_model(model, tokenizer, context, seed=config.seed, attention_name=_attention(config, "critic"))
+    critic = ScalarHeadModel(language_model(lm))
     freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
     return _shard_and_check(critic, config, "critic", tokenizer, context)
 
@@ -92,10 +92,14 @@ def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, conte
         ModelError: the classifier has more than one label, or no linear head.
         IsolationError: packed sequences see each other in this model.
     """
-    vocab_size, device = len(tokenizer), context.torch_device
-    classifier = load_classifier(config.reward_model, vocab_size=vocab_size, device=device)
-    model = ScalarHeadModel(cast(PreTrainedModel, classifier.base_model), linear_head(classifier))
-    return _shard_and_check(model, config, "reward_model", tokenizer, context)
+    classifier = load_classifier(
+        config.reward_model,
+        vocab_size=len(tokenizer),
+        device=context.torch_device,
+        attention_name=_attention(config, "reward_model"),
+    )
+    model = ScalarHeadModel(language_model(classifier), linear_head(classifier))
+    return _shard_and_check(model, config, "reward_model", tokenizer, context, classifier)
 
 
 def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:
@@ -118,20 +122,38 @@ def read_weights(folder: str) -> dict[str, Tensor]:
 
 
 def _shard_and_check(
-    model: M, config: Config, role: str, tokenizer: PreTrainedTokenizerBase, context: RankContext
+    model: M,
+    config: Config,
+    role: str,
+    tokenizer: PreTrainedTokenizerBase,
+    context: RankContext,
+    classifier: PreTrainedModel | None = None,
 ) -> M:
-    """Checkpoint activations, shard, and check isolation, by the role's settings.
+    """Check the model, checkpoint activations, shard, and check isolation, by the role's settings.
 
-    Isolation is checked only if the role packs: padded rows can't attend to each other.
+    Outputs are compared with transformers' own before the model is sharded, in fp32, and with each other afterwards, in
+    the compute dtype and with its kernels.
     """
     settings = role_compute(config, role)
+    packed = role_batching(config, role).mode == "packed"
+    longest = longest_known_row(config)
+    if settings.isolation_check:
+        check_model(model, context.torch_device, len(tokenizer), role=role, packed=packed, longest=longest)
+        if classifier is not None:
+            assert isinstance(model, ScalarHeadModel)
+            check_scores(classifier, model, len(tokenizer), packed=packed, longest=longest)
     if settings.gradient_checkpointing:
         model.checkpoint_activations(role)
     if context.layout.world_size > context.layout.dp_size:
         raise PlacementError(f"role {role}: no model has tensor, context or pipeline parallelism yet: {context.layout}")
     mesh = context.layout.device_mesh(context.device)
     shard_model(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
-    if settings.isolation_check and role_batching(config, role).mode == "packed":
-        check_isolation(model, context.torch_device, len(tokenizer), role=role)
+    if settings.isolation_check:
+        check_isolation(model, context.torch_device, len(tokenizer), role=role, packed=packed, longest=longest)
         reshard(model)
     return model
+
+
+def _attention(config: Config, role: str) -> str:
+    """Return the attention implementation of a role: ours for packed rows, transformers' own for padded ones."""
+    return attention.NAME if role_batching(config, role).mode == "packed" else own_attention.DEFAULT

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import call_with, find_loss
@@ -26,6 +27,7 @@ from rlpack.algorithms.value_loss import clipped_value_loss
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm
 from rlpack.models.policy import TokenScores
+from rlpack.user_code import UserCode
 
 # What every loss reads: tokens, the mask of those that train, and the weights of the rows.
 _COMMON = ("input_ids", "response_mask", "loss_weight", "token_weight")
@@ -174,7 +176,8 @@ class PolicyGradientLoss(LogprobLoss):
         offered = dict(self.algorithm)
         if self.needs_statistics:
             offered["statistics"] = self._statistics(tokens) if statistics is None else statistics
-        return call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
+        with UserCode(f"algorithm.loss {self.algorithm.loss!r}", AlgorithmError):
+            return call_with(self.function, tokens, offered=offered, **self.algorithm.loss_arguments)
 
     def __call__(
         self, scores: TokenScores, rows: BatchedDataDict, statistics: dict[str, float] | None = None
@@ -223,7 +226,8 @@ class PolicyGradientLoss(LogprobLoss):
     def _statistics(self, tokens: PolicyTokens) -> dict[str, float]:
         compute = statistics_of(self.function)
         assert compute is not None
-        return compute(tokens, **self.algorithm.loss_arguments)
+        with UserCode(f"the statistics of algorithm.loss {self.algorithm.loss!r}", AlgorithmError):
+            return compute(tokens, **self.algorithm.loss_arguments)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """The reward role: scores responses with functions of their texts, run in killable processes."""
 
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
 from torch import Tensor
@@ -9,8 +12,11 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Reward
 from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
+from rlpack.rewards.pool.sandbox import unenforced
 from rlpack.rewards.scoring import BatchRewards, RewardScorer
 from rlpack.worker import TEXT_COLUMNS, RankContext, Worker, sharded
+
+logger = logging.getLogger(__name__)
 
 _SINGLE = "reward"
 
@@ -18,21 +24,23 @@ _SINGLE = "reward"
 class RewardWorker(Worker):
     """One rank that scores rows; a user's own scoring role has the same `score`."""
 
-    def __init__(self, context: RankContext, settings: Reward) -> None:
-        """Start the processes that load the reward functions."""
+    def __init__(self, context: RankContext, settings: Reward, hidden: Sequence[str] = ()) -> None:
+        """Start the processes that load the reward functions; they can't read the paths in `hidden`."""
         super().__init__(context)
         functions = settings.functions
         self._has_several = bool(functions)
         weights = {name: function.weight for name, function in functions.items()} or {_SINGLE: 1.0}
-        pool = _pool_settings(settings)
+        pool = _pool_settings(settings, hidden)
         self._scorer = RewardScorer(function_specs(settings), weights, pool, max_failures=settings.max_failures)
         if pool.strict:  # fail before the run starts if the kernel can't provide the strict sandbox
             self._scorer.wait()
+        elif context.rank == 0 and (missing := unenforced(processes=settings.subprocesses > 0)):
+            logger.warning("reward.sandbox=limits is incomplete on this machine: functions can %s", "; ".join(missing))
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Start the processes that load the reward functions."""
-        return cls(context, config.reward)
+        return cls(context, config.reward, [path for path in (config.run_dir, config.job.secrets_dir) if path])
 
     def close(self) -> None:
         """End the processes; without this call they end with the rank's process."""
@@ -86,12 +94,13 @@ def reward_columns(rewards: BatchRewards, *, by_function: bool) -> dict[str, Ten
     }
 
 
-def _pool_settings(settings: Reward) -> PoolSettings:
+def _pool_settings(settings: Reward, hidden: Sequence[str]) -> PoolSettings:
     return PoolSettings(
         processes=settings.processes,
         rows_per_call=settings.rows_per_call,
         batch_timeout_s=settings.batch_timeout_s,
         strict=settings.sandbox == "strict",
         env_vars=settings.env_vars,
+        hidden=tuple(map(Path, hidden)),
         limits=Limits(memory_gb=settings.memory_gb, processes=settings.subprocesses),
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
+from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Config
 from rlpack.data.tokenization import pad_id
 from rlpack.models.heads import ScalarHeadModel
@@ -33,8 +34,10 @@ class RewardModelWorker(Worker):
 
     @sharded(reads=("input_ids", "response_mask"), returns=("rewards", "quarantined"))
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `rewards` f32 [B], the weighted score at each row's last token, and `quarantined` bool [B].
+        """Return `rewards` f32 [B], the weighted score of each row, and `quarantined` bool [B].
 
+        A row's score is that at its last token which isn't the classifier's padding token, as in transformers: where
+        the end of sequence also pads, that is the token before it.
         Rows without tokens, or whose score is not finite, are quarantined.
 
         Args:
@@ -42,12 +45,20 @@ class RewardModelWorker(Worker):
         """
         token_scores = compute_per_token(shard, "scores", self._model, self._token_scores)["scores"]
         has_tokens = token_scores.lengths > 0
-        last_tokens = token_scores.lengths.cumsum(0) - 1
+        last_tokens = token_scores.lengths.cumsum(0) - token_scores.lengths + self._last_positions(shard["input_ids"])
         scores = torch.full((shard.num_rows,), torch.nan)
         scores[has_tokens] = token_scores.values[last_tokens[has_tokens]]
         rewards = self._weight * scores
         quarantined = ~rewards.isfinite()
         return shard.keep([]).union({"rewards": rewards.where(~quarantined, 0.0), "quarantined": quarantined})
+
+    def _last_positions(self, tokens: Ragged) -> Tensor:
+        """Return the position in each row of its last token that isn't padding, int64 [B]; 0 if all are."""
+        pad = self._model.model.config.get_text_config().to_dict().get("pad_token_id")
+        positions = torch.cat([torch.arange(length) for length in tokens.lengths.tolist()] or [torch.zeros(0).long()])
+        counted = positions if pad is None else positions.where(tokens.values.cpu() != pad, 0)
+        rows = torch.repeat_interleave(torch.arange(tokens.num_rows), tokens.lengths.cpu())
+        return torch.zeros(tokens.num_rows, dtype=torch.int64).scatter_reduce(0, rows, counted, "amax")
 
     def _token_scores(self, view: MicrobatchView) -> Tensor:
         """Return the classifier's output at each token of a microbatch, f32 [T], on the CPU."""

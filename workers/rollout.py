@@ -68,6 +68,7 @@ class RolloutWorker(Worker):
             group_ids=shard["group_ids"],
             uids=shard["uid"],
             vocab_size=self._engine.vocab_size,
+            policy_version=self._engine.policy_version,
         )
         # Row by row: batch_decode returns one empty text for no rows, and a rank may have none.
         texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in generations.token_ids.rows()]

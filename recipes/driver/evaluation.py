@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.data.tokenization import prompt_for_display
 from rlpack.observe.console import Sample
 from rlpack.recipes.driver.reward_stages import PendingRewards, count_failures
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
@@ -25,10 +26,13 @@ def evaluate(session: Session, step: StepContext) -> None:
     """Record the mean reward on the held-out split: sampled, best of n, and greedy."""
     samples = session.config.evaluation.samples
     sampled = _rewards(session, step, samples, session.config.rollout.temperature).view(-1, samples)
+    greedy = _rewards(session, step, 1, temperature=0.0)
+    rewards = torch.cat((sampled.flatten(), greedy.flatten()))
     step.metrics |= {
         "evaluation/reward_sampled": sampled.mean().item(),
         "evaluation/reward_best_of_n": sampled.amax(1).mean().item(),
-        "evaluation/reward_greedy": _rewards(session, step, 1, temperature=0.0).mean().item(),
+        "evaluation/reward_greedy": greedy.mean().item(),
+        "evaluation/graded_rewards": float(((rewards != 0) & (rewards != 1)).sum()),
     }
 
 
@@ -65,7 +69,7 @@ def _show_samples(session: Session, rollouts: BatchedDataDict, rewards: Tensor, 
     session.run.log_samples(
         [
             Sample(
-                prompt=str(prompt),
+                prompt=prompt_for_display(session.tokenizer, prompt),
                 completion=completion,
                 answer=None if answer is None else str(answer),
                 reward=rewards[row].item() if valid[row] else None,

@@ -4,7 +4,7 @@ Each stage takes the session, the step and the batch so far, and returns the bat
 changes: every role returns its rows in the order it got them.
 """
 
-from shutil import rmtree
+from functools import partial
 
 from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_kl_coef
@@ -16,7 +16,7 @@ from rlpack.distributed.calls import Pending
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
-from rlpack.recipes.driver.resume import reference_folder
+from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.canary import canary_tokens
@@ -47,8 +47,9 @@ def compute_old_logprobs(
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
         old = session.actor.with_plan(plan).run(ActorWorker.logprobs, rollouts)
-    gap = old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)
-    step.metrics["rollout/logprob_gap"] = gap.item()
+    gap = (old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)).item()
+    step.metrics["rollout/logprob_gap"] = gap
+    session.logprob_gap_limit.check(gap, rollouts.union(old), session.store, step.number)
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
@@ -191,6 +192,11 @@ def update_actor(
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
+    if loss.on_policy and (gap := step.metrics.get("rollout/logprob_gap")) is not None:
+        scored = None
+        if session.logprob_gap_limit.is_fatal(gap):  # measured again, after the update, to name rows and tokens
+            scored = rollouts.union(actor.run(ActorWorker.logprobs, rollouts).keep(["logprobs", "logprob_gap"]))
+        session.logprob_gap_limit.check(gap, scored, session.store, step.number)
     _adapt_kl(session, step, rollouts.num_rows)
 
 
@@ -209,16 +215,13 @@ def initialize_reference(session: Session) -> None:
 
     The policy is stored in the run directory, where a resumed run finds it.
     """
-    folder = reference_folder(session.run.run_dir)
-    if not session.progress.recipe_started:  # a run that wrote no checkpoint may have left a folder behind
-        rmtree(folder, ignore_errors=True)
-    if session.reference is None:
-        return
-    if not folder.exists():
-        staging = folder.with_suffix(".tmp")
-        session.actor.run(ActorWorker.export_model, str(staging))
-        staging.rename(folder)
-    session.reference.run(ReferenceWorker.load_model, str(folder))
+    directory = session.run.run_dir
+    if not session.progress.recipe_started:  # a run that wrote no checkpoint may have left a reference behind
+        remove_reference(directory)
+        if session.reference is not None:
+            session.reference_hashes = store_reference(directory, partial(session.actor.run, ActorWorker.export_model))
+    if session.reference is not None:
+        session.reference.run(ReferenceWorker.load_model, str(reference_model(directory)))
 
 
 def sync_weights(session: Session, step: StepContext | None = None) -> None:

@@ -11,10 +11,10 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -33,18 +33,22 @@ from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
+from rlpack.observe.run_dir import check_records, record_hashes
+from rlpack.observe.run_lock import RunLock, lock_run_dir
 from rlpack.packing import warm_up_jit
+from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.progress import Phase, Progress
+from rlpack.recipes.driver.reference_policy import Rebuild, check_reference, rebuild_reference, reference_model
 from rlpack.recipes.driver.resume import (
     LoadedCheckpoint,
     check_same_prompts,
-    check_same_run,
     newest_checkpoint,
-    reference_folder,
 )
 from rlpack.recipes.driver.splits import Split, cache_splits, load_splits
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.startup.same_run import check_same_run, check_steps
+from rlpack.user_code import Interrupted
 from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
@@ -75,6 +79,9 @@ class Session:
         store: holds the tokens and texts of batches.
         progress: completed steps; frozen, replaced when a step is committed.
         step: the step in progress, or the last one; None before the first.
+        evaluated: phase and step of the last evaluation.
+        completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
+        reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
     """
 
     config: Config
@@ -86,6 +93,9 @@ class Session:
     store: Store = field(default_factory=LocalStore)
     progress: Progress = field(default_factory=Progress)
     step: StepContext | None = None
+    evaluated: tuple[Phase, int] | None = None
+    completed: tuple[Phase, int] | None = None
+    reference_hashes: Mapping[str, str] | None = None
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -101,6 +111,11 @@ class Session:
     def rollout_weights(self) -> WeightChannel[ActorWorker, RolloutWorker]:
         """Return the channel of the actor's weights to the engines; it counts policy versions."""
         return WeightChannel(self.actor, self.rollout)
+
+    @cached_property
+    def logprob_gap_limit(self) -> LogprobGapLimit:
+        """Return the limit on the gap between the trainer's and the sampler's log-probs."""
+        return LogprobGapLimit.from_config(self.config)
 
     @property
     def critic(self) -> WorkerGroup[CriticWorker]:
@@ -138,7 +153,8 @@ class Session:
 
         A step is committed when the loop asks for the next one: its metrics are logged, and evaluation and checkpoint
         follow if they are due. After Ctrl-C a checkpoint is written and the run ends. A step whose body raises is not
-        committed: calling `steps` again repeats it. A phase that an earlier run completed yields nothing.
+        committed: calling `steps` again repeats it, as it does an evaluation or checkpoint that raised. A phase that an
+        earlier run completed yields nothing.
         """
         if self.progress.phase != phase:
             if phase == "sft_warmup":
@@ -146,10 +162,13 @@ class Session:
             self.progress = replace(self.progress, phase=phase, step=0)
         self.stop_if_interrupted()
         with self.run.progress(total - self.progress.step, phase) as bar:
-            is_repeated = self.step is not None and self.step.progress.phase == phase
-            if evaluate and self.progress.step == 0 and not is_repeated:
+            if self.progress.step == 0:
                 self._evaluate(evaluate)
                 self.stop_if_interrupted()
+            elif self.step is None:  # resumed: what was due was done before the checkpoint
+                self.evaluated = self.completed = (phase, self.progress.step)
+            elif self.completed != (phase, self.progress.step):
+                self._complete_step(total, evaluate)
             for number in range(self.progress.step + 1, total + 1):
                 began = time.perf_counter()
                 step = self.begin_step(number)
@@ -157,9 +176,7 @@ class Session:
                     yield step
                 self._commit(step, time.perf_counter() - began)
                 bar.advance()
-                if evaluate and (number % self.config.evaluation.every == 0 or number == total):
-                    self._evaluate(evaluate)
-                self._save_if_due(number == total)
+                self._complete_step(total, evaluate)
 
     def begin_step(self, number: int) -> StepContext:
         """Return the context of a step, after discarding what the last one left: payloads, and calls not waited for.
@@ -185,8 +202,17 @@ class Session:
                 "config": without_secrets(self.config.model_dump(mode="json")),
                 "prompts": self.prompts.fingerprint,
                 "held_out": self.held_out.fingerprint,
+                "reference": self.reference_hashes,
+                "records": record_hashes(self.run.run_dir),
             }
             staging.commit(state, keep=self.config.checkpoint.keep)
+
+    def rebuild_reference(self, rebuild: Rebuild) -> None:
+        """Store a damaged reference again; `restore` follows, because this changes the actor's weights."""
+        if rebuild.checkpoint is not None:
+            self.actor.run(Trainable.load, str(rebuild.checkpoint / "actor"))
+        rebuild_reference(self.run.run_dir, rebuild, partial(self.actor.run, Trainable.export_model))
+        self.run.note(f"reference rebuilt in {reference_model(self.run.run_dir)}, bit for bit")
 
     def restore(self, checkpoint: LoadedCheckpoint) -> None:
         """Load weights and optimizers from a checkpoint."""
@@ -206,10 +232,10 @@ class Session:
         """End the run after a Ctrl-C; called where no work would be lost.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
+            Interrupted: Ctrl-C was pressed.
         """
         if self.run.interrupted:
-            raise KeyboardInterrupt
+            raise Interrupted
 
     def _discard_calls(self, step: StepContext) -> None:
         """Discard the results of calls that a step submitted and never waited for.
@@ -232,6 +258,14 @@ class Session:
             self.run.record_plan(step.plan)
         self._log(step, self.progress.phase)
 
+    def _complete_step(self, total: int, evaluate: Evaluate | None) -> None:
+        """Evaluate and write a checkpoint, if due after the step that was committed last."""
+        number = self.progress.step
+        if number % self.config.evaluation.every == 0 or number == total:
+            self._evaluate(evaluate)
+        self._save_if_due(number == total)
+        self.completed = (self.progress.phase, number)
+
     def _save_if_due(self, is_last: bool) -> None:
         """Write a checkpoint if one is due, it is the last step, or Ctrl-C was pressed."""
         if self.progress.step % self.config.checkpoint.every == 0 or is_last or self.run.interrupted:
@@ -242,11 +276,16 @@ class Session:
         step.metrics["store/peak_bytes"] = self.store.pop_peak_bytes()
         self.run.log(self.progress.step, step.metrics | step.timer.as_metrics(), phase=phase)
 
-    def _evaluate(self, evaluate: Evaluate) -> None:
+    def _evaluate(self, evaluate: Evaluate | None) -> None:
+        """Evaluate the policy after the last step, unless that is done."""
+        place = (self.progress.phase, self.progress.step)
+        if evaluate is None or self.evaluated == place:
+            return
         step = self.begin_step(self.progress.step)
         with step.lease, step.timer("evaluate"):
             evaluate(self, step)
         self._log(step, "evaluation")
+        self.evaluated = place
 
 
 @contextmanager
@@ -256,27 +295,49 @@ def open_session(config: Config) -> Iterator[Session]:
     Data and tokenizer are read, preflight checks run, and a run directory in use is refused before any rank starts.
 
     Raises:
+        RunDirectoryError: another process holds the run directory.
         RoleError: a call failed; it carries the step.
     """
+    with lock_run_dir(Path(cast(str, config.run_dir))) as lock, _open_locked(config, lock) as session:
+        yield session
+
+
+@contextmanager
+def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
+    """Do the work of `open_session` in a directory that this process holds."""
     directory = Path(cast(str, config.run_dir))
     loaded = newest_checkpoint(directory) if config.resume == "auto" else None
-    progress = Progress(**loaded.state["progress"]) if loaded else Progress()
+    progress = loaded.progress if loaded else Progress()
+    hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
     if loaded is not None:
-        has_reference = not progress.recipe_started or reference_folder(directory).exists()
+        has_reference = not progress.recipe_started or hashes is not None
         check_same_run(loaded.state["config"], config, has_reference=has_reference)
+        check_steps(loaded.state["progress"], config)
     tokenizer, prompts, held_out = load_splits(config)
     if loaded is not None:
         check_same_prompts(loaded, config, prompts, held_out)
+    needs_reference = "reference" in started_roles(config)
+    rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
     cost = sequence_cost(check_before_start(config, tokenizer, prompts, held_out))
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    run = Run.start(config, directory, resume_at=progress if loaded else None)
-    with run, Cluster(config.placement, config.job) as cluster:
+    run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
+    with (
+        run,
+        Cluster(config.placement, config.job, run.log_path) as cluster,
+        run.recording_failures(),
+    ):
+        run.set_ray_logs(cluster.ray_logs)
+        if loaded is not None:
+            check_records(directory, loaded.state["records"])
         names = started_roles(config)
         run.note(f"starting the roles {', '.join(names)}")
         groups = start_roles(cluster, config, names, (config, tokenizer), cost=cost)
         train, test = cache_splits(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
+        session.reference_hashes = hashes
         session.stop_if_interrupted()
+        if rebuild is not None:
+            session.rebuild_reference(rebuild)
         if loaded is not None:
             session.restore(loaded)
         try:

@@ -12,8 +12,9 @@ from rlpack.batch.fields import FIELDS
 from rlpack.batch.store import Store
 from rlpack.config.schema import Config
 from rlpack.data.datasets import PromptDataset, load_prompts
+from rlpack.data.examples import characters
 from rlpack.data.prompts import Prompts, tokenize_dataset
-from rlpack.data.tokenization import character_tokenizer, characters
+from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)

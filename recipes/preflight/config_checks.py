@@ -4,7 +4,6 @@ Each check builds or calls what a rank would build or call, so that the error is
 """
 
 import copy
-from typing import cast
 
 import numpy as np
 import torch
@@ -12,27 +11,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.algorithms.policy_loss import PolicyTokens
 from rlpack.algorithms.registry import find_advantage
-from rlpack.batch.errors import DataError
 from rlpack.config.recipes import RecipeSpec, recipe_of
 from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import is_builtin, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
+from rlpack.data.examples import check_demonstration_length, overlong_demonstration_error
 from rlpack.data.prompts import Prompts
-from rlpack.data.tokenization import eos_id, pad_id, tokenizer_name
+from rlpack.data.tokenization import eos_id, longest_token, pad_id, tokenizer_name
+from rlpack.models.errors import ModelError, no_end_problem
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_meta_model, check_classifier, check_same_tokenizer
 from rlpack.models.optimizers import freeze
+from rlpack.models.packed import language_model
+from rlpack.models.rope import check_positions, check_row_length
+from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
+from rlpack.recipes.preflight.architecture_checks import check_architecture, check_rollout_length
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
-from rlpack.rewards.signatures import check_signature, resolve
+from rlpack.startup.dataset_checks import check_enough_rows, check_reward_columns, check_stop_ids
 from rlpack.workers.build import set_trained_weights
 from rlpack.workers.judge import api_key
 from rlpack.workers.loss import PolicyGradientLoss
-from rlpack.workers.reward import function_specs
 
 # Demonstrations that are tokenized at a time.
 _CHUNK_ROWS = 1024
@@ -46,19 +49,20 @@ def check_before_start(
     """Raise on mistakes that would otherwise stop a rank; return the model without weights.
 
     Raises:
-        ModelError: `model` describes no language model that fits the tokenizer, or `actor` or `critic` names weights or
-            layers that the model doesn't have.
+        ModelError: `model` describes no language model that fits the tokenizer, its architecture can't be trained as
+            configured, `actor` or `critic` names weights or layers that the model doesn't have, or the tokenizer has no
+            token that ends a response.
         AlgorithmError: the loss or the advantage function doesn't exist, or can't be called with its arguments.
         PlacementError: a role's class can't be loaded, built or called, or this machine is too small for the pools.
         RewardError: a reward function doesn't exist, can't be called with the dataset's columns, or can't be confined
             as configured.
-        DataError: a row used for training or evaluation has no demonstration or one over the token budget, or the
-            tokenizer has no token that ends a response.
+        DataError: a row used for training or evaluation has no demonstration or one over the token budget.
     """
-    model = build_meta_model(config.model, vocab_size=len(tokenizer))
+    model = build_meta_model(config.model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
+    check_architecture(config, model)
     spec = recipe_of(config)
     if spec.generates:
-        _check_end_of_sequence(config, tokenizer)
+        _check_end_of_sequence(config, tokenizer, model)
     names = started_roles(config)
     _check_weight_patterns(config, model, tokenizer)
     for name in names:
@@ -68,27 +72,25 @@ def check_before_start(
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     if "reward_model" in names:
-        check_classifier(config.reward_model, tokenizer)
+        check_rollout_length(config, check_classifier(config.reward_model, tokenizer))
     check_resources(config)
     if spec.generates:
         _check_algorithm(config, spec)
     batching = role_batching(config, "actor")
     if spec.needs_demonstrations or config.sft_warmup.steps > 0:
-        _check_demonstrations(prompts, tokenizer, batching)
+        _check_demonstrations(prompts, tokenizer, batching, model)
     if spec.needs_demonstrations:
-        _check_demonstrations(held_out, tokenizer, batching)
+        _check_demonstrations(held_out, tokenizer, batching, model)
+    check_enough_rows(config, len(prompts))
     return model
 
 
-def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless some token can end a response."""
+def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Raise unless some token can end a response, and the model can sample it."""
     pad_id(tokenizer)
+    check_stop_ids(config, input_embedding(model).num_embeddings)
     if eos_id(tokenizer) is None and not config.rollout.stop_token_ids:
-        raise DataError(
-            f"{tokenizer_name(tokenizer)} has no end-of-sequence token (eos_token), so every response would run "
-            f"to rollout.max_new_tokens={config.rollout.max_new_tokens}; set rollout.stop_token_ids to ids that end a "
-            "response, or model.tokenizer to a tokenizer that has the token"
-        )
+        raise ModelError(no_end_problem(tokenizer_name(tokenizer), config.rollout.max_new_tokens))
 
 
 def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -100,9 +102,10 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
             initial = build_meta_model(
                 Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
             )
+            check_rollout_length(config, initial.config)
             way_out = "leave critic.path=null, or choose a model of the policy's family"
             check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path", way_out=way_out)
-        critic = ScalarHeadModel(cast(PreTrainedModel, initial.base_model))
+        critic = ScalarHeadModel(language_model(initial))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
 
 
@@ -126,17 +129,12 @@ def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
 
 def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes."""
-    is_custom = (
-        config.roles["reward"].target != builtin_roles()["reward"].target
-    )  # a custom role may call the functions in other ways
-    for spec in function_specs(config.reward).values():
-        function = resolve(spec.target, spec.key)
-        for split in () if is_custom else (prompts, held_out):
-            columns = ("uid", "answer", "finish_reason", *split.examples[0].columns)
-            check_signature(function, columns, spec.arguments, spec.key.removesuffix("function") + "arguments")
+    for split in (prompts, held_out):
+        check_reward_columns(config, split.column_names)
+    is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
     if is_custom or config.placement.address is not None:  # ranks on another machine check its kernel
         return
-    if config.reward.sandbox == "strict" and (reason := why_not_strict()):
+    if config.reward.sandbox == "strict" and (reason := why_not_strict(processes=config.reward.subprocesses > 0)):
         raise RewardError(
             f"reward.sandbox=strict is not available on this machine: {reason}; set reward.sandbox=limits, which "
             "leaves the network and files open to reward functions"
@@ -146,23 +144,29 @@ def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
 def _check_judge(config: Config, prompts: Prompts, held_out: Prompts) -> None:
     """Raise unless the columns of the judge's prompt_template exist, and its API key is set."""
     for split in (prompts, held_out):
-        check_prompt_template(config.judge.prompt_template, ("uid", "answer", *split.examples[0].columns))
+        check_prompt_template(config.judge.prompt_template, ("uid", "answer", *split.column_names))
     if config.placement.address is None:  # ranks on another machine check its environment
         api_key(config.judge)
 
 
-def _check_demonstrations(prompts: Prompts, tokenizer: PreTrainedTokenizerBase, batching: Batching) -> None:
-    """Tokenize every demonstration once, and raise on one that exceeds the token budget."""
+def _check_demonstrations(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, batching: Batching, model: PreTrainedModel
+) -> None:
+    """Tokenize every demonstration once, and raise on one that exceeds the token budget or the model's positions."""
+    if batching.overlong == "error" and batching.max_tokens is not None:
+        longest_in_vocabulary = longest_token(tokenizer)
+        for example in prompts.examples:  # megabytes would take a tokenizer minutes
+            check_demonstration_length(example, batching.max_tokens, longest_in_vocabulary)
     multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
     for start in range(0, len(prompts), _CHUNK_ROWS):
         rows = np.arange(start, min(start + _CHUNK_ROWS, len(prompts)))
         lengths = prompts.demonstrations(rows, tokenizer)["input_ids"].lengths.numpy()
+        longest = int(min(lengths.max(), batching.max_tokens or lengths.max()))
+        source = f"the longest of the demonstrations {start} to {start + len(rows) - 1}"
+        check_row_length(model.config, longest, source)
+        check_positions(model, longest, source)
         if batching.overlong != "error" or batching.max_tokens is None:
             continue
         slots = -(-lengths // multiple) * multiple
         for row in np.flatnonzero(slots > batching.max_tokens)[:1]:
-            raise DataError(
-                f"prompt {prompts.examples[start + row].uid!r} and its demonstration have {lengths[row]} tokens, which "
-                f"exceeds batching.max_tokens={batching.max_tokens}; raise it, remove the row, or set "
-                "batching.overlong=truncate"
-            )
+            raise overlong_demonstration_error(prompts.examples[start + row], lengths[row], batching.max_tokens)

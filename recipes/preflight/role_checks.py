@@ -10,14 +10,11 @@ from rlpack.config.schema import Role, builtin_roles
 from rlpack.distributed.dispatch import dispatch_of, is_dispatched
 from rlpack.distributed.errors import PlacementError
 from rlpack.distributed.process import load_class
+from rlpack.startup.role_sources import SCORING_ROLE
 from rlpack.worker import Trainable, Worker
 
 logger = logging.getLogger(__name__)
 
-_SCORE = (
-    "a custom role derives from rlpack.worker.Worker and scores rollouts with `@sharded() def score(self, shard)`; see "
-    "workers/reward.py"
-)
 _DERIVE = "derive from rlpack.worker.Trainable and define save, load and export_model with @broadcast"
 _BUILD = "write it as `@classmethod def from_settings(cls, context, config, tokenizer, **arguments)`"
 
@@ -90,20 +87,20 @@ def _check_score(where: str, kind: type[Any]) -> None:
     """Raise unless a session can call a class as a scoring role."""
     for method in ("from_settings", "score"):
         if not _has(kind, method):
-            raise PlacementError(f"{where}, which has no method {method}; {_SCORE}")
+            raise PlacementError(f"{where}, which has no method {method}; {SCORING_ROLE}")
     try:
         dispatch = dispatch_of(kind.score)
     except TypeError as error:
-        raise PlacementError(f"{where}: {error}; {_SCORE}") from error
+        raise PlacementError(f"{where}: {error}; {SCORING_ROLE}") from error
     if dispatch.kind != "sharded":
-        raise PlacementError(f"{where}, whose score is {dispatch.kind}; {_SCORE}")
+        raise PlacementError(f"{where}, whose score is {dispatch.kind}; {SCORING_ROLE}")
     if dispatch.merge is not None:
-        raise PlacementError(f"{where}, whose score has a merge, but rewards are restored by rows; {_SCORE}")
+        raise PlacementError(f"{where}, whose score has a merge, but rewards are restored by rows; {SCORING_ROLE}")
     if inspect.iscoroutinefunction(kind.score) or inspect.isgeneratorfunction(kind.score):
         what = "a coroutine" if inspect.iscoroutinefunction(kind.score) else "a generator"
-        raise PlacementError(f"{where}, whose score is {what}; write it without async and yield; {_SCORE}")
+        raise PlacementError(f"{where}, whose score is {what}; write it without async and yield; {SCORING_ROLE}")
     if problem := _bind_problem(inspect.signature(kind.score).bind, "self", "shard"):
-        raise PlacementError(f"{where}, whose score can't be called with a shard: {problem}; {_SCORE}")
+        raise PlacementError(f"{where}, whose score can't be called with a shard: {problem}; {SCORING_ROLE}")
 
 
 def _check_replacement(where: str, kind: type[Any], standard: type[Any]) -> None:

@@ -5,7 +5,6 @@ fields of `algorithm` (clip_low, …), `algorithm.loss_arguments` and `algorithm
 advantage function any per-row column of numbers in the batch.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from rlpack.algorithms import advantages, policy_loss
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss
 from rlpack.algorithms.statistics import kl_cov
+from rlpack.user_code import UserCode, describe_exception, import_user_module
 
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "ppo_clip": policy_loss.ppo_clip,
@@ -80,7 +80,8 @@ def row_advantages(
         AlgorithmError: the function requires a missing column, or does not return finite numbers of shape [B].
     """
     function = find_advantage(target, arguments, {*columns, *settings})
-    result = call_with(function, offered={**settings, **columns}, **arguments)
+    with UserCode(f"algorithm.advantage {target!r}", AlgorithmError):
+        result = call_with(function, offered={**settings, **columns}, **arguments)
     shape, valid = columns["rewards"].shape, columns["valid"]
     if not isinstance(result, Tensor) or result.shape != shape:
         kind = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
@@ -106,9 +107,9 @@ def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Cal
     if not module_name or not name.isidentifier():
         raise AlgorithmError(f"{key} is {target!r}; set it to one of {', '.join(known)}, or to package.module:function")
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing a user's module runs it, which may raise anything
-        reason = f"{type(error).__name__}: {error}"
+        module = import_user_module(module_name)
+    except Exception as error:  # importing a user's module runs it, which may raise anything
+        reason = describe_exception(error)
         raise AlgorithmError(f"{key} is {target!r}, but {module_name} can't be imported: {reason}") from error
     function = vars(module).get(name)
     if not callable(function):
@@ -123,7 +124,8 @@ def _check(
     function: Callable[..., Any], key: str, offered: Iterable[str], arguments: Mapping[str, Any], *, positional: int
 ) -> None:
     """Raise an `AlgorithmError` if the function lacks an argument, or requires one that is not offered."""
-    parameters = list(inspect.signature(function).parameters.values())
+    with UserCode(key, AlgorithmError):
+        parameters = list(inspect.signature(function).parameters.values())
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}
     unknown = sorted(set(arguments) - names)

@@ -13,6 +13,8 @@ Invariants (tests/unit/checkpoint):
 3. Everything else is on disk before the marker is.
 4. Pruning keeps the two newest committed checkpoints that aren't known to be damaged, and deletes a marker before the
    files.
+5. A checkpoint of another format, or of a newer version of rlpack, is refused; it isn't damaged, so no older one is
+   loaded in its place.
 
 Only JSON is parsed here. Nothing else in a checkpoint may be opened before `newest` has returned it.
 """
@@ -23,18 +25,21 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import flush, flush_tree, regular_files, remove_tree, sha256_of, write_flushed
+from rlpack.checkpoint.files import discard_folder, flush, flush_tree, regular_files, sha256_of, write_flushed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # since version 2 the state identifies the prompts that the run started with
+# 2: the state identifies the prompts that the run started with. 3: it has the hashes of the reference's weights, and
+# the manifest has the version of rlpack. A field that a reader needs, in any of the files, is a new format.
+FORMAT = 3
 STATE, MANIFEST, MARKER, HINT = "state.json", "manifest.json", "COMMITTED", "latest"
 DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it
 NEVER_PRUNED = 2
@@ -62,8 +67,8 @@ class Staging:
         """Publish the checkpoint, prune older ones, and return the manifest.
 
         Args:
-            state: the driver's state (progress, configuration, fingerprints of the prompts) as JSON values. `step` and
-                `format` are added.
+            state: the driver's state (progress, configuration, fingerprints of the prompts) as JSON values. `step`,
+                `format` and `rlpack`, the version, are added.
             keep: number of committed checkpoints to keep; the two newest are always kept.
 
         Raises:
@@ -81,13 +86,14 @@ class Staging:
 
     def _publish(self, state: dict[str, Any]) -> dict[str, Any]:
         """Write state and manifest, flush, rename, and write the marker."""
-        document = state | {"format": FORMAT, "step": self.step}
+        version = {"format": FORMAT, "rlpack": __version__, "step": self.step}
+        document = state | version
         (self.path / STATE).write_text(_json(document), encoding="utf-8")
         files = [
             {"name": path.relative_to(self.path).as_posix(), "size": path.stat().st_size, "sha256": sha256_of(path)}
             for path in regular_files(self.path)
         ]
-        manifest = {"format": FORMAT, "step": self.step, "files": files}
+        manifest = version | {"files": files}
         text = _json(manifest)
         (self.path / MANIFEST).write_text(text, encoding="utf-8")
         flush_tree(self.path)
@@ -137,7 +143,7 @@ def new_checkpoint(root: Path, step: int) -> Iterator[Staging]:
         yield staging
     finally:
         if staging.committed is None:
-            remove_tree(staging.path)
+            discard_folder(staging.path)
 
 
 def newest(root: Path) -> Path | None:
@@ -145,6 +151,9 @@ def newest(root: Path) -> Path | None:
 
     Newer checkpoints that are damaged or were never committed are skipped, with a warning that says why. The damage is
     recorded in them, so that `prune` doesn't keep damaged checkpoints instead of valid ones.
+
+    Raises:
+        CheckpointError: the newest intact one was written by another version of rlpack.
     """
     for step in sorted(_steps(root), reverse=True):
         folder = root / f"step-{step}"
@@ -154,6 +163,21 @@ def newest(root: Path) -> Path | None:
             return folder
         logger.warning("checkpoint %s is skipped: %s; trying the previous one", folder, fault)
     return None
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Return why a checkpoint can't be loaded, or None if it is valid.
+
+    Raises:
+        CheckpointError: another version of rlpack wrote it.
+    """
+    return _fault(checkpoint)
+
+
+def hashes_of(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a valid checkpoint by its relative name, except that of its state."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    return {entry["name"]: entry["sha256"] for entry in manifest["files"] if entry["name"] != STATE}
 
 
 def newest_damage(root: Path) -> tuple[Path, str] | None:
@@ -166,18 +190,35 @@ def newest_damage(root: Path) -> tuple[Path, str] | None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state passed to `commit`, with `step` and `format`.
+    """Return the state passed to `commit`, with `step`, `format` and `rlpack`.
 
     Args:
         checkpoint: a directory that `newest` returned.
 
     Raises:
-        CheckpointError: the file doesn't match the manifest, or has a format that this version can't read.
+        CheckpointError: the file doesn't match the manifest, or another version of rlpack wrote it.
     """
     fault = _fault(checkpoint, only=STATE)
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint} can't be loaded: {fault}")
     return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def newest_state(root: Path) -> dict[str, Any] | None:
+    """Return the state of the newest checkpoint whose state is valid, None if there is none.
+
+    Its other files are not verified, which takes long for a large model; resuming starts with `newest`, which also says
+    why checkpoints are skipped.
+
+    Raises:
+        CheckpointError: another version of rlpack wrote it.
+    """
+    for step in sorted(_steps(root), reverse=True):
+        folder = root / f"step-{step}"
+        if _fault(folder, only=STATE) is None:
+            with suppress(OSError):  # pruned in the meantime by the run that holds the directory
+                return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return None
 
 
 def prune(root: Path, keep: int) -> None:
@@ -197,7 +238,7 @@ def prune(root: Path, keep: int) -> None:
             _delete(folders[step])
     for path in root.iterdir():
         if _DEBRIS.match(path.name) and path.is_dir():
-            remove_tree(path)
+            discard_folder(path)
 
 
 def _record_damage(folder: Path, fault: str | None) -> None:
@@ -218,7 +259,7 @@ def _delete(folder: Path) -> None:
     except OSError as error:
         logger.warning("could not delete %s (%s); it can be deleted by hand", folder, error)
         return
-    remove_tree(folder)
+    discard_folder(folder)
 
 
 def _steps(root: Path) -> list[int]:
@@ -248,13 +289,18 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _fault(folder: Path, only: str | None = None) -> str | None:
-    """Return why a checkpoint is invalid, or None; `only` limits the check to one file."""
+    """Return why a checkpoint is invalid, or None; `only` limits the check to one file.
+
+    Raises:
+        CheckpointError: another version of rlpack wrote it.
+    """
     if not (folder / MARKER).is_file():
         return f"it was never committed (no {MARKER})"
     if not _is_marked(folder):
         return f"{MARKER} and {MANIFEST} don't match"
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        _check_version(folder, manifest)
         return _manifest_fault(folder, manifest) or _files_fault(folder, manifest, only)
     except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} can't be read ({error!r})"
@@ -262,10 +308,32 @@ def _fault(folder: Path, only: str | None = None) -> str | None:
         return str(error)
 
 
+def _check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that this version of rlpack can't be sure to read.
+
+    Raises:
+        CheckpointError: it has another format, or a newer version of rlpack wrote it.
+    """
+    written, version = manifest["format"], manifest.get("rlpack") or "an older version"
+    if written != FORMAT or _release(version) > _release(__version__):
+        raise CheckpointError(
+            f"checkpoint {folder} was written by rlpack {version} in format {written!r}; this is rlpack {__version__}, "
+            f"which reads format {FORMAT} of versions up to its own; resume with the version that wrote it, or choose "
+            "another run_dir"
+        )
+
+
+def _release(version: str) -> list[int]:
+    """Return the numbers of a version.
+
+    >>> _release("0.10.1") > _release("0.9.2")
+    True
+    """
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
 def _manifest_fault(folder: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Return why a manifest doesn't belong to this directory and version, or None."""
-    if manifest["format"] != FORMAT:
-        return f"its format is {manifest['format']!r}; this version reads {FORMAT}"
+    """Return why a manifest doesn't belong to this directory, or None."""
     if f"step-{manifest['step']}" != folder.name:
         return f"it contains step {manifest['step']}, which doesn't match its name"
     return None

@@ -63,8 +63,8 @@ def regular_files(folder: Path) -> list[Path]:
     return files
 
 
-def remove_tree(folder: Path) -> None:
-    """Delete a directory; a failure only warns, since nothing depends on it."""
+def discard_folder(folder: Path) -> None:
+    """Delete a directory that is no longer used; a failure only warns."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,7 +1,8 @@
 """Weights and optimizer state in torch's distributed checkpoint format: each rank writes and reads its own part.
 
 The files are part of a checkpoint of `rlpack.checkpoint.commit`, which hashes them at commit and verifies the hashes
-before this module opens them (the format's index is a pickle).
+before this module opens them. Hashes don't protect from a folder that someone made on purpose, so files are read by
+`rlpack.checkpoint.restricted`, which runs no code from them.
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 
 
 def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -35,12 +37,18 @@ def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     """Load what `save_training_state` wrote, on any number of ranks; a collective.
 
     Raises:
-        CheckpointError: the files belong to another model.
+        CheckpointError: the files belong to another model, or contain classes that no checkpoint of weights needs.
     """
+    reader = RestrictedReader(folder)
     weights, moments = get_state_dict(model, optimizer)
     try:
-        state_dict_loader.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        state_dict_loader.load(
+            {"model": weights, "optimizer": moments}, storage_reader=reader, planner=RestrictedPlanner()
+        )
     except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, CheckpointError):
+                raise cause from error
         raise CheckpointError(f"{folder} does not fit this model; check model.*: {_first(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 

@@ -4,5 +4,5 @@
 - `train`: composes, validates and runs the jobs of a command line. `environment` checks what they need here.
 - `job_commands`, `submit_checks`: `rlpack submit`, `jobs`, `logs` and `stop`, for jobs of a Ray cluster.
 - `plan_commands`, `plan_options`, `plan_from_run`: `rlpack plan` and `rlpack simulate`, which run no model.
-- `signals`, `tables`: Ctrl-C, SIGTERM and closed pipes; text tables.
+- `signals`, `tables`, `error_text`: Ctrl-C, SIGTERM and closed pipes; text tables; error messages.
 """

@@ -10,17 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import rlpack
+from rlpack.batch.errors import DataError
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.secrets import missing_secrets
+from rlpack.installation import RAY_JOB, how_to_install
 from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import check_packages
-
-_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the driver of a submitted job
+from rlpack.path_suggestions import DATA_FILES, suggest_path
+from rlpack.user_code import describe_exception, find_user_module
 
 
 def check_environment(config: Config, environment: Mapping[str, str]) -> None:
@@ -32,25 +34,20 @@ def check_environment(config: Config, environment: Mapping[str, str]) -> None:
         DataError: a data file doesn't exist.
     """
     problems = [*_run_dir(config, environment), *missing_secrets(config.job, environment)]
-    check_code_and_packages(config, environment, problems)
+    check_code(config, environment, [*problems, *_packages(config, environment)])
     if missing := list(_data_files(config)):
-        from rlpack.batch.errors import DataError  # imported late, because it imports PyTorch
-
         raise DataError("\n".join(missing))
 
 
-def check_code_and_packages(config: Config, environment: Mapping[str, str], earlier: Sequence[str] = ()) -> None:
-    """Raise if this machine lacks code or packages that `config` loads, or if there are `earlier` problems.
+def check_code(config: Config, environment: Mapping[str, str], earlier: Sequence[str] = ()) -> None:
+    """Raise if this machine lacks code that `config` loads, or if there are `earlier` problems.
+
+    Optional packages are left out: those of a job are installed on the cluster's nodes.
 
     Raises:
-        ConfigError: an earlier problem, a target that can't be imported or isn't allowed, or a missing package.
+        ConfigError: an earlier problem, or a target that can't be imported or isn't allowed.
     """
-    problems = [*earlier, *_shadows(environment), *_targets(config, environment), *_packages(config)]
-    try:
-        check_packages(config.logger)
-    except SinkError as error:
-        problems.append(str(error))
-    if problems:
+    if problems := [*earlier, *_shadows(environment), *_targets(config, environment)]:
         raise ConfigError(problems)
 
 
@@ -72,7 +69,7 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     if config.run_dir is None:
         return
     path = Path(config.run_dir)
-    if not path.is_absolute() and _RAY_JOB in environment:
+    if not path.is_absolute() and RAY_JOB in environment:
         yield (
             f"run_dir is {config.run_dir!r}, relative to a Ray job's working directory, which is deleted with the job; "
             "set run_dir to an absolute path on persistent storage"
@@ -93,13 +90,24 @@ def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from {Path.cwd()}"
 
 
-def _packages(config: Config) -> Iterator[str]:
+def _packages(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield problems of optional packages, which have to be on every node."""
     for key, optimizer in optimizers(config).items():
         if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             yield (
-                f"{key}.name=adamw_8bit needs the package torchao, which is not installed; install "
-                f"rlpack[eight-bit], on every node, or set {key}.name=adamw"
+                f"{key}.name=adamw_8bit needs the package torchao, which is not installed; "
+                f"{how_to_install('eight-bit', environment)}, on every node, or set {key}.name=adamw"
             )
+    for key, target in targets_of(config).items():
+        if target.partition(":")[0] == "rlpack.rewards.math" and importlib.util.find_spec("math_verify") is None:
+            yield (
+                f"{key}={target} needs the package math-verify, which is not installed; "
+                f"{how_to_install('math', environment)}, on every node"
+            )
+    try:
+        check_packages(config.logger, environment)
+    except SinkError as error:
+        yield str(error)
 
 
 def targets_of(config: Config) -> dict[str, str]:
@@ -124,9 +132,9 @@ def _why_not_importable(module: str) -> str:
     path = list(sys.path)
     sys.path.append(os.getcwd())
     try:
-        spec = importlib.util.find_spec(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - importing a user's package can raise anything
-        return f"{type(error).__name__}: {error}"
+        spec = find_user_module(module)
+    except Exception as error:  # noqa: BLE001 - importing a user's package can raise anything
+        return describe_exception(error)
     finally:
         sys.path[:] = path
     return "" if spec else f"there is no module {module}"
@@ -137,5 +145,6 @@ def _data_files(config: Config) -> Iterator[str]:
     if config.data.validation_source is not None:
         sources["validation_source"] = config.data.validation_source
     for key, source in sources.items():
-        if source.endswith((".jsonl", ".parquet")) and not Path(source).expanduser().is_file():
-            yield f"data.{key} is {source!r}, but there is no such file in {Path.cwd()}"
+        if source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(source)):
+            hint = suggest_path(Path(source).expanduser())
+            yield f"data.{key} is {source!r}, but there is no such file in {Path.cwd()}{hint}"

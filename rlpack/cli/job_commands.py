@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rlpack import __version__
 from rlpack.batch.errors import DataError
+from rlpack.cli.error_text import print_error
 from rlpack.cli.submit_checks import JOINS, checked_config, checked_upload
 from rlpack.cli.tables import table
 from rlpack.config.errors import ConfigError
@@ -38,10 +39,10 @@ def run_command(arguments: Sequence[str]) -> int:
     except JobServerError as error:
         job = vars(parsed).get("job_id")
         hint = f"; job {job} may still be running; check with rlpack logs {job} --follow" if job else ""
-        print(f"rlpack {parsed.command}: {error}{hint}", file=sys.stderr)
+        print_error(parsed.command, f"{error}{hint}")
         return FAILED
     except (ConfigError, DataError, JobRequestError, PlacementError) as error:
-        print(f"rlpack {parsed.command}: {error}", file=sys.stderr)
+        print_error(parsed.command, str(error))
         return DATA_WRONG if isinstance(error, DataError) else WRONG
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlpack import __version__
-from rlpack.cli.signals import exit_quietly_on_broken_pipe, sigterm_as_keyboard_interrupt
+from rlpack.cli.signals import exit_quietly_on_broken_pipe, termination_as_keyboard_interrupt
 
 _EPILOG = """\
 examples:
@@ -21,7 +21,7 @@ examples:
   rlpack train trainer.steps=50 --cfg job                        show the config, run nothing
   rlpack train seed=1,2,3 --multirun                             one run for each seed
   rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
-  rlpack simulate lognormal --ranks 64,1024,16384                expected step times on larger clusters
+  rlpack simulate lognormal --rows-per-rank 16 --ranks 64,16384  expected step times on larger clusters
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack report runs/mine                                        write runs/mine/report.html again
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
@@ -81,15 +81,28 @@ def _train(arguments: list[str]) -> int:
     """Run `rlpack train` or its shell completion; an interrupt before the run starts is one line and code 130."""
     gc.disable()  # imports make half a million objects that stay; `rlpack.cli.train` turns it on again
     try:
-        with sigterm_as_keyboard_interrupt():
+        with termination_as_keyboard_interrupt():
             from rlpack.cli.train import train
 
-            return _complete(arguments, train) if _COMPLETION_FLAGS.intersection(arguments) else train(arguments[1:])
+            if _COMPLETION_FLAGS.intersection(arguments):
+                return _complete(arguments, train)
+            code = train(arguments[1:])
+            _exit_if_ray_hangs(code)
+            return code
     except KeyboardInterrupt:
         print("rlpack train: interrupted; nothing was saved yet", file=sys.stderr)
         return _INTERRUPTED
     finally:
         gc.enable()
+
+
+def _exit_if_ray_hangs(code: int) -> None:
+    """End the process if a thread of it can't leave Ray: the interpreter would crash while it cleans up."""
+    connection = sys.modules.get("rlpack.distributed.ray_connection")
+    if connection is not None and connection.hangs():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _plan(arguments: list[str]) -> int:
@@ -105,13 +118,14 @@ def _plan(arguments: list[str]) -> int:
 
 def _report(run_dir: Path) -> int:
     """Write the report of a run and print its path."""
+    from rlpack.cli.error_text import print_error
     from rlpack.observe.errors import ReportError
     from rlpack.observe.report.report import write_report
 
     try:
         print(write_report(run_dir))
     except ReportError as error:
-        print(f"rlpack report: {error}", file=sys.stderr)
+        print_error("report", str(error))
         return 2
     return 0
 
@@ -128,5 +142,11 @@ def _complete(arguments: Sequence[str], train: Callable[[list[str]], int]) -> in
         return 0
     if words[1] != "train":
         return 0
+    if not line.endswith(" ") and "=" in words[-1]:
+        from rlpack.cli.value_completion import value_completions
+
+        if completions := value_completions(words[-1], words[2:-1]):
+            print(("\n" if "query=fish" in " ".join(arguments) else " ").join(completions))
+            return 0
     os.environ["COMP_LINE"] = line.replace(" train", "", 1)
     return train([argument for argument in arguments if argument != "train"])

@@ -1,7 +1,6 @@
 """`rlpack plan` and `rlpack simulate`: plans for a trace of lengths, without a model or a device."""
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rlpack.batch.errors import DataError
+from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import ALGORITHMS, MODES, PICTURES, check_options, rank_counts
 from rlpack.cli.tables import table
 from rlpack.data.length_files import read_lengths
@@ -30,6 +30,7 @@ from rlpack.packing.analysis.traces import TRACES, trace
 from rlpack.packing.lengths import align
 
 WRONG_ARGUMENTS, WRONG_DATA = 2, 3
+_FEW_ROWS = 4  # per rank
 # Meanings of the columns of both commands.
 _LEGEND = {
     "microbatches": "per rank",
@@ -67,10 +68,10 @@ def _guarded(name: str, arguments: argparse.Namespace, run: object) -> int:
             )
         run(arguments)
     except DataError as error:
-        print(f"rlpack {name}: {error}", file=sys.stderr)
+        print_error(name, str(error))
         return WRONG_DATA
     except PackingError as error:
-        print(f"rlpack {name}: {error}", file=sys.stderr)
+        print_error(name, str(error))
         return WRONG_ARGUMENTS
     return 0
 
@@ -165,11 +166,15 @@ def _print_table(columns: tuple[str, ...], rows: list[list[str]], device: Device
 
 
 def _print_idle_ranks(lengths: np.ndarray, arguments: argparse.Namespace) -> None:
-    """Print how many ranks would get no sequence."""
+    """Print how many ranks would get no sequence, or so few that every step waits for the longest one."""
     rows = min(lengths.size, arguments.mini_batch_size or lengths.size)
     for ranks in rank_counts(arguments.ranks):
+        text = f"an optimizer step has {rows:,} sequences for {ranks:,} ranks"
         if rows < ranks:
-            print(f"an optimizer step has {rows:,} sequences for {ranks:,} ranks: at least {ranks - rows:,} get none")
+            print(f"{text}: at least {ranks - rows:,} get none")
+        elif rows < _FEW_ROWS * ranks and ranks > 1:
+            more = " (--rows-per-rank grows them with the ranks)" if "rows_per_rank" in vars(arguments) else ""
+            print(f"{text}, {rows / ranks:.3g} each: its time is that of the longest; give it more rows{more}")
 
 
 def _print_suggestion(

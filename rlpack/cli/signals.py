@@ -1,4 +1,4 @@
-"""Termination of the `rlpack` process: by SIGTERM, and by a closed standard output."""
+"""Termination of the `rlpack` process: by SIGTERM, SIGHUP, and a closed standard output."""
 
 import os
 import signal
@@ -8,30 +8,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from rlpack.observe.terminal import is_ignored_hangup, leave_closed_terminal
+from rlpack.user_code import Interrupted
+
 # Exit code of a process that SIGPIPE ends, as `cat` in `cat | head`: 128 + its number.
 BROKEN_PIPE = 141
 
 
 @contextmanager
-def sigterm_as_keyboard_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM inside the block, as Ctrl-C does; a started run handles both itself.
+def termination_as_keyboard_interrupt() -> Iterator[None]:
+    """Raise `Interrupted` on Ctrl-C, SIGTERM and SIGHUP inside the block; a started run handles all of them.
 
-    A second SIGTERM is ignored: `timeout` sends one to the process and one to its group.
+    So a KeyboardInterrupt that user code raises can be told from these. A second SIGTERM or SIGHUP is ignored:
+    `timeout` signals the process and its group, a closing terminal sends several. Under `nohup`, SIGHUP stays ignored,
+    and SIGINT does in the background of a script.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        for handled in () if number == signal.SIGINT else before.keys() - {signal.SIGINT}:
+            signal.signal(handled, signal.SIG_IGN)
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        raise Interrupted
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if not is_ignored_hangup(number)
+    }
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.default_int_handler
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Checks of a job where it is submitted: its config, and the files that its upload must contain."""
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,11 +7,12 @@ from contextlib import chdir
 from pathlib import Path
 
 from rlpack.batch.errors import DataError
-from rlpack.cli.environment import check_code_and_packages, targets_of
+from rlpack.cli.environment import check_code, targets_of
 from rlpack.cli.train import compose_jobs
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.upload import Upload, list_upload
+from rlpack.user_code import find_user_module
 
 JOINS = "placement.address=auto"
 
@@ -34,7 +34,7 @@ def checked_config(arguments: Sequence[str]) -> Config:
     if problems:
         raise ConfigError(problems)
     with chdir(_folder(config)):
-        check_code_and_packages(config, os.environ)
+        check_code(config, os.environ)
     return config
 
 
@@ -78,7 +78,7 @@ def _missing_modules(config: Config, upload: Upload) -> Iterator[str]:
     sys.path.append(str(upload.folder))  # where the job has it, too
     try:
         for key, target in targets_of(config).items():
-            spec = importlib.util.find_spec(target.partition(":")[0])
+            spec = find_user_module(target.partition(":")[0])
             file = Path(spec.origin) if spec is not None and spec.origin is not None else None
             if file is not None and _is_left_out(file, upload):
                 yield f"{key} is {target!r}, but {file} isn't uploaded: an ignore file or job.excludes matches it"

@@ -8,12 +8,13 @@ import gc
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -22,10 +23,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from rlpack.background_call import BackgroundCall
+from rlpack.batch.errors import DataError
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.cli.environment import check_environment
+from rlpack.cli.error_text import print_error
+from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
+from rlpack.config.preset_files import preset_problems
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import load_main
 from rlpack.config.roles import started_roles
@@ -35,6 +42,10 @@ from rlpack.config.warnings import config_warnings
 from rlpack.config.yaml_limits import check_yaml_files
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.observe.run_dir import holds_checkpoint
+from rlpack.observe.run_lock import lock_run_dir
+from rlpack.run_log import attached_log, current_log
+from rlpack.startup.first_checks import check_first
+from rlpack.user_code import UserCode, UserCodeError
 
 log = logging.getLogger(__name__)
 
@@ -71,44 +82,56 @@ def train(arguments: list[str]) -> int:
 
     The first job that fails ends a sweep.
     """
+    hide_progress_bars()
     if os.getcwd() not in sys.path:  # users keep their recipes, roles and rewards there
         sys.path.append(os.getcwd())
     try:
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:
             check_environment(job.config, os.environ)
+            with UserCode("code that the configuration names"):  # any that isn't guarded with its key
+                check_first(job.config)
             load_secrets(job.config.job, os.environ)
-    except ValueError as error:
+    except (ValueError, CheckpointError, UserCodeError) as error:
         return _report_failure(error)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_console()
     for job in jobs:
         if job.number is not None:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
-        for warning in config_warnings(job.config):
-            log.warning("%s", warning)
-        if code := run(job.config):
-            return code
+        with attached_log("driver", _print_failure):
+            for warning in config_warnings(job.config):
+                log.warning("%s", warning)
+            if code := run(job.config):
+                return code
     return 0
 
 
 def run(config: Config) -> int:
-    """Run the recipe of a config with an absolute run_dir, and return the exit code."""
+    """Run the recipe of a config and return the exit code; the run directory is locked until Ray is stopped."""
+    run_dir = Path(config.run_dir or ".").absolute()
+    try:
+        with lock_run_dir(run_dir), UserCode(f"recipe.target {config.recipe.target!r}"):
+            _run_locked(config.model_copy(update={"run_dir": str(run_dir)}))
+    except KeyboardInterrupt:
+        saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
+        hint = f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
+        print_error("train", f"interrupted; {hint if saved else 'nothing was saved yet'}")
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the outermost handler: every error becomes a message and an exit code
+        return _report_failure(error)
+    return 0
+
+
+def _run_locked(config: Config) -> None:
+    """Load the recipe and run it."""
     try:
         main = _load_while_ray_starts(config)
         if not gc.isenabled():  # off since the command began; what was imported by now is never garbage
             gc.freeze()
             gc.enable()
-        main(config.model_copy(update={"run_dir": str(Path(config.run_dir or ".").absolute())}))
-    except KeyboardInterrupt:
-        saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
-        hint = f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
-        _print_error(f"interrupted; {hint if saved else 'nothing was saved yet'}")
-        return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the outermost handler: every error becomes a message and an exit code
-        return _report_failure(error)
+        main(config)
     finally:
         _stop_ray()
-    return 0
 
 
 def _load_while_ray_starts(config: Config) -> Callable[[Config], None]:
@@ -123,10 +146,20 @@ def _load_while_ray_starts(config: Config) -> Callable[[Config], None]:
     if not fits_this_machine(config.placement):
         return load_main(config.recipe.target)
     modules = [config.roles[name].target.partition(":")[0] for name in started_roles(config)]
-    with ThreadPoolExecutor(1, thread_name_prefix="load-recipe") as thread:
-        loading = thread.submit(load_main, config.recipe.target)
+    deadline = time.monotonic() + config.placement.start_timeout_s
+    loading = BackgroundCall(partial(load_main, config.recipe.target), name="import-recipe")
+    try:
         connect(config.placement, preload=[name for name in modules if name.startswith(_OWN_PACKAGES)])
-        return loading.result()
+    finally:  # the interpreter can't exit cleanly in the middle of an import
+        has_loaded = loading.wait(max(0.0, deadline - time.monotonic()))
+    if not has_loaded:
+        raise ConfigError(
+            [
+                f"recipe.target={config.recipe.target} was not imported within placement.start_timeout_s="
+                f"{config.placement.start_timeout_s:g} s; do the work in its main function, or raise the limit"
+            ]
+        )
+    return loading.outcome()
 
 
 def _stop_ray() -> None:
@@ -159,7 +192,9 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
     flags, overrides = _split(arguments)
     names = list(_values_of(flags, _NAME_FLAGS))
     root = register_base(recipe_targets(overrides, _search_path(flags), *names[-1:]))
-    with config_errors(overrides, root), _hydras_command_line([*flags, *overrides]):
+    if wrong := preset_problems(overrides, [folder for folder in _search_path(flags) if folder != PRESETS], root):
+        raise ConfigError(wrong)
+    with config_errors(overrides, root, _search_path(flags)), _hydras_command_line([*flags, *overrides]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()
     if problems:
         raise ConfigError(problems)
@@ -260,18 +295,27 @@ def _fresh_name(now: datetime, recipe: str) -> str:
 
 
 def _report_failure(error: Exception) -> int:
-    """Print the error that ended a run and return its exit code; only errors that aren't ours get a traceback."""
-    from rlpack.batch.errors import DataError
-
-    ours = any(parent.__module__.startswith(_OWN_PACKAGES) for parent in type(error).__mro__)
-    if not ours or os.environ.get("HYDRA_FULL_ERROR") == "1":
-        traceback.print_exception(error)
+    """Print the error that ended a run, unless it has been printed, and return its exit code."""
+    run_log = current_log()
+    if run_log is None:
+        _print_failure(error)
     else:
-        _print_error(str(error))
+        run_log.record_failure(error)
     if isinstance(error, DataError):
         return DATA_WRONG
-    return CONFIG_WRONG if ours and isinstance(error, ValueError) else RUN_FAILED
+    return CONFIG_WRONG if _is_ours(error) and isinstance(error, ValueError) else RUN_FAILED
 
 
-def _print_error(message: str) -> None:
-    print(f"rlpack train: {message}", file=sys.stderr)
+def _print_failure(error: BaseException) -> None:
+    """Print an error, with a traceback if it isn't ours, and where the logs are."""
+    if not _is_ours(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    else:
+        print_error("train", str(error))
+    run_log = current_log()
+    if run_log is not None and (places := run_log.places()):
+        print_error("train", places)
+
+
+def _is_ours(error: BaseException) -> bool:
+    return any(parent.__module__.startswith(_OWN_PACKAGES) for parent in type(error).__mro__)

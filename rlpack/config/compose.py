@@ -5,6 +5,7 @@ Hydra closes a composed config to unknown keys; mappings in which users choose t
 `ConfigError` in terms of keys.
 """
 
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -73,11 +74,20 @@ def base_node(kind: type[Config]) -> DictConfig:
     """
     values = kind().model_dump(mode="json")
     values["roles"] = {name: role for name, role in values["roles"].items() if is_builtin(name)}
-    node = OmegaConf.create(values)
+    node = OmegaConf.create({name: _literal(value) for name, value in values.items()})
     for key in walk(root_key(kind)):
         if key.is_open and "<" not in key.path:
             OmegaConf.set_struct(OmegaConf.select(node, key.path), False)
     return node
+
+
+def _literal(value: Any) -> Any:
+    """Escape `${` in the texts of plain values: a default is a value, not an interpolation."""
+    if isinstance(value, Mapping):
+        return {name: _literal(below) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return value.replace("${", r"\${") if isinstance(value, str) else value
 
 
 def plain(composed: DictConfig, root: Key) -> dict[str, Any]:
@@ -104,8 +114,15 @@ def plain(composed: DictConfig, root: Key) -> dict[str, Any]:
 
 
 @contextmanager
-def config_errors(overrides: Sequence[str], root: Key) -> Iterator[None]:
-    """Turn errors of composing into a `ConfigError` that names the override at fault."""
+def config_errors(overrides: Sequence[str], root: Key, folders: Sequence[Path] = (PRESETS,)) -> Iterator[None]:
+    """Turn errors of composing into a `ConfigError` that names the override at fault.
+
+    Args:
+        overrides: Hydra overrides as written.
+        root: key that all keys are below.
+        folders: config directories, whose choices are offered.
+    """
+    shipped = groups(folders)
     experiments = [
         override.partition("=")[2].strip("[]") for override in overrides if override.startswith("experiment=")
     ]
@@ -123,25 +140,27 @@ def config_errors(overrides: Sequence[str], root: Key) -> Iterator[None]:
                 ]
             )
         name, _, choice = override.partition("=")
-        if name in groups() and name != "experiment" and choice.startswith("["):
-            raise ConfigError(
-                [f"{override} has more than one choice; {name} takes one of: {', '.join(groups()[name])}"]
-            )
+        if name in shipped and name != "experiment" and choice.startswith("["):
+            raise ConfigError([f"{override} has more than one choice; {name} takes one of: {', '.join(shipped[name])}"])
     try:
         yield
     except (ConfigError, BrokenPipeError):  # the reader of Hydra's output is gone: not an error of the config
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ConfigError(list(_diagnose(overrides, error, root)) or [_whole_text(error)]) from error
+        raise ConfigError(list(_diagnose(overrides, error, root, shipped)) or [_whole_text(error)]) from error
 
 
-def groups(directory: Path = PRESETS) -> Mapping[str, list[str]]:
-    """Return the shipped config groups with their choices."""
-    folders = sorted(path for path in directory.iterdir() if path.is_dir())
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+def groups(directories: Sequence[Path] = (PRESETS,)) -> Mapping[str, list[str]]:
+    """Return the config groups of directories with their choices."""
+    present = [directory for directory in directories if directory.is_dir()]
+    folders = [path for directory in present for path in directory.iterdir() if path.is_dir()]
+    choices: dict[str, set[str]] = {folder.name: set() for folder in sorted(folders, key=lambda folder: folder.name)}
+    for folder in folders:
+        choices[folder.name].update(path.stem for path in folder.glob("*.yaml"))
+    return {name: sorted(stems) for name, stems in choices.items()}
 
 
-def _diagnose(overrides: Sequence[str], error: Exception, root: Key) -> Iterator[str]:
+def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield a problem for each override with wrong syntax, an unknown choice or an unknown key."""
     parser = OverridesParser.create()
     for text in overrides:
@@ -151,15 +170,22 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key) -> Iterator
             problem = f"{text[:40]!r} is not an override; write key=value ({_first_line(reason)[:200]})"
             yield f"{problem}{_how_to_quote(text, parser)}"
             continue
-        if override.key_or_group in (shipped := groups()):
+        if override.key_or_group in choices:
             group, choice = override.key_or_group, override.value()
-            if choice is None or (isinstance(error, MissingConfigException) and f"'{group}/{choice}'" in str(error)):
-                yield _wrong_choice_problem(group, str(choice or "null"), shipped[group])
+            if choice is None or _is_missing(group, str(choice), error, choices[group]):
+                yield _wrong_choice_problem(group, str(choice or "null"), choices[group])
         elif not override.is_hydra_override() and find(override.key_or_group, root) is None:
             yield from unknown_key_problems(override.key_or_group, override.value(), root)
         elif isinstance(override.value(), list) and f"full_key: {override.key_or_group}\n" in str(error.__cause__):
             key = override.key_or_group
             yield f"{text} is a list, but {key} is a section; set one of its keys: {key}.<key>=<value>"
+
+
+def _is_missing(group: str, choice: str, error: Exception, choices: Sequence[str]) -> bool:
+    """Return whether the error is that a group lacks the choice; no file can have a name of more than 255 bytes."""
+    if isinstance(error, MissingConfigException):
+        return f"'{group}/{choice}'" in str(error)
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and choice not in choices
 
 
 def _how_to_quote(text: str, parser: OverridesParser) -> str:

@@ -18,3 +18,8 @@ class ConfigError(ValueError):
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         """Rebuild from the problems, so that the error pickles."""
         return type(self), (self.problems,)
+
+
+def to_config_error(problem: str) -> ConfigError:
+    """Return the error of a single problem."""
+    return ConfigError([problem])

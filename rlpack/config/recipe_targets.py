@@ -25,17 +25,17 @@ def recipe_targets(overrides: Sequence[str], folders: Sequence[Path], root: str 
         folders: config directories, which hold `<group>/<choice>.yaml`.
         root: name of the root config.
     """
-    if explicit := _values(overrides, "recipe.target"):
+    if explicit := chosen_values(overrides, "recipe.target"):
         return explicit
     roots = list(_root_values(folders, root))
     if targets := [target for values in roots if (target := _target(values))]:
         return targets[:1]
-    named = _values(overrides, "experiment") or _choice(roots, "experiment")
+    named = chosen_values(overrides, "experiment") or _choice(roots, "experiment")
     experiments = [_read(folders, f"experiment/{choice}") for choice in named]
     if targets := [target for values in experiments if (target := _target(values))]:
         return targets
     chosen = (
-        _values(overrides, "recipe")
+        chosen_values(overrides, "recipe")
         or _choice(roots, "recipe", plain=False)
         or [choice for values in experiments for choice in _choice([values], "/recipe")]
         or _choice(roots, "recipe")
@@ -77,7 +77,7 @@ def _defaults(values: dict[str, Any]) -> list[Any]:
     return defaults if isinstance(defaults, list) else []
 
 
-def _values(overrides: Sequence[str], key: str) -> list[str]:
+def chosen_values(overrides: Sequence[str], key: str) -> list[str]:
     """Return every value that the last override of a key or group gives it, those of sweeps and lists included."""
     given = [text for text in overrides if text.lstrip("+").partition("=")[0] == key]
     return [str(value) for text in given[-1:] for value in _override_values(text)]

@@ -11,8 +11,6 @@ Invariants:
 """
 
 import functools
-import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -25,9 +23,10 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import ValidationError, create_model, model_validator
 
 from rlpack.config.allowed_packages import why_not_allowed
-from rlpack.config.errors import ConfigError
+from rlpack.config.errors import ConfigError, to_config_error
 from rlpack.config.schema import Config, Recipe, builtin_roles
 from rlpack.config.sections.section import Section
+from rlpack.user_code import UserCode, UserCodeError, describe_exception, find_user_module, import_user_module
 
 Rule = Callable[[Any], Iterator[str]]
 BUILTIN_PACKAGE = "rlpack.recipes"
@@ -108,12 +107,13 @@ def recipe_texts(config: Config, kind: Literal["rules", "warnings"]) -> Iterator
         name = rule.__name__ if inspect.isfunction(rule) else repr(rule)
         where = f"recipe.target is {config.recipe.target!r}, whose RecipeSpec.{kind} has {name}, which"
         try:
-            found = rule(config)
-            texts = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else found
+            with UserCode():
+                found = rule(config)
+                texts = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else found
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's rule may raise anything
-            yield f"{where} raised {type(error).__name__}: {error}; yield a text for each problem instead"
+            yield f"{where} raised {describe_exception(error)}; yield a text for each problem instead"
             continue
         if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
             yield from texts
@@ -201,9 +201,9 @@ def load_main(target: str) -> Callable[[Config], None]:
         ConfigError: the module exits while it is imported, or it has no `main`.
     """
     try:
-        main = vars(importlib.import_module(target)).get("main")
-    except SystemExit as error:  # it would end the command without a message
-        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error!r}"]) from error
+        main = vars(import_user_module(target)).get("main")
+    except UserCodeError as error:
+        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error}"]) from error
     if main is None:
         raise ConfigError([f"recipe.target is {target!r}, but {target} has no function main; {_HOW}"])
     return main
@@ -241,16 +241,17 @@ def _rebuild(target: str, state: dict[Any, Any]) -> Config:
 def _import(target: str) -> ModuleType:
     """Import the module that holds the spec of a recipe."""
     try:
-        if importlib.util.find_spec(target) is None:
+        if find_user_module(target) is None:
             raise ConfigError([f"recipe.target is {target!r}, but there is no module {target}; {_HOW}"])
         light = f"{target}_spec"
-        return importlib.import_module(light if importlib.util.find_spec(light) else target)
+        return import_user_module(light if find_user_module(light) else target)
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError([f"recipe.target is {target!r}: {error}; {_HOW}"]) from error
-    except (Exception, SystemExit) as error:  # importing user code can raise anything
-        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {error!r}"]) from error
+    except Exception as error:  # importing user code can raise anything
+        reason = describe_exception(error)
+        raise ConfigError([f"recipe.target is {target!r}, and importing it failed: {reason}"]) from error
 
 
 def _form_problems(target: str, spec: RecipeSpec) -> Iterator[str]:
@@ -305,7 +306,8 @@ def _role_problems(target: str, spec: RecipeSpec) -> Iterator[str]:
 
 def _default_problems(where: str, section: type[Section]) -> Iterator[str]:
     try:
-        section()
+        with UserCode(where, to_config_error):
+            section()
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, details["loc"])) for details in error.errors())
         yield f"{where} has no valid default for {keys}; give every key one"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from rlpack.config.roles import is_builtin
+from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config, Reward
 
 JUDGE = "rlpack.workers.judge:JudgeWorker"
@@ -29,6 +29,25 @@ def reward_problems(config: Config) -> Iterator[str]:
     targets = {"reward": reward.function} | {name: function.function for name, function in reward.functions.items()}
     if reward.subprocesses == 0 and _UNIT_TESTS in targets.values():
         yield f"{_UNIT_TESTS} runs programs, but reward.subprocesses is 0; set reward.subprocesses=1"
+
+
+def deadline_problems(config: Config) -> Iterator[str]:
+    """Yield deadlines of rewards that the deadline of a role's call would cut short, as if the rank hung."""
+    limit, roles = config.placement.call_timeout_s, started_roles(config)
+    deadlines: dict[str, float] = {}
+    if "reward" in roles:
+        named = {f"reward.functions.{name}.timeout_s": one.timeout_s for name, one in config.reward.functions.items()}
+        deadlines = {key: value for key, value in named.items() if value is not None}
+        deadlines["reward.timeout_s"] = config.reward.timeout_s
+        deadlines["reward.batch_timeout_s"] = config.reward.batch_timeout_s
+    if any(config.roles[name].target == JUDGE for name in roles):
+        deadlines["judge.timeout_s"] = config.judge.timeout_s
+    for key, value in deadlines.items():
+        if value >= limit:
+            yield (
+                f"{key} ({value:g}) is not below placement.call_timeout_s ({limit:g}), so slow rewards would end the "
+                f"run as a rank that hangs; lower {key} or raise placement.call_timeout_s"
+            )
 
 
 def judge_problems(config: Config) -> Iterator[str]:

@@ -39,8 +39,18 @@ def role_batching(config: Config, role: str) -> Batching:
     try:
         return config.batching.override(**own.model_dump())
     except PackingError as error:
-        key = f"{role}.batching" if role in _WITH_SECTIONS else f"roles.{role}.batching"
-        raise ConfigError([f"{key}, with the values inherited from batching: {error}"]) from error
+        raise ConfigError([f"{batching_key(role)}, with the values inherited from batching: {error}"]) from error
+
+
+def batching_key(role: str) -> str:
+    """Return the key of the section with a role's own batching.
+
+    >>> batching_key("actor"), batching_key("critic"), batching_key("judge")
+    ('batching', 'critic.batching', 'roles.judge.batching')
+    """
+    if role == "actor":
+        return "batching"
+    return f"{role}.batching" if role in _WITH_SECTIONS else f"roles.{role}.batching"
 
 
 def own_batching(config: Config, role: str) -> RoleBatching:
@@ -124,3 +134,10 @@ def pools_in_use(config: Config) -> dict[str, Pool]:
 def is_builtin(role: str) -> bool:
     """Return whether `role` is a built-in role."""
     return role in builtin_roles()
+
+
+def longest_known_row(config: Config) -> int | None:
+    """Return the tokens of the longest row of a run, None where demonstrations may be longer than rollouts."""
+    if not recipe_of(config).generates or config.sft_warmup.steps > 0:
+        return None
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -11,18 +11,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.errors import ConfigError
+from rlpack.config.function_names import function_name_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
-from rlpack.config.reward_rules import judge_problems, reward_problems
-from rlpack.config.roles import is_builtin, optimizers, pool_of, role_batching, started_roles
+from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
+from rlpack.config.roles import (
+    batching_key,
+    is_builtin,
+    optimizers,
+    own_batching,
+    pool_of,
+    role_batching,
+    started_roles,
+)
 from rlpack.config.schema import Config, Data, RoleBatching
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.submission import submission_problems
+from rlpack.path_suggestions import DATA_FILES, suggest_path
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_FILES = (".jsonl", ".parquet")
 _NO_LORA = Lora()
+# Bytes of one component of a path, on all common file systems.
+_LONGEST_NAME = 255
 
 
 def broken_rules(config: Config) -> list[str]:
@@ -69,6 +80,8 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.freeze "
             "is set too; set it to [] and choose layers by actor.lora.targets, or set actor.lora.rank=0"
         )
+    if lora.rank > 0 and not lora.targets:
+        yield 'actor.lora.targets is [], so no layer would get an adapter; set some, or all of them: ["*"]'
     unused = [name for name, value in lora if value != dict(_NO_LORA)[name]] if lora.rank == 0 else []
     if unused:
         yield f"actor.lora.{unused[0]} is set, but actor.lora.rank is 0: there are no adapters; set it, say to 16"
@@ -165,8 +178,9 @@ def _data(config: Config) -> Iterator[str]:
             "choose data=jsonl, data=parquet or data=hub together with data.source"
         )
     if data.validation_source is None and (same := _why_nothing_is_held_out(data)):
-        if data.source.endswith(_FILES) and not os.path.isfile(os.path.expanduser(data.source)):
-            yield f"data.source is {data.source!r}, but there is no such file in {Path.cwd()}"
+        if data.source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(data.source)):
+            hint = suggest_path(Path(data.source).expanduser())
+            yield f"data.source is {data.source!r}, but there is no such file in {Path.cwd()}{hint}"
         yield (
             f"{same}, so no prompts would be held out; set data.validation_source to other prompts, "
             f"or to {data.source} itself to evaluate on the training prompts"
@@ -175,11 +189,31 @@ def _data(config: Config) -> Iterator[str]:
 
 def _why_nothing_is_held_out(data: Data) -> str | None:
     """Return why training and held-out prompts are the same rows, None if they are not."""
-    if data.source.endswith(_FILES):
+    if data.source.endswith(DATA_FILES):
         return f"data.validation_source is null, and {data.source} is one file without splits"
     if data.split == data.validation_split:
         return f"data.validation_source is null, and data.split and data.validation_split are both {data.split!r}"
     return None
+
+
+def _paths(config: Config) -> Iterator[str]:
+    """Refuse paths that no file system can hold."""
+    data, model = config.data, config.model
+    paths = {
+        "run_dir": config.run_dir,
+        "data.source": data.source,
+        "data.validation_source": data.validation_source,
+        "model.path": model.path,
+        "model.tokenizer": model.tokenizer,
+        "critic.path": config.critic.path,
+        "reward_model.path": config.reward_model.path,
+    }
+    for key, path in paths.items():
+        longest = max(len(os.fsencode(name)) for name in (path or "").split("/"))
+        if longest > _LONGEST_NAME:
+            yield f"{key} is {path!r}, in which a name has {longest} bytes; a file's name has at most {_LONGEST_NAME}"
+        elif "\0" in (path or ""):
+            yield f"{key} is {path!r}, which holds a NUL character; remove it"
 
 
 def _supervision(config: Config) -> Iterator[str]:
@@ -288,21 +322,27 @@ def _token_budget(config: Config) -> Iterator[str]:
         slots = -(-longest // multiple) * multiple
         if batching.overlong != "error" or batching.max_tokens is None or slots <= batching.max_tokens:
             continue
+        own = own_batching(config, role)
+        key, overlong = (
+            "batching" if value is None else batching_key(role) for value in (own.max_tokens, own.overlong)
+        )
         yield (
-            f"batching.max_tokens is {batching.max_tokens} for the role {role}, under the {slots} slots that the "
+            f"{key}.max_tokens is {batching.max_tokens} for the role {role}, under the {slots} slots that the "
             f"longest sequence takes (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{config.rollout.max_new_tokens}); raise it, lower one of the two, or set batching.overlong=truncate"
+            f"{config.rollout.max_new_tokens}); raise it, lower one of the two, or set {overlong}.overlong=truncate"
         )
 
 
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _recipe,
     _algorithm,
+    function_name_problems,
     _kl,
     _cut_alike,
     _optimizer,
     _object_store,
     _model,
+    _paths,
     _data,
     _supervision,
     _run,
@@ -310,6 +350,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     reward_problems,
     judge_problems,
     _names,
+    deadline_problems,
     _placement,
     _own_batching,
     _secrets,

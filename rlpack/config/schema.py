@@ -44,7 +44,7 @@ class SFTWarmup(Section):
 
 
 class Evaluation(Section):
-    """Accuracy on the held-out split."""
+    """Mean reward on the held-out split."""
 
     every: Count = Field(default=10, description="Rollout steps between two evaluations.")
     samples: Count = Field(
@@ -160,13 +160,21 @@ class Rollout(Section):
 
     engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
     max_new_tokens: Count = Field(default=256, description="Most tokens of a response.")
-    temperature: Positive = Field(default=1.0, description="Sampling temperature; log-probs in training use it, too.")
+    temperature: float = Field(
+        default=1.0, ge=0.01, description="Sampling temperature; log-probs in training use it, too."
+    )
     top_p: Unit = Field(default=1.0, description="Nucleus sampling: probability mass of the candidates.")
     top_k: int = Field(default=0, ge=0, description="Sample from the k most likely tokens; 0 for all.")
     stop_token_ids: tuple[TokenId, ...] = Field(
         default=(),
         strict=False,
         description="Token ids that end a response, in addition to the tokenizer's end of sequence.",
+    )
+    max_logprob_gap: Positive | None = Field(
+        default=None,
+        description="Mean difference between the trainer's and the sampler's log-probs, in nats, above which the run "
+        "warns once; above ten times that it ends. null is 0.05 with actor.precision=fp32 and 0.3 with bf16, and no "
+        "limit with top_p or top_k, which change the sampler's log-probs alone.",
     )
     max_num_seqs: Count = Field(
         default=256,
@@ -197,6 +205,11 @@ class Placement(Section):
         default=300.0, description="Deadline for starting processes and roles, in seconds."
     )
     call_timeout_s: Seconds = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
+    ray_timeout_s: Seconds = Field(
+        default=6.0,
+        description="Longest silence of Ray's GCS and of this machine's raylet, in seconds; then the run ends. Raise "
+        "it on a cluster whose GCS is restarted with its state (GCS fault tolerance).",
+    )
     object_store_gb: float | None = Field(
         default=None,
         ge=0.08,

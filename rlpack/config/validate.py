@@ -4,19 +4,23 @@ Invariant: `validate` either returns a `Config` that satisfies every rule, or ra
 problems of that stage, each with the given value, what is allowed and the key to change.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from enum import Enum
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlpack.config.errors import ConfigError
+from rlpack.config.errors import ConfigError, to_config_error
 from rlpack.config.foreign_names import foreign_answer
 from rlpack.config.keys import Key, children, find, how_to_set, root_key, unknown_key_problem
-from rlpack.config.recipes import config_class
+from rlpack.config.recipes import config_class, find_recipe
 from rlpack.config.rules import broken_rules
 from rlpack.config.schema import Config, Recipe
+from rlpack.config.sections.section import options
+from rlpack.user_code import UserCode
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -47,17 +51,28 @@ def validate(composed: Mapping[str, Any]) -> Config:
     >>> validate({"model": {"config": {"model_type": "qwen2"}}, "seed": 7}).seed
     7
     """
-    kind = config_class(target_of(composed))
+    target = target_of(composed)
+    kind = config_class(target)
+    root = root_key(kind)
+    if problems := list(_ignored_unknown_keys(target, root)):
+        raise ConfigError(problems)
     try:
-        config = kind.model_validate(dict(composed))
+        with UserCode(f"recipe.target is {target!r}, and its config section", to_config_error):
+            config = kind.model_validate(dict(composed))
     except ValidationError as error:
-        root = root_key(kind)
         raise ConfigError(
             [problem for details in error.errors(include_url=False) for problem in _problems(details, root)]
         ) from None
     if problems := broken_rules(config):
         raise ConfigError(problems)
     return config
+
+
+def _ignored_unknown_keys(target: str, root: Key) -> Iterator[str]:
+    """Yield a problem for each name in a recipe's `ignores` that is not a key: it would have no effect."""
+    for path in find_recipe(target).ignores:
+        if find(path, root) is None:
+            yield f"recipe.target is {target!r}, whose RecipeSpec.ignores has {unknown_key_problem(path, root)}"
 
 
 def target_of(composed: Mapping[str, Any]) -> str:
@@ -113,9 +128,20 @@ def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
         names = choices.replace(" or ", ", ").split(", ")
         nearest = get_close_matches(str(details["input"]), names, n=1)
         return (f"did you mean {nearest[0]}? " if nearest else "") + f"choose one of {', '.join(names)}"
+    if choices := enum_values(path, root):
+        return f"choose one of {', '.join(choices)}"
     if kind in {"model_type", "dataclass_type"}:
         return f"it is a section, not a value; set one of its keys: {', '.join(_keys_below(path, root))}"
     return f"it has to be {_EXPECTED[kind]}" if kind in _EXPECTED else details["msg"]
+
+
+def enum_values(path: str, root: Key) -> list[str]:
+    """Return the values of the enums that a key may have."""
+    key = find(path, root)
+    kinds = (
+        [kind for kind in options(key.annotation) if inspect.isclass(kind) and issubclass(kind, Enum)] if key else []
+    )
+    return [str(member.value) for kind in kinds for member in kind]
 
 
 def _keys_below(path: str, root: Key) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Warnings about configs that are valid but will hardly do what was intended."""
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.roles import started_roles
@@ -69,4 +69,4 @@ def _unread_revisions(config: Config) -> Iterator[str]:
 
 
 def _is_folder(path: str) -> bool:
-    return Path(path).expanduser().is_dir()
+    return os.path.isdir(os.path.expanduser(path))  # false for a name that no file can have

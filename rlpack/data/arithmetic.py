@@ -2,10 +2,12 @@
 
 A prompt labels its digits with letters, `a3b2c3=`. The answer repeats each letter and digit followed by the running
 total modulo 10, and ends with the last total: `a33b25c38#8`. Lengths are geometric, as uneven as in real data: most
-answers are short, a few have close to a hundred tokens.
+answers are short, a few are many times as long.
 
 Demonstrations have errors on purpose: each total is one too high with probability `noise`, and later steps continue
-from it. A model trained on them makes the same errors; reinforcement learning with the verifiable reward removes them.
+from it. By default most steps are wrong, and 6 % of the demonstrations end with the right total. A model trained on
+them makes the same errors, most often with greedy decoding; reinforcement learning with the verifiable reward finds the
+answers that few demonstrations show.
 """
 
 import string
@@ -43,9 +45,9 @@ class ArithmeticTask:
     validation_size: int = 256
     min_operands: int = 2
     max_operands: int = 26
-    mean_operands: float = 8.0
+    mean_operands: float = 5.0
     largest_operand: int = 3
-    noise: float = 0.17
+    noise: float = 0.6
 
     def __post_init__(self) -> None:
         """Check all values against their limits."""

@@ -3,29 +3,24 @@
 A reader yields each row with its place (`file:line`, or `name, row k`), which errors name; `load_prompts` checks rows.
 """
 
-import difflib
-import http.client
 import importlib
 import json
-import ssl
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlpack.batch.errors import DataError
 from rlpack.data.examples import Example, PromptDataset, check_prompt, check_text
+from rlpack.data.hub import NotOnHubError, Repository, hub_problem
+from rlpack.path_suggestions import DATA_FILES, suggest_path
 
 __all__ = ["Example", "PromptDataset", "load_prompts"]
 
 Row = tuple[str, Mapping[str, Any]]
-_HUB_DEADLINE_S = 6.0
-_FORMATS = (".jsonl", ".parquet")
+_LONGEST_SHOWN, _LONGEST_REASON = 60, 500
 # Suffixes of local files; a source with one of them is never a dataset on the Hub.
 _FILE_SUFFIXES = frozenset(
-    (*_FORMATS, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
+    (*DATA_FILES, ".arrow", ".bz2", ".csv", ".gz", ".json", ".ndjson", ".pq", ".tsv", ".txt", ".xz", ".zip", ".zst")
 )
 
 
@@ -59,6 +54,7 @@ def load_prompts(
     named = {"data.prompt_column": prompt_column, "data.answer_column": answer_column}
     named["data.completion_column"] = completion_column
     examples: list[Example] = []
+    shapes: dict[str, str] = {}
     for number, (place, row) in enumerate(_rows(source, split, seed, generator or {})):
         for key, column in named.items():
             if column is not None and column not in row:
@@ -67,6 +63,10 @@ def load_prompts(
         if completion_column:
             check_text(demonstration, f"{place}: {completion_column}")
         answer = row[answer_column] if answer_column else None
+        shapes.setdefault(_shape(answer), f"{place}: {answer_column} is {_brief(answer)}")
+        if len(shapes.keys() - {"null"}) > 1:
+            first, other = (text for shape, text in shapes.items() if shape != "null")
+            raise DataError(f"{other}, but {first}; give all rows answers of one type")
         if isinstance(answer, str):
             check_text(answer, f"{place}: {answer_column}", allow_blank=True)
         examples.append(
@@ -81,6 +81,17 @@ def load_prompts(
     return PromptDataset(source, examples)
 
 
+def _shape(answer: Any) -> str:
+    """Return what a reward function can do with an answer: compare it, iterate it, or look keys up in it."""
+    if isinstance(answer, Mapping):
+        return "object"
+    return "list" if isinstance(answer, list | tuple) else "null" if answer is None else "value"
+
+
+def _brief(answer: Any) -> str:
+    return f"{repr(answer)[:_LONGEST_SHOWN]} ({type(answer).__name__})"
+
+
 def _uid(row: Mapping[str, Any], place: str, default: str) -> str:
     """Return the row's uid, or `default` if it has none."""
     if "uid" not in row:
@@ -92,12 +103,12 @@ def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> I
     """Yield the place and the columns of every row of a source."""
     if source == "arithmetic":
         return _generated(source, split, seed, generator)
-    path = _local(source)
+    path = local_path(source)
     if path is None:
         return _hub(source, split)
     if path.is_dir():
         return _hub(str(path), split)
-    if path.suffix not in _FORMATS:
+    if path.suffix not in DATA_FILES:
         raise DataError(
             f"{source} has the unsupported suffix {path.suffix!r}; set data.source to a .jsonl or .parquet file, a "
             "folder, or the name of a dataset on the Hub"
@@ -105,7 +116,7 @@ def _rows(source: str, split: str, seed: int, generator: Mapping[str, Any]) -> I
     return _jsonl(path) if path.suffix == ".jsonl" else _parquet(path)
 
 
-def _local(source: str) -> Path | None:
+def local_path(source: str) -> Path | None:
     """Return the file or folder of a source; None for a dataset on the Hub.
 
     Raises:
@@ -120,18 +131,8 @@ def _local(source: str) -> Path | None:
     if not source.startswith(("/", "./", "../", "~")) and path.suffix.lower() not in _FILE_SUFFIXES:
         return None
     raise DataError(
-        f"there is no file {source}; set data.source (relative paths start at {Path.cwd()}){_suggestion(path)}"
+        f"there is no file {source}; set data.source (relative paths start at {Path.cwd()}){suggest_path(path)}"
     )
-
-
-def _suggestion(path: Path) -> str:
-    """Return a "did you mean" for the closest name in the folder, or ""."""
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in _FORMATS or entry.is_dir()]
-    except OSError:
-        return ""
-    closest = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(closest[0])}?" if closest else ""
 
 
 def _generated(source: str, split: str, seed: int, arguments: Mapping[str, Any]) -> Iterator[Row]:
@@ -189,43 +190,46 @@ def _parquet(path: Path) -> Iterator[Row]:
 def _hub(source: str, split: str) -> Iterator[Row]:
     """Yield the rows of a folder or a dataset on the Hub, by `datasets.load_dataset`."""
     import datasets
-    from huggingface_hub import constants
 
-    if not Path(source).exists() and not constants.HF_HUB_OFFLINE:
-        _check_hub(source, constants.ENDPOINT)
+    check_hub(source)
     try:
         table = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        for number, row in enumerate(table):
+            yield f"{source}, row {number}", dict(row)
+    except Exception as error:  # every kind of file has its own errors; so do broken rows, shards and scripts
         raise DataError(
-            f"dataset {source!r}, split {split!r}, can't be loaded: {reason}; "
+            f"dataset {source!r}, split {split!r}, can't be loaded: {_reason(error)}; "
             "set data.source to a dataset on the Hub, a folder, a .jsonl or .parquet file, and data.split to its split"
         ) from error
-    for number, row in enumerate(table):
-        yield f"{source}, row {number}", dict(row)
 
 
-def _check_hub(source: str, endpoint: str) -> None:
-    """Raise within `_HUB_DEADLINE_S` if the Hub can't be reached; the client would retry for minutes."""
-    failures: list[str] = []
-    probe = threading.Thread(target=_probe, args=(endpoint, failures), daemon=True)
-    probe.start()
-    probe.join(_HUB_DEADLINE_S)
-    if probe.is_alive():
-        failures.append(f"no answer in {_HUB_DEADLINE_S:g} s")
-    if failures:
-        raise DataError(
-            f"dataset {source!r} is not a local file or folder, and {endpoint} can't be reached ({failures[0]}); "
-            "set data.source to a local .jsonl or .parquet file, or HF_HUB_OFFLINE=1 to use cached datasets"
-        )
+def _reason(error: Exception) -> str:
+    """Return the text of an error of `datasets` on one line; general ones name nothing, but their causes do."""
+    is_general = str(error).startswith("An error occurred while generating the dataset")
+    cause = (error.__cause__ or error) if is_general else error
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 150]} … {text[-150:]}"
 
 
-def _probe(endpoint: str, failures: list[str]) -> None:
-    """Append to `failures` unless `endpoint` responds; HTTP and certificate errors count as responses."""
+def check_hub(source: str) -> None:
+    """Raise within seconds unless a source is local or the Hub has it.
+
+    Raises:
+        DataError: the Hub can't be reached, or has no such dataset.
+    """
+    if source == "arithmetic" or local_path(source) is not None:
+        return
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
     try:
-        urllib.request.urlopen(endpoint, timeout=_HUB_DEADLINE_S).close()
-    except urllib.error.HTTPError as response:
-        response.close()
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        if not (isinstance(error, urllib.error.URLError) and isinstance(error.reason, ssl.SSLError)):
-            failures.append(str(error))
+        problem = hub_problem(Repository("dataset", source))
+    except NotOnHubError:
+        problem = "it has no such dataset, or you have no access"
+    if problem:
+        raise DataError(
+            f"dataset {source!r} is not a local file or folder, and {constants.ENDPOINT} can't be asked for it "
+            f"({problem}){suggest_path(Path(source))}; set data.source to a dataset that it has and you may read, to a "
+            "local .jsonl or .parquet file, or set HF_HUB_OFFLINE=1 to use cached datasets"
+        )

@@ -1,13 +1,19 @@
 """Examples of a dataset, and the checks on their text when they are loaded."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlpack.batch.errors import DataError
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
+# Of a tokenizer that is built from the data: padding, end of sequence, unknown.
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+# Characters that Unicode normalization makes one of, in any script.
+_MERGED_CHARACTERS = 4
+# Tokenizing as many takes milliseconds, and then the number of tokens is known.
+_QUICK_CHARACTERS = 50_000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -65,6 +71,131 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[Example]:
         return iter(self.examples)
+
+
+def prompt_text(example: Example) -> str:
+    """Return the text of a prompt that no chat template renders.
+
+    Raises:
+        DataError: it is a list of chat messages.
+    """
+    if not isinstance(example.prompt, str):
+        raise DataError(f"prompt {example.uid!r} is a list of chat messages; set data.chat_template=true")
+    return example.prompt
+
+
+def conversation(prompt: Prompt) -> str:
+    """Return a prompt as text without a chat template, a line for each message.
+
+    >>> print(conversation([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]))
+    system: Add.
+    user: 1+1
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def overlong_error(example: Example, name: str, num_tokens: int, max_tokens: int) -> DataError:
+    """Return the error for a prompt of too many tokens in a dataset."""
+    return DataError(
+        f"{name}: prompt {example.uid!r} has {num_tokens} tokens, which exceeds {max_tokens}; raise "
+        "data.max_prompt_tokens or set data.overlong_prompt=drop"
+    )
+
+
+def nothing_left_error(name: str, max_tokens: int) -> DataError:
+    """Return the error for a dataset all of whose prompts are dropped."""
+    return DataError(f"{name}: every prompt exceeds data.max_prompt_tokens={max_tokens}; raise it")
+
+
+def overlong_demonstration_error(example: Example, num_tokens: int, max_tokens: int) -> DataError:
+    """Return the error for a prompt that, with its demonstration, is over the token budget."""
+    return DataError(
+        f"prompt {example.uid!r} and its demonstration have {num_tokens} tokens, which exceeds "
+        f"batching.max_tokens={max_tokens}; raise it, remove the row, or set batching.overlong=truncate"
+    )
+
+
+def check_demonstration_length(example: Example, max_tokens: int, longest_token: int) -> None:
+    """Raise on a demonstration that has more than `max_tokens` tokens, whatever they are.
+
+    Args:
+        example: with a demonstration.
+        max_tokens: the token budget.
+        longest_token: as of `check_length`.
+
+    Raises:
+        DataError: names the prompt, the demonstration's length and the keys.
+    """
+    demonstration = replace(example, prompt=example.demonstration or "")
+    if (fewest := fewest_tokens(demonstration, max_tokens, longest_token)) > max_tokens:
+        raise DataError(
+            f"the demonstration of {example.uid!r} has at least {fewest:,} tokens, which exceeds "
+            f"batching.max_tokens={max_tokens}; raise it, remove the row, or set batching.overlong=truncate"
+        )
+
+
+def characters(examples: Iterable[Example]) -> str:
+    """Return all characters of the prompts, answers and demonstrations, sorted.
+
+    >>> characters([Example("0", "1+1=", answer="2")])
+    '+12='
+    """
+    alphabet: set[str] = set()
+    for example in examples:
+        prompt = example.prompt if isinstance(example.prompt, str) else "".join(m["content"] for m in example.prompt)
+        alphabet.update(prompt, example.demonstration or "", "" if example.answer is None else str(example.answer))
+    return "".join(sorted(alphabet))
+
+
+def check_length(example: Example, name: str, max_tokens: int, longest_token: int) -> None:
+    """Raise on a prompt that has more than `max_tokens` tokens, whatever they are.
+
+    A prompt of megabytes takes a tokenizer minutes, and is found by its characters at once.
+
+    Args:
+        example: the prompt.
+        name: of the dataset, for messages.
+        max_tokens: maximum length of a prompt.
+        longest_token: characters of the vocabulary's longest token.
+
+    Raises:
+        DataError: names the prompt, its length and the keys.
+    """
+    if (fewest := fewest_tokens(example, max_tokens, longest_token)) > max_tokens:
+        raise DataError(
+            f"{name}: prompt {example.uid!r} has {_num_characters(example):,} characters, at least {fewest:,} tokens, "
+            f"which exceeds {max_tokens}; raise data.max_prompt_tokens or set data.overlong_prompt=drop"
+        )
+
+
+def fewest_tokens(example: Example, max_tokens: int, longest_token: int) -> int:
+    """Return how many tokens a prompt has at least, judged by its characters; 0 if it may have up to `max_tokens`.
+
+    A tokenizer may drop whitespace and merge a few characters into one, so these count less, except if every token is a
+    character. Of a conversation only the last message counts, because a chat template may leave out earlier ones.
+
+    >>> fewest_tokens(Example("0", "word " * 100_000), max_tokens=8, longest_token=10)
+    10000
+    """
+    num_characters = _num_characters(example)
+    if num_characters <= _QUICK_CHARACTERS:
+        return 0
+    if longest_token == 1:
+        return num_characters
+    characters_per_token = longest_token * _MERGED_CHARACTERS
+    if num_characters <= max_tokens * characters_per_token:
+        return 0
+    return len("".join(_last_text(example.prompt).split())) // characters_per_token
+
+
+def _num_characters(example: Example) -> int:
+    return len(_last_text(example.prompt))
+
+
+def _last_text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def check_text(value: Any, what: str, *, allow_blank: bool = False) -> str:

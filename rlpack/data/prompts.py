@@ -12,10 +12,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
-from rlpack.data.examples import Example, PromptDataset
-from rlpack.data.tokenization import tokenize_demonstrations, tokenize_prompts
+from rlpack.data.examples import (
+    Example,
+    PromptDataset,
+    check_length,
+    fewest_tokens,
+    nothing_left_error,
+    overlong_error,
+)
+from rlpack.data.tokenization import longest_token, tokenize_demonstrations, tokenize_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +54,15 @@ class Prompts:
             digest.update(repr(example).encode("utf-8", "backslashreplace"))
         return digest.hexdigest()
 
+    @cached_property
+    def column_names(self) -> list[str]:
+        """The dataset's columns besides prompt, answer and demonstration, those that only some rows have included."""
+        return list(dict.fromkeys(name for example in self.examples for name in example.columns))
+
     def batch(self, rows: np.ndarray) -> BatchedDataDict:
         """Return rows as `input_ids`, and as lists `uid`, `prompt`, `answer` and the dataset's other columns."""
         examples = [self.examples[row] for row in rows]
-        lists = {name: [example.columns.get(name) for example in examples] for name in self.examples[0].columns}
+        lists = {name: [example.columns.get(name) for example in examples] for name in self.column_names}
         lists |= {name: [vars(example)[name] for example in examples] for name in ("uid", "prompt", "answer")}
         return BatchedDataDict({"input_ids": self.input_ids.select(rows), **lists})
 
@@ -100,14 +111,16 @@ def tokenize_dataset(
         DataError: a prompt exceeds `max_tokens` and `overlong` is error, or no prompt is left.
     """
     examples, encoded = [], []
-    token_ids = tokenize_prompts(tokenizer, list(dataset), chat_template=chat_template)
-    for example, ids in zip(dataset, token_ids, strict=True):
+    longest = longest_token(tokenizer)
+    short = [example for example in dataset if fewest_tokens(example, max_tokens, longest) <= max_tokens]
+    if overlong == "error" and len(short) < len(dataset):
+        for example in dataset:
+            check_length(example, dataset.name, max_tokens, longest)
+    token_ids = tokenize_prompts(tokenizer, short, chat_template=chat_template)
+    for example, ids in zip(short, token_ids, strict=True):
         if len(ids) > max_tokens:
             if overlong == "error":
-                raise DataError(
-                    f"{dataset.name}: prompt {example.uid!r} has {len(ids)} tokens, which exceeds {max_tokens}; "
-                    "raise data.max_prompt_tokens or set data.overlong_prompt=drop"
-                )
+                raise overlong_error(example, dataset.name, len(ids), max_tokens)
             continue
         examples.append(example)
         encoded.append(ids)
@@ -117,5 +130,5 @@ def tokenize_dataset(
             "%s: dropped %d of %d prompts over %d tokens", dataset.name, num_dropped, len(dataset), max_tokens
         )
     if not examples:
-        raise DataError(f"{dataset.name}: every prompt exceeds data.max_prompt_tokens={max_tokens}; raise it")
+        raise nothing_left_error(dataset.name, max_tokens)
     return Prompts(examples, Ragged.from_rows(encoded, torch.int64))

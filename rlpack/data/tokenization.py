@@ -4,16 +4,16 @@ Invariant: user text never becomes a special token; `<eos>` inside a prompt is f
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlpack.batch.errors import DataError
-from rlpack.data.examples import Example, Message
+from rlpack.data.examples import SPECIAL_TOKENS, Example, Message, Prompt, conversation, prompt_text
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD, EOS, UNKNOWN = SPECIAL_TOKENS
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -44,19 +44,6 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def characters(examples: Iterable[Example]) -> str:
-    """Return all characters of the prompts, answers and demonstrations, sorted.
-
-    >>> characters([Example("0", "1+1=", answer="2")])
-    '+12='
-    """
-    alphabet: set[str] = set()
-    for example in examples:
-        prompt = example.prompt if isinstance(example.prompt, str) else "".join(m["content"] for m in example.prompt)
-        alphabet.update(prompt, example.demonstration or "", "" if example.answer is None else str(example.answer))
-    return "".join(sorted(alphabet))
-
-
 def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, chat_template: bool
 ) -> list[list[int]]:
@@ -74,7 +61,7 @@ def tokenize_prompts(
     if chat_template:
         encoded = [_encode_messages(tokenizer, _messages(example), f"prompt {example.uid!r}") for example in examples]
     else:
-        texts = [_prompt_text(example) for example in examples]
+        texts = [prompt_text(example) for example in examples]
         places = [f"prompt {example.uid!r}" for example in examples]
         encoded = _encode_texts(tokenizer, texts, places, add_special_tokens=True)
         end = tokenizer.eos_token_id
@@ -106,6 +93,16 @@ def tokenize_demonstrations(tokenizer: PreTrainedTokenizerBase, examples: Sequen
     return [[*ids, end] for ids in _encode_texts(tokenizer, texts, places, add_special_tokens=False)]
 
 
+def prompt_for_display(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    """Return a prompt as people read it: messages as the chat template renders them for the model."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return _render(tokenizer, prompt, "a prompt")
+    except (DataError, ValueError):
+        return conversation(prompt)
+
+
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the end-of-sequence token; None if the tokenizer has none."""
     return _single_id(tokenizer.eos_token_id, "end-of-sequence")
@@ -119,6 +116,12 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return _single_id(tokenizer.pad_token_id, "padding") or 0
 
 
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the characters of the vocabulary's longest token, special ones aside."""
+    special = set(tokenizer.all_special_tokens)
+    return max((len(token) for token in tokenizer.get_vocab() if token not in special), default=1)
+
+
 def _single_id(token_id: object, what: str) -> int | None:
     """Return a token's id, which transformers' types also allow to be a list."""
     if token_id is None or isinstance(token_id, int):
@@ -129,12 +132,6 @@ def _single_id(token_id: object, what: str) -> int | None:
 def _messages(example: Example) -> list[Message]:
     prompt = example.prompt
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def _prompt_text(example: Example) -> str:
-    if not isinstance(example.prompt, str):
-        raise DataError(f"prompt {example.uid!r} is a list of chat messages; set data.chat_template=true")
-    return example.prompt
 
 
 def _encode_texts(

@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from rlpack.config.schema import Pool
 from rlpack.distributed.errors import PlacementError
 
+# Ranks may share a core, for a test run; a mistyped number of ranks would only exhaust the machine's memory.
+MAX_RANKS_PER_CORE = 32
+
 
 def check_capacity(
     pools: Mapping[str, Pool],

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -10,33 +11,39 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
+from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import check_capacity, listing
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.ray_connection import connect, disconnect
+from rlpack.distributed.ray_internals import logs_folder
 from rlpack.distributed.ray_store import RayStore
 
 logger = logging.getLogger(__name__)
 
 # After this long a wait for devices, a warning says what is free.
 _WARN_S = 10.0
+# The answer to a wait arrives by then after its end.
+_ANSWER_S = 10.0
 
 
 class Cluster:
     """Pools of ranks on a Ray cluster; a context manager that leaves no process behind."""
 
-    def __init__(self, placement: Placement, job: Submission | None = None) -> None:
+    def __init__(self, placement: Placement, job: Submission | None = None, log_path: Path | None = None) -> None:
         """Join the cluster at `placement.address`, or start one on this machine.
 
         Args:
             placement: the pools, and where they run.
             job: names the secrets that ranks need; None for none.
+            log_path: the file to which ranks append what they log, on storage that all nodes share; None for none.
 
         Raises:
             PlacementError: no cluster answers at the address, or there is no room for the object store or its budget.
         """
         self._placement = placement
         self._job = Submission() if job is None else job
+        self._log_path = log_path
         self._pools: dict[str, RayRanks] = {}
         connect(placement)
         try:
@@ -60,6 +67,11 @@ class Cluster:
         self._pools.clear()
         disconnect()
 
+    @property
+    def ray_logs(self) -> str:
+        """Return the folder of Ray's logs on this machine."""
+        return logs_folder()
+
     def open_pools(self, names: list[str]) -> dict[str, RayRanks]:
         """Start the processes of these pools, unless they run already, and form their process groups.
 
@@ -68,10 +80,10 @@ class Cluster:
             RoleError: the processes did not start by `placement.start_timeout_s`.
         """
         pools = {name: self._placement.pools[name] for name in [*self._pools, *names]}
-        check_capacity(pools, _nodes(), ray.available_resources())
+        check_capacity(pools, _nodes(), ask_ray(ray.available_resources))
         opened = {name: self._open(name, pool) for name, pool in pools.items() if name not in self._pools}
         for ranks in opened.values():
-            ranks.init_process_group(self._job)
+            ranks.init_process_group(self._job, self._log_path)
         return self._pools
 
     def _open(self, name: str, pool: Pool) -> RayRanks:
@@ -84,19 +96,20 @@ class Cluster:
     def _reserve(self, name: str, pool: Pool) -> PlacementGroup:
         """Reserve the devices of a pool on a cluster that others may use."""
         bundle = {"CPU": pool.cpus_per_rank, "GPU": pool.gpus_per_rank}
-        group = placement_group([{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks, strategy="PACK")
+        bundles = [{kind: n for kind, n in bundle.items() if n > 0}] * pool.ranks
+        group = ask_ray(lambda: placement_group(bundles, strategy="PACK"))
         deadline = self._placement.start_timeout_s
-        if not group.wait(min(_WARN_S, deadline)):
+        if not _is_reserved(group, min(_WARN_S, deadline)):
             logger.warning(
                 "pool %s waits up to %g s for devices in use elsewhere: its %d ranks claim %s each, but only %s are "
                 "free",
-                *(name, deadline, pool.ranks, listing(bundle), listing(ray.available_resources())),
+                *(name, deadline, pool.ranks, listing(bundle), listing(ask_ray(ray.available_resources))),
             )
-            if not group.wait(max(0.0, deadline - _WARN_S)):
-                remove_placement_group(group)
+            if not _is_reserved(group, max(0.0, deadline - _WARN_S)):
+                ask_ray(lambda: remove_placement_group(group))
                 raise PlacementError(
                     f"pool {name} did not get its {pool.ranks} ranks within {deadline:g} s; "
-                    f"{listing(ray.available_resources())} are free; wait for others to finish, or lower "
+                    f"{listing(ask_ray(ray.available_resources))} are free; wait for others to finish, or lower "
                     f"placement.pools.{name}.ranks"
                 )
         return group
@@ -120,4 +133,9 @@ def _store(placement: Placement) -> RayStore:
 
 def _nodes() -> list[Mapping[str, float]]:
     """Return the resources of each living node."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [node["Resources"] for node in ask_ray(ray.nodes) if node["Alive"]]
+
+
+def _is_reserved(group: PlacementGroup, timeout_s: float) -> bool:
+    """Wait until a placement group has its devices; return whether it has."""
+    return ask_ray(lambda: group.wait(timeout_s), timeout_s + _ANSWER_S)

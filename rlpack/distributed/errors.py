@@ -24,7 +24,7 @@ class RankError(RuntimeError):
 
     def __str__(self) -> str:
         """Return type and message of the exception."""
-        return f"{self.kind}: {self.message}"
+        return f"{self.kind}: {self.message}" if self.message else self.kind
 
 
 class RoleError(RuntimeError):
@@ -90,6 +90,26 @@ def in_units(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} bytes"
+
+
+class ClusterError(RuntimeError):
+    """A daemon of the Ray that a run has started for itself ended during the run.
+
+    Attributes:
+        cause: which daemon, and how it ended.
+        logs: the folder of Ray's logs.
+    """
+
+    def __init__(self, cause: str, logs: str) -> None:
+        super().__init__(cause, logs)
+        self.cause, self.logs = cause, logs
+
+    def __str__(self) -> str:
+        """Return the cause, where the logs are, and the way out."""
+        return (
+            f"{self.cause} during the run, which can't go on without it; {self.logs} and the kernel's log may say why "
+            "(memory that ran out, another program); run the same command with resume=auto to continue"
+        )
 
 
 class JobRequestError(ValueError):

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed.errors import RankError, RoleError
 
@@ -54,7 +55,9 @@ def first_cause(
     failures = {failed: error}
     for ref in ray.wait(pending, num_returns=len(pending), timeout=_CAUSE_GRACE_S)[0] if pending else []:
         try:
-            ray.get(ref)
+            ray.get(ref, timeout=_CAUSE_GRACE_S)
+        except GetTimeoutError:  # its node doesn't deliver the value; the failure is elsewhere
+            continue
         except RayError as other:
             failures[ref] = other
     in_background = {f"{call.role}.{call.method}" for call in calls if call.background}
@@ -103,8 +106,29 @@ def describe_context(
     return ""
 
 
-def deadline_error(calls: Sequence[RankCall], timeout_s: float) -> RoleError:
-    """Return the error for calls that missed their deadline."""
+def deadline_error(
+    calls: Sequence[RankCall], timeout_s: float, stopped: Mapping[RankCall, int] = MappingProxyType({})
+) -> RoleError:
+    """Return the error for calls that missed their deadline.
+
+    Args:
+        calls: the calls.
+        timeout_s: how long each was waited for.
+        stopped: those whose processes are stopped, with the process ids. They explain the others.
+    """
+    if stopped:
+        first = next(iter(stopped))
+        names = ", ".join(f"{pid} (rank {call.rank})" for call, pid in stopped.items() if call.role == first.role)
+        waiting = sorted({call.rank for call in calls if call.role == first.role and call not in stopped})
+        in_collective = bool(waiting) and not first.background
+        others = f"; rank(s) {', '.join(map(str, waiting))} wait for it in a collective" if in_collective else ""
+        return RoleError(
+            first.role,
+            first.rank,
+            first.method,
+            f"no answer within {timeout_s:g} s, because process {names} is stopped, by SIGSTOP, a debugger or a "
+            f"scheduler{others}; what stops a process has to resume it (kill -CONT) before the deadline",
+        )
     ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
     return RoleError(
         calls[0].role,

@@ -6,6 +6,7 @@ Ray has no settings for some of this. Its private functions are replaced while i
 import logging
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,30 +14,38 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray._private import node, services, utils
-from ray._private.utils import detect_fate_sharing_support
 from ray.job_config import JobConfig
 
 from rlpack.config.schema import Placement
-from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.errors import PlacementError, in_units
+from rlpack.distributed.ray_daemons import NEEDED, RayDaemons
+from rlpack.distributed.ray_internals import children_end_with_parent, find, private_module, temp_dir
+from rlpack.distributed.ray_watch import ended_at
+from rlpack.distributed.run_token import RunToken
 
 logger = logging.getLogger(__name__)
 
-_MAX_WORKERS_PER_RANK = 2
+_WAITING_WORKERS = "--num_prestart_python_workers="
 _WITHOUT_GC = "rlpack.distributed.imports_without_gc"
+_LOOPBACK = "127.0.0.1"
+# Without this name, other machines may reach the run's Ray.
+_LOCALHOST = "resolve_ip_for_localhost"
 _POLL_S = 0.05
 _ANSWER_S = 5.0
-# Ray's daemons that end a start when they end. On a machine that stalls, the raylet gives up on its agents after 15 s.
-_NEEDED = {"raylet", "gcs_server"}
+# On a machine that stalls, the raylet gives up on its agents after 15 s.
 _ATTEMPTS = 3
+_PORT_POLL_MS = 500
+# Ray's own log files of a start take about 100 kB.
+_LEAST_ROOM = 1_000_000
+_ROOM = "make room, or set RAY_TMPDIR to a folder that is writable and has room for the run's logs"
 
 
 class _DaemonEndedError(Exception):
     """A daemon ended while Ray started. No RuntimeError, which Ray would take as a node that is not ready yet."""
 
 
-def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequence[str]) -> None:
-    """Start Ray on this machine and connect to it; start again if one of Ray's daemons ends meanwhile.
+def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequence[str]) -> RayDaemons:
+    """Start Ray on this machine, connect to it and return its daemons; start again if one ends meanwhile.
 
     Args:
         placement: the pools. The cluster gets one CPU slot per core, or more if the pools claim more.
@@ -44,14 +53,13 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         preload: modules that the workers import while they wait for a rank to run.
 
     Raises:
-        PlacementError: Ray did not start by `placement.start_timeout_s`, or a daemon ended in every attempt.
+        PlacementError: Ray did not start by `placement.start_timeout_s`, a daemon ended in every attempt, or there is
+            no room for Ray's files.
     """
     claimed = math.ceil(sum(pool.ranks * pool.cpus_per_rank for pool in placement.pools.values()))
     cores = os.cpu_count() or 1
     if claimed > cores:
         logger.warning("the pools claim %d CPUs, this machine has %d: its ranks will share them", claimed, cores)
-    # Ray starts one worker per core at once. Preload modules only if enough of the workers will become ranks.
-    preloads = cores <= _MAX_WORKERS_PER_RANK * sum(pool.ranks for pool in placement.pools.values())
     # Ray would kill a rank's reward supervisor before it could kill the reward processes and remove their files.
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
@@ -64,29 +72,50 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
         include_dashboard=False,
         logging_level=logging.WARNING,
         job_config=job_config,
+        _node_ip_address=_LOOPBACK,
     )
     deadline = time.monotonic() + placement.start_timeout_s
-    with _preloading([_WITHOUT_GC, *preload] if preload and preloads else ()):
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                _start(start, placement.start_timeout_s, deadline)
-                return
-            except _DaemonEndedError as error:
-                if attempt == _ATTEMPTS:
-                    raise PlacementError(f"Ray did not start on this machine: {error}; {_way_out()}") from error
-                logger.warning("%s; starting Ray again (attempt %d of %d)", error, attempt + 1, _ATTEMPTS)
+    daemons: RayDaemons | None = None
+    check_room()
+    try:
+        daemons = RayDaemons(RunToken())
+        with daemons.token.in_environment(), _preloading([_WITHOUT_GC, *preload] if preload else ()):
+            _start_within_attempts(partial(_start, start, daemons, placement, deadline), deadline)
+    except BaseException as error:
+        if daemons is not None:
+            daemons.close()
+        if isinstance(error, Exception) and not isinstance(error, PlacementError):  # Ray has no common class
+            raise PlacementError(_did_not_start(error)) from error
+        raise
+    return daemons
 
 
-def _start(start: Callable[[], Any], timeout_s: float, deadline: float) -> None:
+def _start_within_attempts(start: Callable[[], None], deadline: float) -> None:
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            start()
+            return
+        except _DaemonEndedError as error:
+            if attempt == _ATTEMPTS or time.monotonic() >= deadline:
+                raise PlacementError(f"Ray did not start on this machine: {error}; {_way_out()}") from error
+            logger.warning("%s; starting Ray again (attempt %d of %d)", error, attempt + 1, _ATTEMPTS)
+
+
+def _start(start: Callable[[], Any], daemons: RayDaemons, placement: Placement, deadline: float) -> None:
     """Call `start` with the replacements in Ray; if it fails, end the daemons that were started.
+
+    As many workers as there are ranks start with Ray.
 
     Raises:
         _DaemonEndedError: the raylet or the GCS ended.
         PlacementError: the node did not register by the deadline.
     """
-    nodes: list[node.Node] = []
+    nodes: list[Any] = []
+    timeout_s, ranks = placement.start_timeout_s, sum(pool.ranks for pool in placement.pools.values())
     with ExitStack() as stack:
-        for module, name, replace in _replacements(nodes, timeout_s, deadline):
+        late = partial(_too_late, timeout_s, "one of its daemons does not answer")
+        stack.enter_context(ended_at(deadline + _ANSWER_S - time.monotonic(), late, daemons.kill))
+        for module, name, replace in _replacements(nodes, daemons, ranks, timeout_s, deadline):
             stack.enter_context(_replaced(module, name, replace))
         try:
             start()
@@ -97,42 +126,98 @@ def _start(start: Callable[[], Any], timeout_s: float, deadline: float) -> None:
             if isinstance(error, RuntimeError) and any(ended):  # what Ray raises if the GCS is gone
                 raise _DaemonEndedError(next(filter(None, ended))) from error
             raise
+    logs = nodes[-1].get_logs_dir_path() if nodes else "the folder of Ray's logs"
+    daemons.watch(logs, placement.ray_timeout_s)
 
 
 def _replacements(
-    nodes: list[node.Node], timeout_s: float, deadline: float
+    nodes: list[Any], daemons: RayDaemons, ranks: int, timeout_s: float, deadline: float
 ) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield what is replaced while Ray starts: module or class, name, and a function of the original.
 
     The node that is started is added to `nodes`.
     """
+    node, services, utils = map(private_module, ("node", "services", "utils"))
+    node_class = find("_private.node", "Node")
+    yield services, "start_ray_process", partial(_with_workers, ranks=ranks)
     yield services, "get_node", partial(_patient, nodes=nodes, timeout_s=timeout_s, deadline=deadline)
-    yield node.Node, "start_head_processes", partial(_noting, nodes=nodes)
+    yield node_class, "start_head_processes", partial(_noting, nodes=nodes)
+    yield node, "wait_for_persisted_port", partial(_while_gcs_runs, nodes=nodes)
+    # Ray would replace the loopback address by one that other machines reach.
+    yield services, _LOCALHOST, lambda resolve: lambda host: host
     # A terminal, `timeout` and many schedulers signal a whole process group. The driver handles the signal by finishing
-    # its step, for which it needs Ray, so each of Ray's processes gets its own group. Where the kernel doesn't end
+    # its step, for which it needs Ray, so each of Ray's processes gets its own session. Where the kernel doesn't end
     # children with their parent, Ray relies on the driver's process group to end its processes.
-    if detect_fate_sharing_support():
-        yield services, "ConsolePopen", lambda start: partial(start, process_group=0)
+    if children_end_with_parent():
+        yield services, "ConsolePopen", daemons.starting
     # Three Python processes that a local run has no use for: the dashboard's server, for which the start would wait and
     # which `include_dashboard` only makes smaller; the autoscaler; the dashboard's agent, which stays small where the
     # packages of ray[default] are missing.
     yield services, "start_api_server", lambda start: lambda *args, **kwargs: (None, None)
-    yield node.Node, "start_monitor", lambda start: lambda self: None
+    yield node_class, "start_monitor", lambda start: lambda self: None
     yield utils, "get_dashboard_dependency_error", lambda check: lambda: ImportError("a local run has no dashboard")
 
 
-def _noting(start_processes: Callable[[node.Node], None], nodes: list[node.Node]) -> Callable[[node.Node], None]:
+def _with_workers(start_process: Callable[..., Any], ranks: int) -> Callable[..., Any]:
+    """Return Ray's `start_ray_process`, with one waiting worker per rank where Ray would start one per core."""
+
+    def start(command: list[str], *args: Any, **options: Any) -> Any:
+        workers = f"{_WAITING_WORKERS}{ranks}"
+        command = [workers if word.startswith(_WAITING_WORKERS) else word for word in command]
+        return start_process(command, *args, **options)
+
+    return start
+
+
+def _noting(start_processes: Callable[[Any], None], nodes: list[Any]) -> Callable[[Any], None]:
     """Return Ray's `start_head_processes`, adding the node to `nodes`."""
 
-    def start(self: node.Node) -> None:
+    def start(self: Any) -> None:
         nodes.append(self)
         start_processes(self)
 
     return start
 
 
+def _while_gcs_runs(wait_for_port: Callable[..., int], nodes: list[Any]) -> Callable[..., int]:
+    """Return Ray's `wait_for_persisted_port`, which gives up when the GCS that is to write its port has ended."""
+
+    def wait(*args: Any, timeout_ms: int, **options: Any) -> int:
+        deadline = time.monotonic() + timeout_ms / 1000
+        while True:
+            try:
+                return wait_for_port(*args, timeout_ms=_PORT_POLL_MS, **options)
+            except Exception:  # Ray has no common class for a port that is not there yet
+                if (ended := next(filter(None, map(_ended, nodes)), None)) is not None:
+                    raise _DaemonEndedError(ended) from None
+                if time.monotonic() > deadline:
+                    raise
+
+    return wait
+
+
+def check_room() -> None:
+    """Check that Ray can write its files; its daemons would end without saying why.
+
+    Raises:
+        PlacementError: their folder is full or can't be written.
+    """
+    folder = temp_dir()
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < _LEAST_ROOM:
+        problem = f"has {in_units(free)} free"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"can't be written by user {os.getuid()}"
+    else:
+        return
+    raise PlacementError(
+        f"Ray did not start on this machine: {existing}, where its files and logs go, {problem}; {_ROOM}"
+    )
+
+
 def _patient(
-    get_node: Callable[[str, str], Any], nodes: list[node.Node], timeout_s: float, deadline: float
+    get_node: Callable[[str, str], Any], nodes: list[Any], timeout_s: float, deadline: float
 ) -> Callable[[str, str], Any]:
     """Return Ray's `get_node`, waiting for the node to register as long as its daemons run.
 
@@ -148,15 +233,19 @@ def _patient(
             except RuntimeError as error:
                 problem = str(error)
                 time.sleep(_POLL_S)
-        raise PlacementError(
-            f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; {_way_out()}. Ray "
-            f"says: {problem}; its session's folder has raylet.out and gcs_server.out"
-        )
+        raise _too_late(timeout_s, problem)
 
     return wait
 
 
-def _is_registered(one: node.Node, node_id: str, deadline: float) -> bool:
+def _too_late(timeout_s: float, problem: str) -> PlacementError:
+    return PlacementError(
+        f"Ray did not start on this machine within placement.start_timeout_s={timeout_s:g} s; {_way_out()}. Ray "
+        f"says: {problem}; its session's folder has raylet.out and gcs_server.out"
+    )
+
+
+def _is_registered(one: Any, node_id: str, deadline: float) -> bool:
     """Return true once the node is registered, or if this version of Ray can't be asked; false at the deadline.
 
     Raises:
@@ -178,10 +267,19 @@ def _is_registered(one: node.Node, node_id: str, deadline: float) -> bool:
     return False
 
 
-def _ended(one: node.Node) -> str | None:
+def _ended(one: Any) -> str | None:
     """Return which of the needed daemons ended, and where the logs are; None if they run."""
-    ended = _NEEDED.intersection(name for name, _ in one.dead_processes())
+    ended = NEEDED.intersection(name for name, _ in one.dead_processes())
     return f"Ray's {', '.join(sorted(ended))} ended while it started, see {one.get_logs_dir_path()}" if ended else None
+
+
+def _did_not_start(error: Exception) -> str:
+    """Describe an error of Ray's start that is not the end or the silence of a daemon."""
+    reason = str(error).partition("\n")[0]
+    text = f"Ray did not start on this machine: {type(error).__name__}: {reason}"
+    if isinstance(error, OSError):
+        return f"{text}; Ray's files and logs go to {temp_dir()}: {_ROOM}"
+    return f"{text}; {_way_out()}; Ray's logs: {temp_dir()}/session_latest/logs"
 
 
 def _way_out() -> str:
@@ -198,7 +296,8 @@ def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator
     try:
         before = getattr(module, name)
     except AttributeError:
-        logger.debug("Ray %s has no %s.%s: its local start stays as it is", ray.__version__, module.__name__, name)
+        level = logging.WARNING if name == _LOCALHOST else logging.DEBUG
+        logger.log(level, "Ray %s has no %s.%s: its local start stays as it is", ray.__version__, module, name)
         yield
         return
     setattr(module, name, replace(before))

@@ -3,10 +3,10 @@
 Imports no Ray: `rlpack.distributed.rank_actor` makes a Ray actor of it, and tests call it directly.
 """
 
-import importlib
 import logging
 import os
 import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,8 +30,13 @@ from rlpack.distributed.errors import PlacementError, RankError
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
+from rlpack.run_log import log_until_exit
+from rlpack.user_code import describe_exception, import_user_module, text_of
 
 logger = logging.getLogger(__name__)
+
+# Attribute of the SystemExit by which Ray ends a process.
+_RAY_TERMINATES = "ray_terminate_msg"
 
 
 class RankProcess:
@@ -55,15 +61,31 @@ class RankProcess:
         self._background: dict[int, Future[OffloadedBatch]] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
+    def open_log(self, path: Path) -> None:
+        """Append to a file what this process logs; without the file, warn and go on."""
+        try:
+            log_until_exit(f"{self._context.pool}/{self._context.rank}", path)
+        except OSError as error:
+            logger.warning("rank %d of pool %s writes no log: %s", self._context.rank, self._context.pool, error)
+
     def load_secrets(self, job: Submission) -> None:
         """Read the secrets that a run names, on this node."""
         load_secrets(job, os.environ)
 
     def rendezvous(self, node_ip: str, timeout_s: float) -> tuple[str, int]:
         """Open the pool's rendezvous store on rank 0 and return its address."""
-        store = TCPStore(node_ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        self._rendezvous_store = store
-        return node_ip, store.port
+        # By itself the store would listen on all interfaces; it closes the socket that it is given.
+        listening = socket.create_server((node_ip, 0), family=socket.AF_INET6 if ":" in node_ip else socket.AF_INET)
+        port = listening.getsockname()[1]
+        self._rendezvous_store = TCPStore(
+            node_ip,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listening.detach(),
+        )
+        return node_ip, port
 
     def join(self, address: tuple[str, int], node_ip: str, timeout_s: float) -> None:
         """Join the pool's process group: gloo for CPU tensors, and NCCL for CUDA tensors where there is a GPU."""
@@ -145,33 +167,31 @@ class RankProcess:
 
 @contextmanager
 def _sendable_errors() -> Iterator[None]:
-    """Replace an exception that can't be pickled and unpickled by one with the same text.
+    """Replace an exception that can't be sent to the driver by one with the same text.
+
+    Exceptions that end a process, such as SystemExit, and those that can't be pickled and unpickled can't be sent. Nor
+    can a KeyboardInterrupt, which Ray reports as a cancelled call; Ctrl-C doesn't reach ranks.
 
     Raises:
         RankError: in place of such an exception.
     """
     try:
         yield
-    except Exception as error:  # a user's role may raise anything
-        if _is_sendable(error):
+    except BaseException as error:  # a user's role may raise anything
+        if _RAY_TERMINATES in vars(error) or _is_sendable(error):
             raise
         lines = "".join(traceback.format_exception(error))
-        raise RankError(type(error).__name__, _text_of(error), lines) from error
+        raise RankError(type(error).__name__, text_of(error), lines) from error
 
 
-def _is_sendable(error: Exception) -> bool:
+def _is_sendable(error: BaseException) -> bool:
+    if not isinstance(error, Exception):
+        return False
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - pickling runs the error's own code
         return False
     return True
-
-
-def _text_of(error: Exception) -> str:
-    try:
-        return str(error)
-    except Exception as other:  # noqa: BLE001 - the error's own code
-        return f"(its text is unavailable: {type(other).__name__})"
 
 
 def _interface_of(node_ip: str) -> str:
@@ -192,11 +212,11 @@ def load_class(target: str) -> type[Any]:
     if not module_name or not class_name:
         raise PlacementError(f"role target {target!r} is not of the form package.module:Class")
     try:
-        module = importlib.import_module(module_name)
+        module = import_user_module(module_name)
     except ImportError as error:
         raise PlacementError(f"role target {target!r}: {error}; is the package installed on every node?") from error
-    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
-        reason = f"{type(error).__name__}: {error}"
+    except Exception as error:  # importing a user's module may raise anything
+        reason = describe_exception(error)
         raise PlacementError(f"role target {target!r}: {module_name} can't be imported: {reason}") from error
     role_class = vars(module).get(class_name)
     if not isinstance(role_class, type):

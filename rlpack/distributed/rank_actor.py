@@ -15,14 +15,30 @@ from rlpack.config.sections.submission import JOB_FILES_VARIABLE
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.object_handles import END_OF_CALL, ObjectReader, handles_of
 from rlpack.distributed.process import RankProcess
+from rlpack.distributed.rank_processes import ProcessId
+from rlpack.distributed.ray_watch import RayWatch
+from rlpack.distributed.run_token import TOKEN
 
 
 class RankActor(RankProcess):
     """`RankProcess` with access to Ray: it knows its node, reads stored columns and stores its results."""
 
-    def __init__(self, context: RankContext, threads: int, import_path: Sequence[str] = ()) -> None:
-        """Prepare the process; in a submitted job, in the folder of the job's files on this node."""
+    def __init__(
+        self, context: RankContext, threads: int, import_path: Sequence[str] = (), silence_s: float | None = None
+    ) -> None:
+        """Prepare the process; in a submitted job, in the folder of the job's files on this node.
+
+        Args:
+            context: what the rank knows of its place.
+            threads: of PyTorch.
+            import_path: directories for modules, after those of Python.
+            silence_s: end this process after so long a silence of the cluster's GCS, without which neither the driver
+                nor Ray may be able to; None for never.
+        """
         super().__init__(context, threads, [*import_path, *_enter_job_files()])
+        if silence_s is not None:
+            RayWatch().start_asking({"GCS": ray.get_runtime_context().gcs_address}, silence_s, "Ray's logs")
+        os.environ.pop(TOKEN, None)  # Ray has read it; a user's role has no use for it
         if not gc.isenabled():  # see `rlpack.distributed.imports_without_gc`; what was imported is never garbage
             gc.freeze()
             gc.enable()
@@ -31,9 +47,9 @@ class RankActor(RankProcess):
         """Return the address of this rank's node."""
         return ray.util.get_node_ip_address()
 
-    def process_id(self) -> int:
-        """Return the process id."""
-        return os.getpid()
+    def process_id(self) -> ProcessId:
+        """Return this process."""
+        return ProcessId.own()
 
     def node(self) -> str:
         """Return Ray's id of this rank's node."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,16 +23,20 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
+from rlpack.distributed.answers import ask_ray, first_answer
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import RoleError, StoreFullError
+from rlpack.distributed.errors import ClusterError, RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, deadline_error, describe_context, describe_error, first_cause
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.object_handles import for_node
 from rlpack.distributed.process import driver_import_path
-from rlpack.distributed.rank_actor import RankActor, is_batch
+from rlpack.distributed.rank_actor import RankActor
+from rlpack.distributed.rank_processes import RankProcesses
 from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.ray_watch import current, raise_if_ray_ended, ray_ended
+from rlpack.distributed.shared_arguments import SharedArguments, argument_on_node
 from rlpack.distributed.submitted import SubmittedCalls
+from rlpack.run_log import log_of_node
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +71,21 @@ def _strategy(group: PlacementGroup | None, rank: int) -> PlacementGroupScheduli
     return "DEFAULT" if group is None else PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
 
 
+def _actors(name: str, pool: Pool, group: PlacementGroup | None, silence_s: float | None) -> list[Any]:
+    """Start the processes of a pool."""
+    threads = max(1, int(pool.cpus_per_rank))
+    device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
+    actor_class, layout = ray.remote(RankActor), ParallelLayout(dp_shard=pool.ranks)
+    return [
+        actor_class.options(
+            num_cpus=pool.cpus_per_rank,
+            num_gpus=pool.gpus_per_rank,
+            scheduling_strategy=_strategy(group, rank),
+        ).remote(RankContext(name, rank, layout, device), threads, driver_import_path(), silence_s)
+        for rank in range(pool.ranks)
+    ]
+
+
 class RayRanks:
     """The processes of one pool."""
 
@@ -76,20 +96,14 @@ class RayRanks:
         self._group = group
         self._store = store
         self._nodes: list[str] = []
+        self._processes: RankProcesses | None = None
         self._roles: set[str] = set()
         self._submitted = SubmittedCalls()
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
-        device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
-        actor_class, layout = ray.remote(RankActor), ParallelLayout(dp_shard=pool.ranks)
-        self._actors: list[Any] = [
-            actor_class.options(
-                num_cpus=pool.cpus_per_rank,
-                num_gpus=pool.gpus_per_rank,
-                scheduling_strategy=_strategy(group, rank),
-            ).remote(RankContext(name, rank, layout, device), max(1, int(pool.cpus_per_rank)), driver_import_path())
-            for rank in range(pool.ranks)
-        ]
+        # The daemons of a run's own Ray are processes of the driver, which ends all ranks with them.
+        silence_s = None if placement.address is None else placement.ray_timeout_s
+        self._actors: list[Any] = ask_ray(partial(_actors, name, pool, group, silence_s))
 
     @property
     def num_ranks(self) -> int:
@@ -98,11 +112,14 @@ class RayRanks:
 
     def process_ids(self) -> list[int]:
         """Return the process id of each rank, on its own node."""
-        refs = [actor.process_id.remote() for actor in self._actors]
-        return self._wait(_rank_calls(refs, f"pool {self._name}", "process"), self._call_s)
+        assert self._processes is not None, "init_process_group comes first"
+        return self._processes.pids
 
-    def init_process_group(self, job: Submission) -> None:
-        """Wait until all processes run, load the secrets that the run names, and form the process group."""
+    def init_process_group(self, job: Submission, log_path: Path | None = None) -> None:
+        """Wait until all processes run, load the secrets that the run names, and form the process group.
+
+        The processes append what they log to `log_path`; those on other nodes, to a file of their node next to it.
+        """
         role, method = f"pool {self._name}", "start"
 
         def finish(refs: list[ray.ObjectRef]) -> list[Any]:
@@ -110,6 +127,15 @@ class RayRanks:
 
         node_ips = finish([actor.node_ip.remote() for actor in self._actors])
         self._nodes = finish([actor.node.remote() for actor in self._actors])
+        processes = finish([actor.process_id.remote() for actor in self._actors])
+        self._processes = ask_ray(lambda: RankProcesses(self._nodes, processes))
+        if (watch := current()) is not None:
+            watch.kill_with(self._processes.kill_all)
+        if log_path is not None:
+            here = ray.get_runtime_context().get_node_id()
+            places = zip(self._actors, self._nodes, node_ips, strict=True)
+            paths = [(actor, log_path if node == here else log_of_node(log_path, ip)) for actor, node, ip in places]
+            finish([actor.open_log.remote(path) for actor, path in paths])
         if job.secret_names:
             finish([actor.load_secrets.remote(job) for actor in self._actors])
         (address,) = finish([self._actors[0].rendezvous.remote(node_ips[0], self._start_s)])
@@ -245,8 +271,21 @@ class RayRanks:
 
     def kill(self) -> None:
         """Kill the processes and free their resources."""
+        try:
+            if not ray_ended():
+                ask_ray(self._kill_by_ray, 2 * _CLOSE_S)
+                return
+        except ClusterError as error:
+            logger.debug("Ray doesn't kill pool %s: %s", self._name, error)
+        if self._processes is not None:
+            self._processes.kill_all()
+
+    def _kill_by_ray(self) -> None:
+        """Let Ray's GCS kill the processes, and free their resources."""
         for actor in self._actors:
             ray.kill(actor)
+        if self._processes is not None:
+            self._processes.close()
         if self._group is not None:
             remove_placement_group(self._group)
 
@@ -254,10 +293,10 @@ class RayRanks:
         """Start a call on its ranks; ranks with the same arguments read one object."""
         places = list(zip(self._actors, self._nodes, call.args_of_rank, strict=False))
         # Copy the rows that other nodes need before any rank starts its call: a busy rank can't copy rows.
-        shared = _SharedArguments(call.args_of_rank)
+        shared = SharedArguments(call.args_of_rank)
         args_of_rank = [[shared.for_node(arg, node) for arg in args] for _, node, args in places]
         kwargs_of_rank = [
-            {name: _argument_on_node(value, node) for name, value in call.kwargs.items()} for _, node, _ in places
+            {name: argument_on_node(value, node) for name, value in call.kwargs.items()} for _, node, _ in places
         ]
         refs = []
         for rank, (actor, _, _) in enumerate(places):
@@ -286,27 +325,27 @@ class RayRanks:
         pending = [call.ref for call in calls]
         earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
         while pending:
-            done, _ = ray.wait([*earlier, *pending], timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
+            answer = first_answer([*earlier, *pending], deadline)
+            if answer is None:
+                late = list(earlier.values()) or [call for call in calls if call.ref in pending]
+                stopped = _end_stopped(late, pools)
                 _kill(pools)
-                raise deadline_error(
-                    list(earlier.values()) or [call for call in calls if call.ref in pending], timeout_s
-                )
-            try:
-                value = ray.get(done[0])
-            except RayError as error:
-                unfinished = [ref for ref in (*earlier, *pending) if ref != done[0]]
+                raise deadline_error(late, timeout_s, stopped)
+            ref, value, error = answer
+            if error is not None:
+                unfinished = [other for other in (*earlier, *pending) if other != ref]
                 under_way = [*earlier.values(), *calls]
-                call, cause = first_cause(under_way, done[0], unfinished, error)
+                call, cause = first_cause(under_way, ref, unfinished, error)
+                raise_if_ray_ended()  # of which deaths are consequences
                 call = _call_of_dead_rank(cause, under_way, pools) or call
                 _kill(pools)
                 raise self._failure(call, cause, earlier) from cause
-            if earlier.pop(done[0], None) is None:
-                results[done[0]] = value
-                pending.remove(done[0])
+            if earlier.pop(ref, None) is None:
+                results[ref] = value
+                pending.remove(ref)
                 continue
             for pool in pools:
-                pool._submitted.record_answer(done[0])
+                pool._submitted.record_answer(ref)
             deadline = time.monotonic() + timeout_s
         return [results[call.ref] for call in calls]
 
@@ -337,29 +376,19 @@ def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[Ra
     return next((call for call in own if not call.background), own[0] if own else None)
 
 
+def _end_stopped(late: Sequence[RankCall], pools: set[RayRanks]) -> dict[RankCall, int]:
+    """Kill the processes that are stopped, and return the late calls that they run, with their process ids."""
+    stopped: dict[RankCall, int] = {}
+    for pool in pools:
+        processes = pool._processes
+        ranks = [] if processes is None else processes.stopped()
+        if processes is not None and ranks:
+            own = [call for call in late if call.role in pool._roles and call.rank in ranks]
+            stopped |= {call: processes.pids[call.rank] for call in own}
+            processes.kill(ranks)
+    return stopped
+
+
 def _kill(pools: set[RayRanks]) -> None:
     for pool in pools:
         pool.kill()
-
-
-class _SharedArguments:
-    """Batches among the arguments of a call, as ranks receive them; equal ones on one node are one object."""
-
-    def __init__(self, args_of_rank: Sequence[tuple[Any, ...]]) -> None:
-        self._uses = Counter(id(arg) for args in args_of_rank for arg in args if is_batch(arg))
-        self._local: dict[tuple[int, str], Any] = {}
-
-    def for_node(self, value: Any, node: str) -> Any:
-        """Return an argument as a rank on `node` receives it; a reference if several ranks receive it."""
-        if not is_batch(value):
-            return value
-        key = (id(value), node)
-        if key not in self._local:
-            local = _argument_on_node(value, node)
-            self._local[key] = ray.put(local) if self._uses[id(value)] > 1 else local
-        return self._local[key]
-
-
-def _argument_on_node(value: Any, node: str) -> Any:
-    """Return an argument as a rank on `node` receives it; only a shard's own rows travel between nodes."""
-    return for_node(value, node) if is_batch(value) else value

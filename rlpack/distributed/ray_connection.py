@@ -7,6 +7,7 @@ file `random.py` would replace the standard library's. Here it is left out; each
 (`rlpack.distributed.process`).
 """
 
+import atexit
 import logging
 import math
 import os
@@ -17,20 +18,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
-from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
-from ray._private.utils import estimate_available_memory, get_shared_memory_bytes
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
 from rlpack.config.schema import Placement
+from rlpack.distributed.answers import ask_ray
+from rlpack.distributed.capacity import MAX_RANKS_PER_CORE
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.local_ray import start_local_ray
+from rlpack.distributed.ray_internals import available_memory, largest_slow_store, logs_folder, shared_memory
+from rlpack.distributed.ray_watch import RayWatch, answers, close_current, current, ended_at, ray_ended, set_current
 
 logger = logging.getLogger(__name__)
 
-# Ranks may share a core, for a test run; a mistyped number of ranks would only exhaust the machine's memory.
-MAX_RANKS_PER_CORE = 32
 _ANSWER_S = 5.0
+# Leaving Ray takes a second; without its daemons, a minute.
+_SHUTDOWN_S, _HURRIED_SHUTDOWN_S = 30.0, 3.0
+
+
+# Those that did not end in time.
+_SHUTDOWNS: list[threading.Thread] = []
 
 
 def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
@@ -55,14 +62,31 @@ def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with _own_sigterm():
         if placement.address is None:
-            start_local_ray(placement, _job_config(), preload)
+            set_current(start_local_ray(placement, _job_config(), preload))
         else:
-            _join(placement.address)
+            set_current(_join(placement.address, placement))
 
 
 def disconnect() -> None:
     """Leave the cluster, and stop it if this process started it."""
-    ray.shutdown()
+    watch, has_ended = current(), ray_ended()
+    if watch is not None:
+        watch.stop_watching()
+        if has_ended:
+            watch.kill()
+    shutdown = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    shutdown.start()
+    shutdown.join(_HURRIED_SHUTDOWN_S if has_ended else _SHUTDOWN_S)
+    if shutdown.is_alive():
+        _SHUTDOWNS.append(shutdown)
+        logger.debug("Ray's shutdown is left behind: a daemon does not answer")
+        atexit.unregister(ray.shutdown)  # which would wait for the other
+    close_current()
+
+
+def hangs() -> bool:
+    """Return whether Ray's shutdown, which waits for a daemon that ended or is stopped, still runs in a thread."""
+    return any(thread.is_alive() for thread in _SHUTDOWNS)
 
 
 def check_object_store(placement: Placement) -> None:
@@ -73,9 +97,9 @@ def check_object_store(placement: Placement) -> None:
     """
     if placement.address is not None or placement.object_store_gb is None:
         return
-    size, memory, shared = 1e9 * placement.object_store_gb, estimate_available_memory(), get_shared_memory_bytes()
+    size, memory, shared = 1e9 * placement.object_store_gb, available_memory(), shared_memory()
     # Where shared memory is too small, as in a container, Ray puts a small store on disk and warns.
-    goes_to_disk = size <= REQUIRE_SHM_SIZE_THRESHOLD or "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE" in os.environ
+    goes_to_disk = size <= largest_slow_store() or "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE" in os.environ
     for room, what in ((memory, "memory free"), (math.inf if goes_to_disk else shared, "shared memory (/dev/shm)")):
         if size > room:
             raise PlacementError(
@@ -100,13 +124,21 @@ def _job_config() -> JobConfig:
     return config
 
 
-def _join(address: str) -> None:
+def _join(address: str, placement: Placement) -> RayWatch:
+    """Join a cluster and return the watch of its GCS and of this machine's raylet."""
     python_path = os.environ.get("PYTHONPATH")
     runtime_env = {"env_vars": {"PYTHONPATH": python_path}} if python_path else None
+    limit, watch = placement.start_timeout_s, RayWatch()
+    late = PlacementError(f"the Ray cluster at placement.address={address} did not answer within {limit:g} s")
     try:
         _check_answer(address)
-        ray.init(address=address, logging_level=logging.WARNING, runtime_env=runtime_env, job_config=_job_config())
+        with ended_at(limit, lambda: late, lambda: None):
+            ray.init(address=address, logging_level=logging.WARNING, runtime_env=runtime_env, job_config=_job_config())
+        watch.start_asking(ask_ray(_daemons, limit), placement.ray_timeout_s, logs_folder())
+        return watch
     except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
+        if ray.is_initialized():
+            disconnect()
         raise PlacementError(
             f"no Ray cluster answers at placement.address={address}: {error}; "
             "start one with `ray start --head`, check that its token is known here (RAY_AUTH_MODE, "
@@ -131,8 +163,26 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def _daemons() -> dict[str, str]:
+    """Return the addresses of the GCS and of this machine's raylet."""
+    context = ray.get_runtime_context()
+    here = context.get_node_id()
+    addresses = {"GCS": context.gcs_address}
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            addresses["raylet"] = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    return addresses
+
+
 def _check_answer(address: str) -> None:
-    """Connect to a `host:port` once, because Ray retries for minutes if nothing listens there."""
-    host, _, port = address.rpartition("/")[2].rpartition(":")
+    """Ask at a `host:port` once, because Ray retries for minutes if nothing listens or answers there.
+
+    Raises:
+        OSError: nothing listens there, or what does is stopped.
+    """
+    place = address.rpartition("/")[2]
+    host, _, port = place.rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        if not answers(place, _ANSWER_S):
+            raise TimeoutError(f"its process accepts connections, but says nothing within {_ANSWER_S:g} s")

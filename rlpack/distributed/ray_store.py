@@ -26,13 +26,14 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import ray
-import ray._private.state
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import offload
+from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import DRIVER, RoleError, StoreFullError
 from rlpack.distributed.object_handles import ObjectHandle, ObjectReader, for_node, handles_of
+from rlpack.distributed.ray_internals import stores
 
 # Ray spills to disk once 80 % of a node's store is full; weights in transit to the sampler need room, too.
 _SHARE, _SPILLS_AT = 0.6, 0.8
@@ -113,10 +114,7 @@ class _Claim:
 
 
 def _room_of_ray() -> Room:
-    key = "object_store_memory"
-    free = ray._private.state.available_resources_per_node()
-    total = ray._private.state.total_resources_per_node()
-    return {node: (free.get(node, {}).get(key, 0.0), of_node.get(key, 0.0)) for node, of_node in total.items()}
+    return ask_ray(stores)
 
 
 class RayStore:

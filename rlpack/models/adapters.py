@@ -4,6 +4,7 @@ A layer W·x becomes W·x + s·B·(A·x) with s = alpha / rank. A and B are trai
 model starts unchanged. Other roles and exports get the merged weights W + s·B·A under the base model's names.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,9 +83,25 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
         lora_dropout=settings.dropout,
         target_modules="|".join(name.replace(".", r"\.") for name in layers),
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft prepares patterns for routed experts, whatever the targets are.
+        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys")
         torch.manual_seed(seed)
-        inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # also freezes all other weights
+        try:
+            inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # also freezes all other weights
+        except ValueError as error:
+            raise ModelError(
+                f"{type(model).__name__} can't have adapters on all layers of actor.lora.targets="
+                f"{list(settings.targets)}: {error}; name other layers, such as *.q_proj"
+            ) from error
+    adapted = {name.removesuffix(_DOWN) for name, _ in model.named_parameters() if name.endswith(_DOWN)}
+    if extra := sorted(
+        adapted - set(layers)
+    ):  # peft adapts the weights of routed experts as well, which can't be merged
+        raise ModelError(
+            f"{type(model).__name__} has routed experts ({extra[0]}) that match actor.lora.targets="
+            f"{list(settings.targets)}, and adapters of experts can't be merged; name other layers, such as *.q_proj"
+        )
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:

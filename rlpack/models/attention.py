@@ -23,8 +23,10 @@ from rlpack.models.errors import ModelError
 
 NAME = "rlpack"
 
-# Options that layers pass to their attention function and that would change the result in unsupported ways.
-_UNSUPPORTED = ("s_aux", "position_bias", "cache", "past_key_values", "output_attentions")
+# Options that layers pass to their attention function. Of the first, values are applied; the second don't change the
+# result. Any other may, so it is refused unless it is None or False.
+_APPLIED = frozenset({"scaling", "dropout", "sliding_window", "softcap", "packed", "is_causal"})
+_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "return_dict", "position_embeddings"})
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,10 @@ def _check_supported(
             f"{kind} has {query.shape[2]} queries and {key.shape[2]} keys; {NAME} attention has no cache: "
             "call the model with use_cache=False, or generate with another attention implementation"
         )
-    if vars(module).get("is_causal") is False:
+    if vars(module).get("is_causal") is False or options.get("is_causal") is False:
         raise ModelError(f"{kind} is not causal; {NAME} attention supports causal language models only")
-    for name in _UNSUPPORTED:
-        if options.get(name) is not None and options[name] is not False:
+    for name, option in options.items():
+        if name not in _APPLIED and name not in _HARMLESS and option is not None and option is not False:
             raise ModelError(f"{kind} passes {name}, which {NAME} attention does not support; use another model")
     packed = options.get("packed")
     if packed is not None and (query.shape[0], query.shape[2]) != (1, sum(packed.lengths)):
@@ -142,7 +144,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
     length = query.shape[2]
     # A window no shorter than the row is plain causal attention, for which kernels need no mask.
     band = (
-        _causal_mask(length, rules.window, query.device) if rules.window is not None and rules.window < length else None
+        causal_mask(length, rules.window, query.device) if rules.window is not None and rules.window < length else None
     )
     return F.scaled_dot_product_attention(
         query,
@@ -156,12 +158,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
     )
 
 
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """Return bool [L, L], true where a query (row) sees a key.
 
     A query sees itself and the window - 1 positions before it.
 
-    >>> _causal_mask(3, 2, torch.device("cpu")).int().tolist()
+    >>> causal_mask(3, 2, torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     """
     allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
@@ -179,7 +181,7 @@ def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Opti
     scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
     scores = (query @ key.transpose(2, 3)) * scale
     scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    scores = scores.masked_fill(~_causal_mask(query.shape[2], rules.window, query.device), float("-inf"))
+    scores = scores.masked_fill(~causal_mask(query.shape[2], rules.window, query.device), float("-inf"))
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return F.dropout(weights, rules.dropout) @ value
 

@@ -1,4 +1,7 @@
-"""The errors of `rlpack.models`."""
+"""The errors of `rlpack.models`, and those that checks with and without PyTorch share."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class ModelError(ValueError):
@@ -7,3 +10,52 @@ class ModelError(ValueError):
 
 class IsolationError(RuntimeError):
     """A model whose packed sequences are not independent of each other."""
+
+
+def unknown_type_error(kind: object, known: Iterable[str]) -> ModelError:
+    """Return the error of a new model's type that transformers doesn't have."""
+    near = ", ".join(difflib.get_close_matches(str(kind), list(known), n=3)) or "qwen3, llama, mistral"
+    return ModelError(f"model.config.model_type is {kind!r}, which transformers does not know; try {near}")
+
+
+def unknown_setting_error(kind: str, key: str, known: Iterable[str]) -> ModelError:
+    """Return the error of a new model's setting that its type doesn't have."""
+    settings = sorted(known)
+    near = difflib.get_close_matches(key, settings, n=3)
+    hint = f"; did you mean {', '.join(near)}?" if near else f"; its settings are {', '.join(settings)}"
+    return ModelError(f"model.config.{key} is not a setting of {kind}{hint}")
+
+
+def not_causal_error(kind: str) -> ModelError:
+    """Return the error of a model type that has no causal language model."""
+    return ModelError(f"the model is a {kind}, which is not a causal language model; choose another")
+
+
+def remote_code_error(key: str, name: str) -> ModelError:
+    """Return the error of a model that needs code of its repository."""
+    return ModelError(
+        f"{key} is {name!r}, whose repository has custom code (auto_map in its config), which isn't run unless "
+        "model.trust_remote_code=true with model.revision set to a commit that you have read; set both, or choose a "
+        "model that transformers knows"
+    )
+
+
+def nothing_trained_error(key: str, patterns: Iterable[str]) -> ModelError:
+    """Return the error of patterns in an optimizer section that freeze every weight."""
+    return ModelError(
+        f"{key}.freeze={list(patterns)} freezes all weights, so nothing would be trained; remove some patterns"
+    )
+
+
+def no_end_problem(tokenizer: str, max_new_tokens: int) -> str:
+    """Return the message for a tokenizer without a token that ends a response.
+
+    Args:
+        tokenizer: what to call it, the subject of the sentence.
+        max_new_tokens: `rollout.max_new_tokens`.
+    """
+    return (
+        f"{tokenizer} has no end-of-sequence token (eos_token), so every response would run to "
+        f"rollout.max_new_tokens={max_new_tokens}; set rollout.stop_token_ids to ids that end a response, or "
+        "model.tokenizer to a tokenizer that has the token"
+    )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.packed import PackedModel
 
@@ -26,7 +27,7 @@ class ScalarHeadModel(PackedModel):
             head: None creates one of zeros, so a new critic predicts 0 for every token.
         """
         super().__init__(model)
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=model.dtype, device=model.device)
+        self.head = nn.Linear(hidden_size(model), 1, dtype=model.dtype, device=model.device)
         if head is None:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)
@@ -46,7 +47,7 @@ class ScalarHeadModel(PackedModel):
             before_token: if true, entry t is read at token t - 1 and does not depend on token t (a value estimate); it
                 is 0 at a row's first token. If false, entry t is read at token t: a row's score is its last entry.
         """
-        scalars = self.head(self.hidden_states(inputs))[:, 0].float()[inputs.slots]
+        scalars = self.head(self.hidden_states(inputs).to(self.head.weight.dtype))[:, 0].float()[inputs.slots]
         if not before_token:
             return scalars
         # In row order the previous entry is the previous token's, except at a row's first token.
@@ -62,6 +63,20 @@ class ScalarHeadModel(PackedModel):
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
         """Return one row's hidden states [L, d] by the wrapped model's own forward."""
-        positions = torch.arange(row.shape[0], device=row.device).unsqueeze(0)
-        states = self.model(input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False).last_hidden_state
-        return states[0].float()
+        return self.model(input_ids=row.unsqueeze(0), use_cache=False).last_hidden_state[0].float()
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    """Return d, the width of the hidden states after the last norm.
+
+    Raises:
+        ModelError: the model's config doesn't name it.
+    """
+    config = model.config.get_text_config()
+    try:
+        return config.hidden_size
+    except AttributeError as error:
+        raise ModelError(
+            f"{type(model).__name__} has no hidden_size in its config, so it can't get a value or score head; use "
+            "another model"
+        ) from error

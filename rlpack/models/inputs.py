@@ -103,6 +103,23 @@ def pack_rows(rows: list[Tensor]) -> ModelInputs:
     )
 
 
+def pad_rows(rows: list[Tensor]) -> ModelInputs:
+    """Pad a few rows on the right, without a plan.
+
+    >>> pad_rows([torch.tensor([5, 6]), torch.tensor([7])]).slots.tolist()
+    [0, 1, 2]
+    """
+    width = max(row.shape[0] for row in rows)
+    slots = torch.cat([torch.arange(row.shape[0]) + index * width for index, row in enumerate(rows)])
+    return ModelInputs(
+        input_ids=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        position_ids=torch.arange(width).expand(len(rows), width),
+        packed=None,
+        slots=slots,
+        row_lengths=torch.tensor([row.shape[0] for row in rows]),
+    )
+
+
 def equal_rows(token_ids: Tensor) -> ModelInputs:
     """Lay out rows of equal length, int64 [R, L], side by side without packing.
 

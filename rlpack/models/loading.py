@@ -1,21 +1,13 @@
 """Load models and tokenizers from a folder or the hub, or build a new model from a config. Safetensors only."""
 
-import difflib
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # its HTTP library depends on the version
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    StrictDataclassError,
-)
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -32,13 +24,23 @@ from transformers import (
 
 from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
-from rlpack.models import attention
-from rlpack.models.errors import ModelError
+from rlpack.models import attention, own_attention
+from rlpack.models.errors import (
+    ModelError,
+    not_causal_error,
+    remote_code_error,
+    unknown_setting_error,
+    unknown_type_error,
+)
+from rlpack.models.hub_models import hub_model_problem
+from rlpack.models.vocabulary import check_vocabulary
+from rlpack.user_code import UserCode, UserCodeError
 
 _log = logging.getLogger(__name__)
 
-# Long enough for a slow link, short enough that a wrong name fails soon when offline.
-HUB_TIMEOUT_S = 5.0
+_CLOSED_ATTENTION = (
+    "its attention layers don't call transformers' attention interface; set batching.mode=dynamic or fixed"
+)
 
 _MODEL_FILES = ("config.json",)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -63,11 +65,13 @@ def build_causal_lm(
         pad_token_id: the tokenizer's, likewise.
         seed: of a new model's weights; the process's random state does not change.
         device: of the model.
-        attention_name: transformers' attention implementation; "sdpa" for a model that generates with a cache.
+        attention_name: `rlpack` for a model that runs packed rows; `sdpa`, which falls back to `eager`, for one that
+            runs padded rows or generates with a cache.
 
     Raises:
         ModelError: the path or hub name gives no model, the config has an unknown key or model type, the tokenizer has
-            more tokens than the model, or remote code is requested without a revision.
+            more tokens than the model, the model can't use the attention, or remote code is requested without a
+            revision.
     """
     attention.register()
     if model.path is None:
@@ -75,7 +79,7 @@ def build_causal_lm(
         config = _new_config(model.config, {name: value for name, value in ids.items() if value is not None})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            built = AutoModelForCausalLM.from_config(config, attn_implementation=attention_name, dtype=torch.float32)
+            built = build_from_config(config, attention_name, f"model.config ({config.model_type})")
     else:
         if model.config:
             raise ModelError(
@@ -83,36 +87,62 @@ def build_causal_lm(
                 "has its own config, so set only one of them"
             )
         arguments = _without_adapter_lookup(_hub_arguments(model.path, model))
-        options = {"attn_implementation": attention_name, "dtype": torch.float32, "use_safetensors": True}
-        built = _load(AutoModelForCausalLM, model.path, "model.path", arguments | options)
-    _check_vocabulary(built, vocab_size)
-    return built.to(device)
+        built = _load_weights(AutoModelForCausalLM, model.path, "model.path", arguments, attention_name)
+    check_vocabulary(built, vocab_size)
+    return cast(PreTrainedModel, nn.Module.to(built, device))
 
 
-def load_classifier(settings: RewardModel, *, vocab_size: int, device: torch.device | str = "cpu") -> PreTrainedModel:
+def build_from_config(config: PreTrainedConfig, attention_name: str, source: str) -> PreTrainedModel:
+    """Return a language model with new random weights, in fp32.
+
+    Args:
+        config: the model's; the model keeps and changes it.
+        attention_name: as of `build_causal_lm`.
+        source: where the config comes from, for the error.
+
+    Raises:
+        ModelError: the model can't use the attention.
+    """
+    attention.register()
+    return _with_attention(
+        lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float32),
+        attention_name,
+        source,
+    )
+
+
+def load_classifier(
+    settings: RewardModel,
+    *,
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    attention_name: str = attention.NAME,
+) -> PreTrainedModel:
     """Load a sequence classifier with one label; weights are fp32.
 
     Args:
         settings: the `reward_model` section, with a path.
         vocab_size: of the policy's tokenizer.
         device: of the model.
+        attention_name: as of `build_causal_lm`.
 
     Raises:
-        ModelError: the path gives no such model, or the tokenizer has more tokens than the model.
+        ModelError: the path gives no such model, the tokenizer has more tokens than the model, or the model can't use
+            the attention.
     """
     attention.register()
     assert settings.path is not None, "a reward model is started only with a path"
     key = "reward_model.path"
     arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
-    options = {"attn_implementation": attention.NAME, "dtype": torch.float32, "use_safetensors": True}
-    built = _load(AutoModelForSequenceClassification, settings.path, key, _without_adapter_lookup(arguments) | options)
+    arguments = _without_adapter_lookup(arguments)
+    built = _load_weights(AutoModelForSequenceClassification, settings.path, key, arguments, attention_name)
     linear_head(built)
-    _check_vocabulary(built, vocab_size)
-    return built.to(device)
+    check_vocabulary(built, vocab_size)
+    return cast(PreTrainedModel, nn.Module.to(built, device))
 
 
-def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check, without its weights, that the reward model has one label and the policy's tokenizer.
+def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Check, without its weights, that the reward model has one label and the policy's tokenizer; return its config.
 
     Raises:
         ModelError: the path gives no sequence classifier with one label, or it has another tokenizer.
@@ -129,6 +159,7 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
         )
     way_out = "write a role that tokenizes texts itself (roles.<name>.target), or set another model"
     check_same_tokenizer(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)
+    return config
 
 
 def check_same_tokenizer(
@@ -173,32 +204,38 @@ def linear_head(classifier: PreTrainedModel) -> nn.Linear:
     return heads[0]
 
 
-def build_meta_model(model: Model, *, vocab_size: int | None = None, key: str = "model.path") -> PreTrainedModel:
+def build_meta_model(
+    model: Model, *, vocab_size: int | None = None, pad_token_id: int | None = None, key: str = "model.path"
+) -> PreTrainedModel:
     """Return the model on the meta device, without weights, with the same checks as `build_causal_lm`.
 
     Args:
         model: the `model` section, or one with the path of another model.
-        vocab_size: the tokenizer's; a new model gets it.
+        vocab_size: the tokenizer's; a new model gets it, and a loaded one must have at least as many tokens.
+        pad_token_id: the tokenizer's; a new model gets it.
         key: configuration key of the path, for the error.
 
     Raises:
         ModelError: the path or hub name gives no config, or the config has an unknown key, is not that of a causal
-            language model, or can't be built.
+            language model, or can't be built, or the tokenizer has more tokens than the model.
     """
     if model.path is None:
-        config = _new_config(model.config, {} if vocab_size is None else {"vocab_size": vocab_size})
+        ids = {"vocab_size": vocab_size, "pad_token_id": pad_token_id}
+        config = _new_config(model.config, {name: value for name, value in ids.items() if value is not None})
     else:
         config = _load(AutoConfig, model.path, key, _hub_arguments(model.path, model, key))
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"the model is a {config.model_type}, which is not a causal language model; choose another")
+        raise not_causal_error(config.model_type)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+            built = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # impossible numbers can fail anywhere in the model's code
         source = "model.config" if model.path is None else f"the config of {key}={model.path}"
         raise ModelError(
             f"{source} does not build a {config.model_type}: {type(error).__name__}: {error}; check heads and sizes"
         ) from error
+    check_vocabulary(built, vocab_size)
+    return built
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
@@ -221,14 +258,11 @@ def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConf
     if kind is None:
         raise ModelError("model.path is null and model.config has no model_type; set one of them")
     if kind not in CONFIG_MAPPING:
-        near = ", ".join(difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)) or "qwen3, llama, mistral"
-        raise ModelError(f"model.config.model_type is {kind!r}, which transformers does not know; try {near}")
+        raise unknown_type_error(kind, CONFIG_MAPPING)
     known = set(AutoConfig.for_model(kind).to_dict())
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else f"; its settings are {', '.join(sorted(known))}"
-            raise ModelError(f"model.config.{key} is not a setting of {kind}{hint}")
+            raise unknown_setting_error(kind, key, known)
     try:
         return AutoConfig.for_model(kind, **(settings | ids))
     except (TypeError, ValueError, StrictDataclassError) as error:
@@ -247,15 +281,8 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
             f"model.trust_remote_code=true would run the newest code from {name!r}; pin it with model.revision"
         )
     arguments = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
-    try:
-        HfApi().model_info(name, revision=model.revision, timeout=HUB_TIMEOUT_S)
-    except (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, HFValidationError) as error:
-        raise ModelError(
-            f"{key} is {name!r}: the hub has no such model, or you have no access (revision "
-            f"{model.revision or 'main'}); check the name and {key.partition('.')[0]}.revision, or log in"
-        ) from error
-    except (OfflineModeIsEnabled, HTTPError, OSError) as error:
-        _log.warning("the hub can't be reached (%s); loading %s from the local cache", type(error).__name__, name)
+    if problem := hub_model_problem(key, name, model.revision):
+        _log.warning("the hub can't be asked for %s (%s); loading it from the local cache", name, problem)
         arguments["local_files_only"] = True
     return arguments
 
@@ -276,14 +303,53 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
         )
     try:
         folder = Path(name).expanduser()
-        return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
+        with UserCode("its code"):
+            return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
+    except (
+        *(OSError, ValueError, KeyError, ImportError, RuntimeError, StrictDataclassError),
+        *(SafetensorError, UserCodeError),
+    ) as error:
+        if "trust_remote_code" in str(error):
+            raise remote_code_error(key, name) from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         offline = arguments.get("local_files_only") and not Path(name).expanduser().exists()
         hint = (
             "there is no such folder, the hub can't be reached, and its cache has no such model" if offline else reason
         )
         raise ModelError(f"{key} is {name!r}, which can't be loaded: {hint}; set a folder or a hub name") from error
+
+
+def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], attention_name: str) -> PreTrainedModel:
+    """Load fp32 weights from safetensors, with an attention implementation."""
+    options = arguments | {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+
+    def load(implementation: str) -> PreTrainedModel:
+        built, report = _load(kind, name, key, options | {"attn_implementation": implementation})
+        # transformers gives weights that the files lack random values, and says so in a log.
+        if missing := sorted(report["missing_keys"]):
+            raise ModelError(
+                f"{key} is {name!r}, whose files lack {len(missing)} weights of a {type(built).__name__}, the first "
+                f"is {missing[0]}; they would be random: set a complete model of this kind"
+            )
+        return built
+
+    return _with_attention(load, attention_name, f"{key} ({name!r})")
+
+
+def _with_attention(build: Callable[[str], PreTrainedModel], name: str, source: str) -> PreTrainedModel:
+    """Call `build` with an attention implementation; with eager where a model has no sdpa.
+
+    Raises:
+        ModelError: the model chooses its attention from a fixed table, which lacks ours.
+    """
+    try:
+        return build(name)
+    except (ValueError, ImportError, KeyError) as error:
+        if name == attention.NAME and name in str(error):
+            raise ModelError(f"{source} can't run packed rows: {_CLOSED_ATTENTION}") from error
+        if name == own_attention.DEFAULT and ("scaled_dot_product" in str(error) or "sdpa" in str(error)):
+            return build(own_attention.REFERENCE)
+        raise
 
 
 def _missing_files(kind: Any, name: str) -> str | None:
@@ -293,14 +359,3 @@ def _missing_files(kind: Any, name: str) -> str | None:
     if not folder.is_dir() or any((folder / file).exists() for file in needed):
         return None
     return f"there is no {' or '.join(needed)} in it"
-
-
-def _check_vocabulary(model: PreTrainedModel, vocab_size: int | None) -> None:
-    """Raise if the tokenizer has more tokens than the model."""
-    embeddings = model.get_input_embeddings()
-    assert isinstance(embeddings, nn.Embedding)
-    known = embeddings.num_embeddings
-    if vocab_size is not None and vocab_size > known:
-        raise ModelError(
-            f"the tokenizer has {vocab_size} tokens and the model {known}; set model.tokenizer to the model's own"
-        )

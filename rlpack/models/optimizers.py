@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlpack.config.sections.optimization import Optimizer
-from rlpack.models.errors import ModelError
+from rlpack.models.errors import nothing_trained_error
 from rlpack.models.patterns import match_patterns
 
 
@@ -34,10 +34,7 @@ def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") 
     for name in match_patterns(settings.freeze, named, f"{key}.freeze"):
         named[name].requires_grad_(False)
     if not any(weight.requires_grad for weight in named.values()):
-        raise ModelError(
-            f"{key}.freeze={list(settings.freeze)} freezes all {len(named)} weights, so nothing would be trained; "
-            "remove some patterns"
-        )
+        raise nothing_trained_error(key, settings.freeze)
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:

@@ -3,8 +3,11 @@
 Letters: T real tokens of the microbatch, N slots (padding included), d hidden size.
 """
 
-from typing import Self
+import inspect
+import re
+from typing import Self, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -12,6 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
+from rlpack.models.own_attention import forward_arguments
+
+# Config keys of dropout in decoder layers, not in the heads of classifiers.
+_LAYER_DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|pdrop)")
 
 
 class PackedModel(nn.Module):
@@ -24,7 +31,7 @@ class PackedModel(nn.Module):
     adapters, which is off by default, is active in training, inside `rlpack.models.adapters.dropout_seed`.
 
     Attributes:
-        model: the wrapped model, built with the `rlpack` attention.
+        model: the wrapped model: with the `rlpack` attention to run packed rows, else with transformers' own.
         reshard_after_forward: whether gathered weights are freed after forward; set by `shard_model`.
         compute_dtype: dtype of the forward pass; set by `shard_model`.
     """
@@ -44,13 +51,14 @@ class PackedModel(nn.Module):
         """Return the hidden state of each slot after the last norm, [N, d].
 
         A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective.
+        Padded rows need no mask: padding comes last, where no real token sees it.
         """
-        outputs = self.model.base_model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            packed=inputs.packed,
-            use_cache=False,
-        )
+        base = language_model(self.model)
+        if inputs.packed is None:
+            arguments = forward_arguments(base, position_ids=_padded_positions(inputs))
+        else:
+            arguments = {"position_ids": inputs.position_ids, "packed": inputs.packed}
+        outputs = base(input_ids=inputs.input_ids, use_cache=False, **arguments)
         return outputs.last_hidden_state.flatten(0, 1)
 
     def probe(self, inputs: ModelInputs) -> Tensor:
@@ -58,7 +66,7 @@ class PackedModel(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no outputs to check; add probe")
 
     def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return one row's outputs by the wrapped model's own forward, as ground truth."""
+        """Return the outputs of one row, int64 [L], by the wrapped model's own forward, as ground truth."""
         raise NotImplementedError(f"{type(self).__name__} has no ground truth to check; add probe_wrapped_model")
 
     def train(self, mode: bool = True) -> Self:
@@ -81,16 +89,54 @@ class PackedModel(nn.Module):
         Raises:
             ModelError: the model's config has dropout, which checkpointed layers may apply.
         """
-        settings = self.model.config.get_text_config().to_dict()
+        layers = {type(module) for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)}
+        settings = self.model.config.get_text_config().to_dict() if any(map(_reads_its_mode, layers)) else {}
         for name, value in settings.items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
+            if _LAYER_DROPOUT.search(name) and isinstance(value, float) and value > 0:
                 kind = type(self.model).__name__
                 raise ModelError(
                     f"{kind} has {name}={value}, which {role}.gradient_checkpointing=true would turn on; set it to 0 "
                     f"in the model's config, or set {role}.gradient_checkpointing=false"
                 )
         options = {"use_reentrant": False}
+        if not self.model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"{type(self.model).__name__} can't recompute activations; set {role}.gradient_checkpointing=false"
+            )
         if "activation_checkpointing_enable" in dir(self.model):
             self.model.activation_checkpointing_enable(options)
         else:  # transformers before the new name
             self.model.gradient_checkpointing_enable(options)
+
+
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that gives hidden states: itself, if it has no output layer."""
+    base = model.base_model
+    if base is model:  # its base_model_prefix names nothing
+        inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+        base = inner[0] if len(inner) == 1 and model.get_output_embeddings() is not None else model
+    return cast(PreTrainedModel, base)
+
+
+def _reads_its_mode(layer: type[nn.Module]) -> bool:
+    """Return whether a decoder layer's own code depends on `training`, as it does if it calls F.dropout itself.
+
+    In training only checkpointed layers are in training mode. Modules inside them, such as nn.Dropout, are not.
+    """
+    own = layer.__mro__[: layer.__mro__.index(GradientCheckpointingLayer)]
+    try:
+        return any("training" in inspect.getsource(kind) for kind in own)
+    except (OSError, TypeError):  # a class without source, for example of a notebook
+        return True
+
+
+def _padded_positions(inputs: ModelInputs) -> Tensor:
+    """Return the positions of right-padded rows, int64 [R, L].
+
+    They run on over the padding, as far as the longest row: transformers takes a jump for the border of a packed
+    sequence, and would build a mask for it.
+    """
+    num_rows, width = inputs.input_ids.shape
+    longest = int(inputs.row_lengths.max()) if inputs.row_lengths.numel() else 1
+    positions = torch.arange(width, device=inputs.input_ids.device).clamp(max=max(longest, 1) - 1)
+    return positions.expand(num_rows, width)

@@ -62,13 +62,15 @@ def shard_model(
 
 
 def decoder_layers(policy: PackedModel) -> list[nn.Module]:
-    """Return the model's decoder layers, first to last.
+    """Return the model's decoder layers, first to last; of nested ones the outermost.
 
     Raises:
         ModelError: the model doesn't name them.
     """
     names = set(policy.model._no_split_modules or ())
     layers = [module for module in policy.model.modules() if type(module).__name__ in names]
+    nested = {id(inner) for layer in layers for inner in layer.modules() if inner is not layer}
+    layers = [layer for layer in layers if id(layer) not in nested]
     if not layers:
         kind = type(policy.model).__name__
         raise ModelError(f"{kind} names no decoder layers (_no_split_modules), so it can't be sharded; use another")

@@ -30,7 +30,7 @@ def match_patterns(patterns: Sequence[str], names: Iterable[str], key: str) -> s
         matching = {name for name in names if fnmatchcase(name, pattern)}
         if not matching:
             raise ModelError(
-                f"{key} contains {pattern!r}, which matches none of {len(names)} names; the nearest are "
+                f"{key} contains {pattern!r}, which matches no name; the nearest are "
                 f"{', '.join(_nearest(pattern, names))}; a pattern matches a whole name, and * matches any text"
             )
         matched |= matching

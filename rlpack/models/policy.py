@@ -12,10 +12,8 @@ from transformers import PreTrainedModel
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
+from rlpack.models.output_map import OutputMap, measure_output_map
 from rlpack.models.packed import PackedModel
-
-# Config keys of models that scale their logits, which is not supported; 1 changes nothing.
-_LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
 
 
 class TokenScores(NamedTuple):
@@ -37,17 +35,22 @@ class Policy(PackedModel):
 
     Attributes:
         chunk: maximum number of tokens whose logits exist at one time.
+        output_map: what the model does around its output layer.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
+        """Wrap a model.
+
+        Args:
+            model: unsharded; a few tokens run through it, unless it is on the meta device.
+            chunk: maximum number of tokens whose logits exist at one time.
+
+        Raises:
+            ModelError: its log-probs can't be computed from a linear output layer.
+        """
         super().__init__(model)
-        settings = model.config.get_text_config().to_dict()
-        for name in _LOGIT_SCALES:
-            if settings.get(name) not in {None, 1}:
-                kind = type(model).__name__
-                raise ModelError(f"{kind} has {name}={settings[name]}; only models with plain logits can be trained")
         self.chunk = chunk
-        self._softcap: float | None = settings.get("final_logit_softcapping")
+        self.output_map: OutputMap = measure_output_map(model, output_head(model))
 
     def forward(
         self,
@@ -74,16 +77,20 @@ class Policy(PackedModel):
         # A token is predicted from the slot of the previous token, which precedes it in row order.
         sources = inputs.slots[targets - 1]
         labels = inputs.input_ids.flatten()[inputs.slots[targets]]
-        head = self.model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
+        head, rule = output_head(self.model), self.output_map
+        hidden = hidden.index_select(0, sources)
+        if rule.hidden_scale != 1.0:
+            hidden = hidden * rule.hidden_scale
         logprobs, entropies = linear_logprobs(
-            hidden.index_select(0, sources),
-            head.weight,
+            # Some models keep the sum over layers, and so the hidden state, in fp32.
+            hidden.to(head.weight.dtype),
+            head.weight if rule.num_logits is None else head.weight[: rule.num_logits],
             labels,
-            temperature=temperature,
+            # cap·tanh(scale·x / cap) / temperature has its scale in the other two numbers.
+            temperature=temperature / rule.scale,
             chunk=self.chunk,
-            softcap=self._softcap,
-            bias=head.bias,
+            softcap=None if rule.softcap is None else rule.softcap / rule.scale,
+            bias=head.bias if head.bias is None or rule.num_logits is None else head.bias[: rule.num_logits],
             entropy=entropy,
         )
         zeros = logprobs.new_zeros(inputs.num_tokens)
@@ -98,7 +105,21 @@ class Policy(PackedModel):
 
         Holds [L, V]; for short rows only.
         """
-        positions = torch.arange(row.shape[0], device=row.device).unsqueeze(0)
-        logits = self.model(input_ids=row.unsqueeze(0), position_ids=positions, use_cache=False).logits[0, :-1]
+        logits = self.model(input_ids=row.unsqueeze(0), use_cache=False).logits[0, :-1]
         scores = logits.float().log_softmax(-1).gather(1, row[1:, None])[:, 0]
         return torch.cat([scores.new_zeros(1), scores])
+
+
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """Return the linear layer that maps hidden states to logits.
+
+    Raises:
+        ModelError: the model has another kind of head.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear output layer (it has {type(head).__name__}), so its log-probs can't "
+            "be computed; use another model"
+        )
+    return head

@@ -1,5 +1,6 @@
 """Terminal output: one line per step, a progress bar for long work, a few sampled rollouts."""
 
+import errno
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,16 +20,17 @@ from rich.progress import (
 from rich.text import Text
 
 from rlpack.observe.sinks import LogPhase
-from rlpack.observe.text import reward_format, shortened, visible
+from rlpack.observe.terminal import leave_closed_terminal
+from rlpack.observe.text import are_accuracies, mean_reward_format, shortened, visible
 
 # The metrics on a step's line, in order: metric, label, format.
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("sft_warmup/loss", "loss", "{:.3f}"),
     ("reward/mean", "reward", "{:.3f}"),
     ("evaluation/loss", "held-out loss", "{:.3f}"),
-    ("evaluation/reward_sampled", "held-out sampled", "{:.1%}"),
-    ("evaluation/reward_best_of_n", "best of n", "{:.1%}"),
-    ("evaluation/reward_greedy", "greedy", "{:.1%}"),
+    ("evaluation/reward_sampled", "held-out {noun}", ""),
+    ("evaluation/reward_best_of_n", "best of n", ""),
+    ("evaluation/reward_greedy", "greedy", ""),
     ("rollout/response_tokens_mean", "length", "{:.1f}"),
     ("actor/loss", "loss", "{:+.4f}"),
     ("actor/entropy", "entropy", "{:.3f}"),
@@ -39,7 +41,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("throughput/tokens_per_s", "tok/s", "{:,.0f}"),
     ("time/step_s", "", "{:.2f} s"),
 )
-# Mean rewards, which share one format.
+# Held-out mean rewards: in percent if they are accuracies, else decimal.
 MEAN_REWARDS = frozenset(name for name, *_ in COLUMNS if name.startswith("evaluation/reward"))
 TITLES: dict[LogPhase, str] = {"sft_warmup": "warm-up", "train": "step", "evaluation": "evaluation"}
 STYLES: dict[LogPhase, str] = {"sft_warmup": "yellow", "train": "cyan", "evaluation": "bold green"}
@@ -91,13 +93,14 @@ class Console:
         """Print the metrics of one step on one line."""
         title = f"{TITLES[phase]} {step}" + (f"/{total}" if total else "")
         text = Text(title.ljust(TITLE_WIDTH), style=STYLES[phase])
-        mean_reward_format = reward_format(value for name, value in metrics.items() if name in MEAN_REWARDS)
+        is_accuracy = are_accuracies([metrics])
+        noun, held_out_format = "accuracy" if is_accuracy else "reward", mean_reward_format(is_accuracy=is_accuracy)
         for name, label, number_format in COLUMNS:
             if name not in metrics or (name in HIDDEN_IF_ZERO and not metrics[name]):
                 continue
             text.append("  ")
-            text.append(f"{label} " if label else "", style="dim")
-            value_format = mean_reward_format if name in MEAN_REWARDS else number_format
+            text.append(f"{label.format(noun=noun)} " if label else "", style="dim")
+            value_format = held_out_format if name in MEAN_REWARDS else number_format
             text.append(value_format.format(metrics[name]), style="default")
         self._print(text)
 
@@ -147,8 +150,13 @@ class Console:
             yield _RichProgress(progress, progress.add_task(visible(description), total=total))
 
     def _print(self, text: Text) -> None:
-        """Print text without wrapping, so that a log has one line per step."""
-        self._output.print(text, soft_wrap=True, markup=False, emoji=False)
+        """Print text without wrapping, so that a log has one line per step; a closed terminal is no error."""
+        try:
+            self._output.print(text, soft_wrap=True, markup=False, emoji=False)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            leave_closed_terminal()
         self.last_printed_at = time.monotonic()
 
 

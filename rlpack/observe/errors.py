@@ -5,6 +5,10 @@ class RunDirectoryError(ValueError):
     """The run directory can't be used; the message names the key."""
 
 
+class RunTakenOverError(RuntimeError):
+    """Another process has taken over the run directory."""
+
+
 class SinkError(ValueError):
     """A configured sink can't be opened; the message says what is missing."""
 

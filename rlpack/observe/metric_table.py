@@ -60,7 +60,8 @@ METRICS: dict[str, Metric] = {
         "nats",
         "Mean absolute difference between the trainer's and the sampler's log-probs, over all response tokens. Where a "
         "batch gets a single optimizer step, the update measures it, over the tokens that train; the steps of "
-        "recipe=ppo that train only the critic then lack it.",
+        "recipe=ppo that train only the critic then lack it. The run warns above rollout.max_logprob_gap, and ends "
+        "above ten times that.",
     ),
     "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term."),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),
@@ -110,6 +111,9 @@ METRICS: dict[str, Metric] = {
     ),
     "evaluation/reward_greedy": Metric(
         "1", "Held-out mean reward of greedy responses; the accuracy if rewards are 0 or 1."
+    ),
+    "evaluation/graded_rewards": Metric(
+        "rows", "Held-out rewards that are neither 0 nor 1; without any, evaluation/reward_* are accuracies."
     ),
     "evaluation/quarantined": Metric(
         "rows", "Held-out responses without a finite reward; they count as 0 in evaluation/reward_*."

@@ -8,28 +8,32 @@
 ...         pass
 ...     run.log(1, {"reward/mean": 0.5})
 >>> sorted(path.name for path in run_dir.iterdir())
-['config.yaml', 'metrics.jsonl', 'report.html']
+['config.yaml', 'metrics.jsonl', 'report.html', 'run.log']
 """
 
 import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, Self
 
+from rlpack import __version__
 from rlpack.config.redaction import without_secrets
 from rlpack.config.schema import Config
 from rlpack.observe.console import Console, ProgressBar, Sample
+from rlpack.observe.errors import RunTakenOverError
 from rlpack.observe.report.plan_record import PlanRecord, read_plan
 from rlpack.observe.run_dir import (
     LENGTHS,
+    LOG,
     METRICS,
     REPORT,
     SAMPLES,
@@ -38,15 +42,19 @@ from rlpack.observe.run_dir import (
     read_samples,
     remove_unstarted_run,
 )
+from rlpack.observe.run_lock import RunLock
 from rlpack.observe.sinks import LogPhase, ResumePoint, Sink, check_packages, open_sinks, read_records
+from rlpack.observe.terminal import is_ignored_hangup, leave_closed_terminal
 from rlpack.packing.plan import MicrobatchPlan
+from rlpack.run_log import RunLog, attached_log, current_log
+from rlpack.user_code import Interrupted
 
 logger = logging.getLogger(__name__)
 
 WARMUP_LINES = 20
 FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C again to stop at once\n"
-# Ctrl-C, and what a scheduler sends before it ends a job.
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Ctrl-C, what a scheduler sends before it ends a job, and what a closed terminal sends.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # `timeout` and some schedulers send SIGTERM to the process and to its group; within this time they count as one.
 SAME_SIGTERM_S = 1.0
 
@@ -66,20 +74,28 @@ class Position(Protocol):
 
 
 class Run:
-    """One run: its directory, sinks, console, timers and signal handling.
+    """One run: its directory, log, sinks, console, timers and signal handling.
 
-    Use it as a context manager. Inside, the first Ctrl-C or SIGTERM only sets `interrupted`, the second raises
-    KeyboardInterrupt; two SIGTERMs within a second count as one. On exit, also after an error, the sinks are closed and
-    the report is written.
+    Use it as a context manager. Inside, the first Ctrl-C, SIGTERM or SIGHUP only sets `interrupted`, the second
+    raises KeyboardInterrupt; two SIGTERMs within a second count as one, and SIGHUP never counts as the second. On exit,
+    also after an error, the sinks are closed and the report is written.
 
     Attributes:
         run_dir: directory of the run.
         interrupted: whether the run should stop after the current step.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[Sink], console: Console, totals: Mapping[LogPhase, int]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[Sink],
+        console: Console,
+        totals: Mapping[LogPhase, int],
+        lock: RunLock | None = None,
+    ) -> None:
         """Use open sinks; `totals` are the planned steps of each phase."""
         self.run_dir = run_dir
+        self._lock = lock
         self.interrupted = False
         self._interrupted_at = 0.0
         self._sinks = sinks
@@ -90,10 +106,18 @@ class Run:
         self._pending_plan: MicrobatchPlan | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._finished = False
+        self._log: RunLog | None = None
+        self._own_log = ExitStack()
 
     @classmethod
     def start(
-        cls, config: Config, run_dir: Path, *, resume_at: Position | None = None, console: Console | None = None
+        cls,
+        config: Config,
+        run_dir: Path,
+        *,
+        resume_at: Position | None = None,
+        console: Console | None = None,
+        lock: RunLock | None = None,
     ) -> Self:
         """Create the run directory, write `config.yaml` and open the sinks.
 
@@ -102,6 +126,7 @@ class Run:
             run_dir: directory of the run; with `resume=auto` it may already contain one.
             resume_at: position of the loaded checkpoint; later records are deleted. None starts from scratch.
             console: where lines are printed; None is standard output.
+            lock: of the directory; a run without one doesn't check that the directory is still its own.
 
         Raises:
             RunDirectoryError: the directory can't be used.
@@ -118,13 +143,18 @@ class Run:
             remove_unstarted_run(run_dir)
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
-        return cls(run_dir, sinks, Console() if console is None else console, totals)
+        return cls(run_dir, sinks, Console() if console is None else console, totals, lock)
 
     def log(self, step: int, metrics: Mapping[str, float], phase: LogPhase = "train") -> None:
         """Write a step's metrics to every sink and the console.
 
         The times measured since the last call are added to them.
+
+        Raises:
+            RunTakenOverError: another process has taken over the run directory.
         """
+        if self._lock is not None:
+            self._lock.check()
         record = {**metrics, **self._times}
         self._times = {}
         for sink in self._sinks:
@@ -167,15 +197,54 @@ class Run:
     def note(self, message: str) -> None:
         """Print a message on the console."""
         self._console.note(message)
+        if self._log is not None:
+            self._log.record("INFO", message)
+
+    @property
+    def log_path(self) -> Path | None:
+        """Return the path of `run.log`, to which ranks append too; None outside the `with` block."""
+        return None if self._log is None else self._log.path
+
+    def set_ray_logs(self, folder: str) -> None:
+        """Name the folder of Ray's own logs in `run.log`, and at the end of an error."""
+        if self._log is not None:
+            self._log.ray_logs = folder
+            self._log.record("INFO", f"Ray's logs: {folder}")
+
+    @contextmanager
+    def recording_failures(self) -> Iterator[None]:
+        """Record an error of this block at once, before the ranks are ended and the report is written."""
+        try:
+            yield
+        except Exception as error:
+            self._record_failure(error)
+            raise
+
+    def _record_failure(self, error: BaseException | None) -> None:
+        """Append an error's traceback to `run.log`, and report the error on the console of a command."""
+        if self._log is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, RunTakenOverError) or not has_started(self.run_dir):
+            self._log.stop()  # the directory belongs to another process, or is deleted
+        self._log.record_failure(error)
 
     def finish(self) -> Path:
         """Close the sinks, write `report.html`, print a summary, and return the report's path.
 
-        Later calls only return the path.
+        A report that can't be written only warns. Later calls only return the path.
         """
+        path = self.run_dir / REPORT
         if self._finished:
-            return self.run_dir / REPORT
+            return path
         self._close_sinks()
+        try:
+            self._report()
+        except Exception as error:  # noqa: BLE001 - drawing can fail in many ways, and no training depends on it
+            logger.warning("the report could not be written to %s: %s: %s", path, type(error).__name__, error)
+        return path
+
+    def _report(self) -> None:
+        """Write the report and print a summary."""
         # Imported here because matplotlib takes a second, which would delay every start.
         from rlpack.observe.report.report import write_report
         from rlpack.observe.report.summary import summarize
@@ -184,7 +253,6 @@ class Run:
         rows = summarize(list(read_records(self.run_dir / METRICS)), read_plan(self.run_dir / LENGTHS))
         self._console.table([(row.label, row.before or "", row.after) for row in rows])
         self._console.note(f"report: {path.absolute()}")
-        return path
 
     def _close_sinks(self) -> None:
         self._finished = True
@@ -192,9 +260,14 @@ class Run:
             sink.close()
 
     def __enter__(self) -> Self:
-        """Install the signal handlers, if this is the main thread."""
+        """Open `run.log`, and install the signal handlers if this is the main thread.
+
+        Under `nohup`, SIGHUP stays ignored.
+        """
+        self._open_log()
         if threading.current_thread() is threading.main_thread():
-            self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
+            handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
+            self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in handled}
         return self
 
     def __exit__(
@@ -202,16 +275,20 @@ class Run:
     ) -> None:
         """Restore the signal handlers and finish.
 
-        A failing report doesn't hide the error that ended the run.
+        A sink that can't be closed doesn't hide the error that ended the run.
 
-        A run that failed before its first record leaves no directory and no report.
+        A run that failed before its first record leaves no directory and no report. One whose directory was taken over
+        leaves the directory alone.
         """
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
+        self._record_failure(error)
         failed_at_start = error is not None and not has_started(self.run_dir)
         try:
-            if failed_at_start:
+            if isinstance(error, RunTakenOverError):
+                self._close_sinks()
+            elif failed_at_start:
                 self._close_sinks()
                 remove_unstarted_run(self.run_dir)
             else:
@@ -219,26 +296,44 @@ class Run:
         except Exception:
             if error is None:
                 raise
-            logger.exception("the report could not be written to %s", self.run_dir)
+            logger.exception("the metrics of %s could not be closed", self.run_dir)
+        finally:
+            self._own_log.close()
+
+    def _open_log(self) -> None:
+        """Append to `run.log` what the process logs: from its start, if a command does so already."""
+        self._log = current_log() or self._own_log.enter_context(attached_log("driver"))
+        try:
+            self._log.open(self.run_dir / LOG)
+        except OSError as error:
+            logger.warning("no log is written: %s", error)
+        self._log.record("INFO", f"rlpack {__version__}, process {os.getpid()} on {socket.gethostname()}")
 
     def _write_pending(self, step: int, phase: LogPhase) -> None:
-        """Write the samples and the plan recorded since the last `log`."""
-        if self._pending_plan is not None:
-            PlanRecord.of(self._pending_plan, step).write(self.run_dir / LENGTHS)
-        if self._pending_samples:
-            # ASCII, because lone surrogates in a model's text can't be encoded as UTF-8.
-            position = {"step": step, "phase": phase}
-            lines = [json.dumps(position | asdict(sample)) + "\n" for sample in self._pending_samples]
-            with (self.run_dir / SAMPLES).open("a", encoding="utf-8") as stream:
-                stream.writelines(lines)
+        """Write the samples and the plan recorded since the last `log`; only the report reads them."""
+        plan, samples = self._pending_plan, self._pending_samples
         self._pending_plan, self._pending_samples = None, []
+        try:
+            if plan is not None:
+                PlanRecord.of(plan, step).write(self.run_dir / LENGTHS)
+            if samples:
+                # ASCII, because lone surrogates in a model's text can't be encoded as UTF-8.
+                position = {"step": step, "phase": phase}
+                lines = [json.dumps(position | asdict(sample)) + "\n" for sample in samples]
+                with (self.run_dir / SAMPLES).open("a", encoding="utf-8") as stream:
+                    stream.writelines(lines)
+        except OSError as error:
+            logger.warning("step %d of %s will be missing from the report: %s", step, phase, error)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Set `interrupted` on the first signal, raise on the second."""
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         if self.interrupted:
-            if number == signal.SIGTERM and time.monotonic() - self._interrupted_at < SAME_SIGTERM_S:
+            is_same = number == signal.SIGTERM and time.monotonic() - self._interrupted_at < SAME_SIGTERM_S
+            if is_same or number == signal.SIGHUP:  # a terminal's shell and the kernel both send one
                 return
-            raise KeyboardInterrupt
+            raise Interrupted
         self.interrupted, self._interrupted_at = True, time.monotonic()
         # Not through logging or rich, whose writes this handler may interrupt.
         os.write(2, FIRST_INTERRUPT)
@@ -249,4 +344,7 @@ def _truncate_samples(path: Path, point: ResumePoint | None) -> None:
     defaults = {"step": 0, "phase": "train"}  # for lines that lack them
     retained = [sample for sample in read_samples(path) if point is not None and point.covers(defaults | sample)]
     if path.exists():
-        path.write_text("".join(json.dumps(sample) + "\n" for sample in retained), encoding="utf-8")
+        # Replaced atomically: a crash leaves the old file intact.
+        staging = path.with_name(path.name + ".tmp")
+        staging.write_text("".join(json.dumps(sample) + "\n" for sample in retained), encoding="utf-8")
+        os.replace(staging, path)

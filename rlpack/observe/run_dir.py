@@ -1,5 +1,6 @@
 """The run directory: the names of its files, and checks that a run can use it."""
 
+import hashlib
 import json
 import logging
 import os
@@ -11,13 +12,17 @@ from typing import Any
 import yaml
 
 from rlpack.observe.errors import RunDirectoryError
+from rlpack.run_log import is_log_of_node
 
 logger = logging.getLogger(__name__)
 
 CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
 PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
+LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
+# The folders of checkpoints to resume from; the reference policy is stored in another one.
+_PHASES = ("sft_warmup", "train")
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
-_HARMLESS = frozenset({REPORT, EVENTS, "wandb", "wandb-id", ".hydra", "logs", "multirun.yaml"})
+_HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, ".hydra", "logs", "multirun.yaml"})
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -27,13 +32,15 @@ def holds_run(run_dir: Path) -> bool:
 
 def holds_checkpoint(run_dir: Path) -> bool:
     """Return whether the directory contains a committed checkpoint, possibly damaged."""
-    return any((run_dir / CHECKPOINTS).glob("*/step-*/COMMITTED"))
+    return any(any((run_dir / CHECKPOINTS / phase).glob("step-*/COMMITTED")) for phase in _PHASES)
 
 
 def has_started(run_dir: Path) -> bool:
     """Return whether the run has written a record or a checkpoint."""
     metrics = run_dir / METRICS
-    return (metrics.exists() and metrics.stat().st_size > 0) or any((run_dir / CHECKPOINTS).glob("*/step-*"))
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(
+        any((run_dir / CHECKPOINTS / phase).glob("step-*")) for phase in _PHASES
+    )
 
 
 def remove_unstarted_run(run_dir: Path) -> None:
@@ -45,8 +52,11 @@ def remove_unstarted_run(run_dir: Path) -> None:
     if has_started(run_dir):
         return
     try:
-        for name in (CONFIG, METRICS, SAMPLES):
-            (run_dir / name).unlink(missing_ok=True)
+        for path in (
+            *(run_dir / name for name in (CONFIG, METRICS, SAMPLES, LOG)),
+            *filter(is_log_of_node, run_dir.iterdir()),
+        ):
+            path.unlink(missing_ok=True)
         shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)  # a frozen policy, and incomplete saves
         if not any(run_dir.iterdir()):
             run_dir.rmdir()
@@ -60,7 +70,12 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     Raises:
         RunDirectoryError: it is a file, can't be written, contains a run without `resume`, or contains unrelated files.
     """
-    if run_dir.exists() and not run_dir.is_dir():
+    try:
+        exists = run_dir.exists()
+    except (OSError, ValueError) as error:  # a name over 255 bytes, a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RunDirectoryError(f"run_dir={run_dir} can't be a directory ({reason}); choose another run_dir") from error
+    if exists and not run_dir.is_dir():
         raise RunDirectoryError(f"run_dir={run_dir} is not a directory; choose another run_dir")
     if not resume and holds_run(run_dir):
         raise RunDirectoryError(
@@ -81,7 +96,9 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
 def _unrelated_files(run_dir: Path) -> list[str]:
     """Return the files in a directory that neither a run nor Hydra writes."""
     try:
-        return sorted(path.name for path in run_dir.iterdir() if path.name not in _HARMLESS)
+        return sorted(
+            path.name for path in run_dir.iterdir() if path.name not in _HARMLESS and not is_log_of_node(path)
+        )
     except OSError:  # it doesn't exist, or can't be read, which has its own error
         return []
 
@@ -117,7 +134,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / CONFIG
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         logger.warning("%s can't be read and is ignored: %s", path, error)
         return {}
     return loaded if isinstance(loaded, dict) else {}
@@ -139,6 +156,32 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
             continue
         samples += [sample] if isinstance(sample, dict) else []
     return samples
+
+
+def record_hashes(run_dir: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files that a resumed run continues: metrics, samples and the id of W&B."""
+    hashes: dict[str, str] = {}
+    for name in (METRICS, SAMPLES, WANDB_ID):
+        if (run_dir / name).is_file():
+            with (run_dir / name).open("rb") as stream:
+                hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
+
+
+def check_records(run_dir: Path, hashes: Mapping[str, str]) -> None:
+    """Warn if the records up to a checkpoint, to which later ones are appended, have changed since it was written.
+
+    Args:
+        run_dir: the run directory; its records end with the checkpoint.
+        hashes: `record_hashes` at the time of the checkpoint.
+    """
+    found = record_hashes(run_dir)
+    if changed := sorted(name for name in found.keys() | hashes.keys() if found.get(name) != hashes.get(name)):
+        logger.warning(
+            "%s in %s changed after the checkpoint was written: its records up to the checkpoint are not those of the "
+            "run (the training state is intact)",
+            *(" and ".join(changed), run_dir),
+        )
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

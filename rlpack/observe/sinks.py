@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from rlpack.config.schema import Logger
+from rlpack.installation import how_to_install
 from rlpack.observe.errors import SinkError
 from rlpack.observe.metric_table import check_names
-from rlpack.observe.run_dir import EVENTS, METRICS
+from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,11 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
     Lines that can't be read, such as one cut by a crash, are skipped; one warning counts them.
     """
+    return (record for _, record in _read_lines(path))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line that is a record, and the record."""
     if not path.exists():
         return
     broken: list[int] = []
@@ -82,11 +88,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(stream, start=1):
             try:
                 record = json.loads(line)
-                yield {
-                    "step": int(record["step"]),
-                    "phase": str(record["phase"]),
-                    "time_s": float(record["time_s"]),
-                } | {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
+                position = {"step": int(record["step"]), "phase": str(record["phase"])}
+                figures = {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
+                yield line, position | {"time_s": float(record["time_s"])} | figures
             except (ValueError, KeyError, TypeError):
                 broken.append(number)
     if broken:
@@ -108,11 +112,11 @@ class JsonlSink:
             path: the file; emptied unless `resume` is given.
             resume: keep the records up to this point, and delete the rest.
         """
-        retained = [record for record in read_records(path) if resume is not None and resume.covers(record)]
-        self._started = time.monotonic() - max((record["time_s"] for record in retained), default=0.0)
+        retained = [entry for entry in _read_lines(path) if resume is not None and resume.covers(entry[1])]
+        self._started = time.monotonic() - max((record["time_s"] for _, record in retained), default=0.0)
         # Replaced atomically: a crash leaves the old file intact.
         staging = path.with_name(path.name + ".tmp")
-        staging.write_text("".join(_line(record) for record in retained), encoding="utf-8")
+        staging.write_text("".join(line.rstrip("\n") + "\n" for line, _ in retained), encoding="utf-8")
         os.replace(staging, path)
         self._stream: TextIO = path.open("a", encoding="utf-8")
 
@@ -169,8 +173,8 @@ class WandbSink:
             SinkError: the API key is missing, or the service refuses the run or can't be reached.
         """
         wandb = importlib.import_module("wandb")
-        file = run_dir / "wandb-id"
-        run_id = file.read_text(encoding="utf-8") if file.exists() else secrets.token_hex(4)
+        file = run_dir / WANDB_ID
+        run_id = file.read_text(encoding="utf-8", errors="replace") if file.exists() else secrets.token_hex(4)
         # The command line and the console output may contain secrets and model text, so neither is uploaded.
         private = wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_meta=True)
         try:
@@ -221,18 +225,19 @@ def open_sinks(
     return [JsonlSink(run_dir / METRICS, resume=resume), *optional]
 
 
-def check_packages(settings: Logger) -> None:
+def check_packages(settings: Logger, environment: Mapping[str, str] = os.environ) -> None:
     """Check that the packages of the configured sinks are installed, without importing them.
 
     Raises:
-        SinkError: one is missing; names the package, the key and the extra to install.
+        SinkError: one is missing; names the package, the key and how to install it in this environment.
     """
     enabled = {"tensorboard": settings.tensorboard, "wandb": settings.wandb != "disabled"}
     for package, is_enabled in enabled.items():
         if is_enabled and importlib.util.find_spec(package) is None:
             key = f"logger.{package}"
             raise SinkError(
-                f"{key} needs the package {package}, which is not installed; install rlpack[{package}] or unset {key}"
+                f"{key} needs the package {package}, which is not installed; {how_to_install(package, environment)}, "
+                f"or unset {key}"
             )
 
 

@@ -1,8 +1,12 @@
 """Text for people: untrusted text (models, dataset rows) made safe to print, and number formats."""
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+# Held-out rewards that are neither 0 nor 1.
+GRADED_REWARDS = "evaluation/graded_rewards"
+_MEAN_REWARD = "evaluation/reward_"
 # Newline and tab become visible symbols; other control and format characters become escapes.
 _SYMBOLS = {"\n": "⏎", "\t": "⇥"}
 
@@ -34,15 +38,21 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
 
 
-def reward_format(rewards: Iterable[float]) -> str:
-    """Return the format of mean rewards.
+def are_accuracies(records: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether the held-out mean rewards of records are accuracies: every reward was 0 or 1.
 
-    Percent if all are between 0 and 1, else decimal.
-
-    >>> reward_format([0.5, 1.0]).format(0.5), reward_format([0.5, 7.25]).format(0.5)
-    ('50.0%', '0.500')
+    >>> are_accuracies([{"evaluation/reward_greedy": 0.5, "evaluation/graded_rewards": 0.0}, {"reward/mean": 3.0}])
+    True
+    >>> are_accuracies([{"evaluation/reward_greedy": 0.5, "evaluation/graded_rewards": 2.0}])
+    False
     """
-    return "{:.1%}" if all(0 <= reward <= 1 for reward in rewards) else "{:.3f}"
+    counts = [record.get(GRADED_REWARDS) for record in records if any(name.startswith(_MEAN_REWARD) for name in record)]
+    return bool(counts) and not any(count is None or count > 0 for count in counts)
+
+
+def mean_reward_format(*, is_accuracy: bool) -> str:
+    """Return the format of held-out mean rewards: percent for accuracies, else decimal."""
+    return "{:.1%}" if is_accuracy else "{:.3f}"
 
 
 def _escape(character: str) -> str:

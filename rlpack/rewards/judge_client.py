@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from rlpack.data.examples import conversation
 from rlpack.rewards.errors import RewardError
 from rlpack.rewards.pool.processes import printable
 from rlpack.rewards.reward_result import SKIPPED, Problem, RewardResult
@@ -90,7 +91,7 @@ class JudgeClient:
         headers = {} if self._settings.api_key is None else {"Authorization": f"Bearer {self._settings.api_key}"}
         limits = httpx.Limits(max_connections=self._settings.concurrency)
         async with httpx.AsyncClient(headers=headers, limits=limits, timeout=self._settings.timeout_s) as client:
-            rows = [{name: str(columns[name][row]) for name in names} for row in range(num_rows)]
+            rows = [{name: _as_text(name, columns[name][row]) for name in names} for row in range(num_rows)]
             tasks = [asyncio.create_task(self._score_row(client, row)) for row in rows]
             try:
                 return await asyncio.gather(*tasks)
@@ -153,6 +154,11 @@ class JudgeClient:
             raise _AttemptFailed("error", f"{url}: {type(error).__name__}: {error}") from error
         _check_status(response, body, url)
         return _message_content(body, url)
+
+
+def _as_text(name: str, value: Any) -> str:
+    """Return a column's value as the judge reads it: the messages of a chat prompt, a line each."""
+    return conversation(value) if name == "prompt" and isinstance(value, list) else str(value)
 
 
 def placeholders(prompt_template: str) -> list[str]:

@@ -1,19 +1,23 @@
-"""Mathematical answers, compared by value (`math-verify`, `pip install 'rlpack[math]'`).
+"""Mathematical answers, compared by value (`math-verify`, the extra `math`).
 
 The library's own time limits are off: they use signals, which fail outside the main thread and can't interrupt C code.
 The pool kills a row at `reward.timeout_s`, whatever sympy is doing.
 """
 
 import logging
+import os
 from functools import cache, lru_cache
 from typing import Any
 
+from rlpack.installation import how_to_install
 from rlpack.rewards.errors import RewardError
 
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise RewardError("rlpack.rewards.math needs math-verify; pip install 'rlpack[math]'") from error
+    raise RewardError(
+        f"rlpack.rewards.math needs math-verify, which is not installed; {how_to_install('math', os.environ)}"
+    ) from error
 
 _LATEX_MARKS = ("$", r"\boxed", r"\(", r"\[")
 

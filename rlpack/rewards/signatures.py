@@ -9,13 +9,13 @@ are the dataset's, plus `uid` and `finish_reason`; `**columns` receives all data
 """
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from rlpack.rewards.errors import RewardError
+from rlpack.user_code import UserCode, UserCodeError, describe_exception, import_user_module
 
 RewardCallable = Callable[..., Any]
 SignatureKind = Literal["batched", "single", "verl"]
@@ -74,12 +74,13 @@ def resolve(target: str, key: str = "reward.function") -> RewardCallable:
     if not module_name or not name.isidentifier():
         raise RewardError(f"{key} is {target!r}; write it as package.module:function")
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # importing a user's module can raise anything
-        reason = f"{type(error).__name__}: {error}"
+        module = import_user_module(module_name)
+    except Exception as error:  # importing a user's module can raise anything
+        reason = describe_exception(error)
         raise RewardError(f"{key} is {target!r}, and {module_name} can't be imported: {reason}") from error
     try:
-        function = getattr(module, name)
+        with UserCode(f"{key} is {target!r}, and {module_name}", RewardError):
+            function = getattr(module, name)
     except AttributeError as error:
         functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
         raise RewardError(
@@ -229,6 +230,8 @@ def _suggest(name: str, names: Iterable[str]) -> str:
 
 def _parameters(function: RewardCallable, key: str) -> Mapping[str, inspect.Parameter]:
     try:
-        return inspect.signature(function).parameters
-    except (ValueError, TypeError) as error:  # some functions written in C
-        raise RewardError(f"{key}={describe(function)} has no readable signature; write it as {_EXAMPLES}") from error
+        with UserCode("its __signature__"):
+            return inspect.signature(function).parameters
+    except (ValueError, TypeError, UserCodeError) as error:  # some functions written in C
+        reason = f"{describe(function)} has no readable signature ({describe_exception(error)})"
+        raise RewardError(f"{key}={reason}; write it as {_EXAMPLES}") from error

@@ -20,7 +20,12 @@ from rlpack.rollout.types import TrajectoryBatch
 
 
 def assemble(
-    trajectories: TrajectoryBatch, *, group_ids: Tensor, uids: Sequence[str], vocab_size: int | None = None
+    trajectories: TrajectoryBatch,
+    *,
+    group_ids: Tensor,
+    uids: Sequence[str],
+    vocab_size: int | None = None,
+    policy_version: int | None = None,
 ) -> BatchedDataDict:
     """Return the rollout batch, one row per trajectory.
 
@@ -33,16 +38,18 @@ def assemble(
         group_ids: rows with the same id are samples of one prompt, int64 [B].
         uids: names of the prompts in their dataset, B.
         vocab_size: token ids have to be below it; None only checks for negative ids.
+        policy_version: the newest version that can have sampled a token; None only checks for negative versions.
 
     Raises:
-        EngineError: the row counts differ, a token id is outside the vocabulary, or a log-prob is NaN, infinite or
-            above 0.
+        EngineError: the row counts differ, a token id is outside the vocabulary, a log-prob is NaN, infinite or above
+            0, or a policy version can't have sampled its token.
     """
     counts = (trajectories.num_rows, group_ids.shape[0], len(uids))
     if len(set(counts)) > 1:
         raise EngineError(f"trajectories, group ids and uids have {counts} rows; they need the same number")
     segments = trajectories.token_ids
     _check_values(trajectories, vocab_size)
+    _check_versions(trajectories, policy_version)
     lengths = _sum_by_row(segments.lengths, trajectories)
     is_sampled = torch.ones_like(trajectories.logprobs, dtype=torch.bool)
     mask = Ragged(_spread(is_sampled, trajectories, 0), lengths)
@@ -100,9 +107,25 @@ def _check_values(trajectories: TrajectoryBatch, vocab_size: int | None) -> None
     # A NaN fails both comparisons.
     if logprobs.numel() and not (logprobs.max() <= 0 and logprobs.min() > -torch.inf):
         index = int((~((logprobs <= 0) & logprobs.isfinite())).nonzero()[0])
-        sampled = _spread(torch.ones_like(logprobs, dtype=torch.bool), trajectories, 0)
-        place = _place(trajectories, int(sampled.nonzero()[index]))
+        place = _place_of_sampled(trajectories, index)
         raise EngineError(f"log-prob {logprobs[index].item()} {place}; it has to be finite and at most 0")
+
+
+def _check_versions(trajectories: TrajectoryBatch, newest: int | None) -> None:
+    """Raise on a policy version below 0 or above the newest, naming the first row and segment."""
+    versions = trajectories.policy_versions
+    largest = torch.iinfo(torch.int32).max if newest is None else newest
+    if versions.numel() and not (versions.min() >= 0 and versions.max() <= largest):
+        index = int(((versions < 0) | (versions > largest)).nonzero()[0])
+        allowed = "0 or more" if newest is None else f"from 0 to {newest}, the weights that were published last"
+        place = _place_of_sampled(trajectories, index)
+        raise EngineError(f"policy version {versions[index].item()} {place}; it has to be {allowed}")
+
+
+def _place_of_sampled(trajectories: TrajectoryBatch, index: int) -> str:
+    """Return the segment and row of a sampled token, counted over the sampled tokens alone."""
+    sampled = _spread(torch.ones_like(trajectories.logprobs, dtype=torch.bool), trajectories, 0)
+    return _place(trajectories, int(sampled.nonzero()[index]))
 
 
 def _place(trajectories: TrajectoryBatch, position: int) -> str:

@@ -11,3 +11,7 @@ class EngineError(RuntimeError):
 
 class CanaryError(EngineError):
     """An engine's log-probs of a fixed prompt differ from the trainer's after a load."""
+
+
+class LogprobGapError(EngineError):
+    """The trainer's and the sampler's log-probs of the same responses differ by far more than rounding."""

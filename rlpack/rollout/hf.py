@@ -1,23 +1,24 @@
-"""The `hf` engine: batched sampling over a transformers model with a key-value cache, on any device.
+"""The `hf` engine: batched sampling over a transformers model, on any device.
 
-Prompts are sorted by length and left-padded, so that a step appends one column to all rows. Equal prompts (the samples
-of a group) are prefilled once and their cache is copied. Finished rows leave the batch once there are enough of them to
-pay for compacting the cache. Weights are fp32, whatever type the policy is trained in.
+Prompts are sorted by length and run in batches, with a key-value cache where the model has one that is exact:
+`rlpack.rollout.decoding` chooses. Finished rows leave the batch once there are enough of them to pay for compacting the
+cache. Weights are fp32, whatever type the policy is trained in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model, Rollout
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.weight_stream import WeightLayout
+from rlpack.rollout.decoding import Decoder, choose_decoder
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.sampling import sample, uniforms
 from rlpack.rollout.types import Generations, SamplingParams
@@ -38,7 +39,7 @@ class HFEngine:
             max_num_seqs: rows that run at the same time.
 
         Raises:
-            EngineError: the model's attention does not support a cache.
+            EngineError: the model's attention does not support a cache, or the model can't generate.
         """
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):
@@ -49,6 +50,7 @@ class HFEngine:
         self._model = model.eval()
         self._pad_token_id = pad_token_id
         self._max_num_seqs = max_num_seqs
+        self._decoder = choose_decoder(self._model, pad_token_id)
 
     @classmethod
     def from_settings(
@@ -83,8 +85,8 @@ class HFEngine:
             raise SamplingError(f"prompt {int(prompts.lengths.argmin())} is empty; it needs at least one token")
         order = torch.argsort(prompts.lengths, stable=True)
         tokens, logprobs, is_stopped = [], [], np.zeros(prompts.num_rows, dtype=bool)
-        for rows in order.split(self._max_num_seqs) if prompts.num_rows else ():
-            decoder = _Decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
+        for rows in self._batches(order, prompts.lengths[order]):
+            decoder = self._decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             responses = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
             # Copied outside of inference mode: inference tensors must not reach autograd.
             lengths = responses.lengths.clone()
@@ -100,6 +102,26 @@ class HFEngine:
             policy_versions=token_ids.with_values(versions),
             finish_reasons=["stop" if stopped else "length" for stopped in is_stopped],
         )
+
+    @property
+    def decoder_name(self) -> str:
+        """Return the name of the decoder that is exact for the model."""
+        return self._decoder.__name__
+
+    def _batches(self, order: Tensor, lengths: Tensor) -> Iterator[Tensor]:
+        """Yield the rows that run together.
+
+        Args:
+            order: rows by length, int64 [B].
+            lengths: of their prompts, int64 [B].
+        """
+        if order.numel() == 0:
+            return
+        groups = [order]
+        if self._decoder.equal_lengths:
+            groups = order.split(torch.unique_consecutive(lengths, return_counts=True)[1].tolist())
+        for group in groups:
+            yield from group.split(self._max_num_seqs)
 
     @torch.no_grad()
     def logprobs(self, token_ids: Tensor) -> Tensor:
@@ -131,57 +153,6 @@ class HFEngine:
             own[name].copy_(weight)
 
 
-class _Decoder:
-    """The running rows: their cache, attention mask and next positions (R rows)."""
-
-    def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
-        """Allocate room for `limit` tokens after the longest prompt."""
-        self._model, self._pad_token_id = model, pad_token_id
-        self._prompts = prompts.to(model.device)
-        self._width = int(prompts.lengths.max())
-        self._positions = self._prompts.lengths.clone()
-        columns = torch.arange(self._width + limit, device=model.device)
-        self._mask = columns >= self._width - self._positions[:, None]  # [R, width + limit]
-        self._cache = DynamicCache(config=model.config)
-
-    def prefill(self) -> Tensor:
-        """Run the prompts, equal ones once; return the logits after each, [R, V]."""
-        lengths = self._prompts.lengths
-        tokens = torch.full(self._mask[:, : self._width].shape, self._pad_token_id, device=lengths.device)
-        tokens[self._mask[:, : self._width]] = self._prompts.values
-        # The length tells prompts apart whose padded rows are equal because prompts contain the padding id.
-        unique, copies = torch.unique(torch.cat([lengths[:, None], tokens], 1), dim=0, return_inverse=True)
-        columns = torch.arange(self._width, device=lengths.device)
-        padding = self._width - unique[:, :1]
-        logits = self._forward(unique[:, 1:], (columns - padding).clamp(min=0), columns >= padding)
-        self._cache.batch_select_indices(copies)
-        return logits[copies]
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row, int64 [R]; return the logits after it, [R, V]."""
-        self._width += 1
-        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask[:, : self._width])
-        self._positions += 1
-        return logits
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but `rows` (int64)."""
-        self._cache.batch_select_indices(rows)
-        self._mask, self._positions = self._mask[rows], self._positions[rows]
-
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Run the model on the newest columns; return the logits of the last."""
-        output = self._model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1]
-
-
 class _Responses(NamedTuple):
     """Responses of a batch of rows; entries after a row's length are undefined."""
 
@@ -192,7 +163,7 @@ class _Responses(NamedTuple):
 
 
 @torch.inference_mode()
-def _respond(decoder: _Decoder, params: SamplingParams, seeds: np.ndarray, device: torch.device) -> _Responses:
+def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device: torch.device) -> _Responses:
     """Generate until every row has stopped or is at the limit."""
     shape = (len(seeds), params.max_new_tokens)
     tokens, logprobs = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)

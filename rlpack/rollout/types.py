@@ -9,7 +9,7 @@ the first, 1 after it. It is not the number of optimizer steps, which the metric
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.rollout.errors import EngineError, SamplingError
 
 FinishReason = Literal["stop", "length"]
+FINISH_REASONS = get_args(FinishReason)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Generations:
         if len(self.finish_reasons) != self.token_ids.num_rows:
             reasons = len(self.finish_reasons)
             raise EngineError(f"the engine returned {reasons} finish reasons for {self.token_ids.num_rows} rows")
+        _check_reasons(self.finish_reasons)
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ class TrajectoryBatch:
         for name, counts in (("segments", segments), ("trajectories", rows), ("sampled tokens", tokens)):
             if len(set(counts)) > 1:
                 raise EngineError(f"columns of a trajectory batch have {counts} {name}; they need the same number")
+        _check_reasons(self.finish_reasons)
 
     @property
     def num_rows(self) -> int:
@@ -214,6 +217,14 @@ class TrajectoryBatch:
             policy_versions=torch.cat([torch.zeros(0, dtype=torch.int32), *versions]),
             finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
         )
+
+
+def _check_reasons(reasons: Sequence[str]) -> None:
+    """Raise on a finish reason that nothing downstream knows, such as that of an aborted request."""
+    for row, reason in enumerate(reasons):
+        if reason not in FINISH_REASONS:
+            allowed = " or ".join(FINISH_REASONS)
+            raise EngineError(f"row {row} has the finish reason {reason!r}; it has to be {allowed}")
 
 
 def _check_columns(token_ids: Ragged, logprobs: Ragged, versions: Ragged) -> None:

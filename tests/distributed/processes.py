@@ -1,6 +1,5 @@
 """Rank processes without Ray, from a fork server that has the imports already."""
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+
+from tests.fork_server import fork_context
 
 
 def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple) -> Any:
@@ -25,10 +26,7 @@ def _rank(store: str, rank: int, size: int, function: Callable, arguments: tuple
 
 def on_ranks(tmp_path: Path, size: int, function: Callable, *arguments: object) -> list[Any]:
     """Return what `function(mesh, rank, *arguments)` returns on each of `size` processes."""
-    context = multiprocessing.get_context("forkserver")
-    # One fork server serves a whole test session, so it imports what any of the tests needs.
-    context.set_forkserver_preload(["rlpack.workers.actor", "tests.distributed.models.ranks"])
-    with ProcessPoolExecutor(size, mp_context=context) as pool:
+    with ProcessPoolExecutor(size, mp_context=fork_context()) as pool:
         store = f"{tempfile.mkdtemp(dir=tmp_path)}/store"
         futures = [pool.submit(_rank, store, rank, size, function, arguments) for rank in range(size)]
         return [future.result(timeout=90) for future in futures]

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 import ray
@@ -12,7 +13,7 @@ from ray._private import services
 
 from rlpack.config.schema import Placement, Pool, Role
 from rlpack.distributed.cluster import Cluster
-from rlpack.distributed.errors import PlacementError, RoleError
+from rlpack.distributed.errors import ClusterError, PlacementError, RoleError
 from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_tokenizer
 from tests.distributed.roles import Faulty
@@ -24,7 +25,8 @@ def own_processes() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
-def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path):
+@pytest.mark.parametrize("how", ["asleep", "stopped"])
+def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path, how: str):
     config = tiny_config(
         roles={"sleepy": Role(target="tests.distributed.roles:Faulty")},
         placement=Placement(
@@ -37,15 +39,29 @@ def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path):
         with Cluster(config.placement) as cluster:
             group = start_roles(cluster, config, ["sleepy"], (config, tiny_tokenizer()))["sleepy"]
             started.update(own_processes() - before)
+            pids.extend(cluster.open_pools([])["main"].process_ids())
             times.append(time.monotonic())
-            group.run(Faulty.hang, 1)
+            try:
+                if how == "asleep":
+                    group.run(Faulty.hang, 1)
+                os.kill(pids[1], signal.SIGSTOP)
+                group.run(Faulty.wait_for_all)
+            finally:
+                times.append(time.monotonic())
 
     started: set[psutil.Process] = set()
+    pids: list[int] = []
     times: list[float] = []
     with pytest.raises(RoleError) as failure:
         run_until_it_hangs()
-    assert 3 <= time.monotonic() - times[0] < 60
-    assert str(failure.value).startswith("role sleepy, rank 1, in hang: no answer from rank(s) 1 within 3 s; raise")
+    assert 3 <= times[1] - times[0] < 10  # the error is known, and a run has printed it, before anything is ended
+    assert time.monotonic() - times[0] < 60
+    message = {
+        "asleep": "role sleepy, rank 1, in hang: no answer from rank(s) 1 within 3 s; raise",
+        "stopped": f"role sleepy, rank 1, in wait_for_all: no answer within 3 s, because process {pids[1]} (rank 1) is "
+        "stopped, by SIGSTOP, a debugger or a scheduler; rank(s) 0 wait for it in a collective; ",
+    }
+    assert str(failure.value).startswith(message[how])
     assert len(started) > 3
     assert not ray.is_initialized()
     assert not psutil.wait_procs(started, timeout=30)[1]
@@ -68,10 +84,11 @@ def stricken(
     return started
 
 
-def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplog):
+def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplog, tmp_path):
     started, before = stricken(monkeypatch, times=1), own_processes()
-    with Cluster(Placement(pools={"main": Pool(ranks=1)})) as cluster:
-        cluster.open_pools(["main"])
+    with Cluster(Placement(pools={"main": Pool(ranks=1)}), log_path=tmp_path / "run.log") as cluster:
+        (pid,) = cluster.open_pools(["main"])["main"].process_ids()
+    assert f"main/0 INFO rlpack: process {pid} on" in (tmp_path / "run.log").read_text()
     assert len(started) == 2
     assert "Ray's raylet ended while it started, see /" in caplog.text
     assert "starting Ray again (attempt 2 of 3)" in caplog.text
@@ -95,6 +112,22 @@ def test_a_raylet_that_hangs_is_said_at_the_deadline_and_leaves_no_process(monke
     with pytest.raises(PlacementError, match=r"did not start on this machine within placement\.start_timeout_s=5 s"):
         Cluster(Placement(start_timeout_s=5.0))
     assert time.monotonic() - began < 25
+    assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) == 1, reason="Ray by itself starts one worker per core")
+def test_one_worker_waits_for_one_rank_however_many_cores_there_are():
+    before = own_processes()
+
+    def waiting() -> int:
+        return sum("ray::IDLE" in " ".join(process.cmdline()) for process in own_processes() - before)
+
+    with Cluster(Placement(pools={"main": Pool(ranks=1)})):
+        deadline = time.monotonic() + 120
+        while not waiting() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(3.0)  # for any other
+        assert waiting() == 1
     assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
 
 
@@ -126,3 +159,62 @@ def test_a_budget_over_the_store_is_said_and_leaves_no_process():
         Cluster(Placement(in_flight_gb=1e6))
     assert not ray.is_initialized()
     assert not psutil.wait_procs(own_processes() - before, timeout=30)[1]
+
+
+def answer(address: str, token: str) -> grpc.StatusCode:
+    """Ask Ray's GCS, as a program does that can reach its port."""
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        try:
+            ask(b"", timeout=30, metadata=[("authorization", f"Bearer {token}")])
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def check_is_private(processes: set[psutil.Process]) -> Path:
+    """Check that a Ray listens on loopback alone, and answers only who has its token; return the token's file."""
+    addresses = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for process in [psutil.Process(), *processes]
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+    raylets = [process for process in processes if process.name() == "raylet"]
+    (token,) = (Path(process.environ()["RAY_AUTH_TOKEN_PATH"]) for process in raylets)
+    assert token.stat().st_mode & 0o777 == 0o600
+    address = ray.get_runtime_context().gcs_address
+    assert answer(address, "0" * 64) == grpc.StatusCode.UNAUTHENTICATED
+    assert answer(address, token.read_text()) == grpc.StatusCode.OK
+    return token
+
+
+def test_a_ray_of_its_own_is_private_and_its_end_is_said_at_once(monkeypatch, role_path: Path):
+    monkeypatch.setenv("HOME", "/proc/nowhere")  # not writable, as that of a container's user may be
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "that of another cluster")
+    environment = {name: value for name, value in os.environ.items() if "AUTH" in name}
+    placement = Placement(pools={"main": Pool(ranks=2, cpus_per_rank=0.5)}, roles={}, call_timeout_s=200.0)
+    config = tiny_config(roles={"sleepy": Role(target="tests.distributed.roles:Faulty")}, placement=placement)
+    before = own_processes()
+    processes: set[psutil.Process] = set()
+    times: list[float] = []
+
+    def run_until_ray_ends() -> None:
+        with Cluster(placement) as cluster:
+            group = start_roles(cluster, config, ["sleepy"], (config, tiny_tokenizer()))["sleepy"]
+            assert {name: value for name, value in os.environ.items() if "AUTH" in name} == environment
+            processes.update(own_processes() - before)
+            tokens.append(check_is_private(processes))
+            (gcs,) = (process for process in processes if process.name() == "gcs_server")
+            pending = group.submit(Faulty.hang, 1)
+            gcs.kill()
+            times.append(time.monotonic())
+            pending.result()
+
+    tokens: list[Path] = []
+    with pytest.raises(ClusterError, match=r"^Ray's gcs_server \(process \d+\) was killed by SIGKILL .*/logs and the"):
+        run_until_ray_ends()
+    assert time.monotonic() - times[0] < 20
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert not tokens[0].parent.exists()

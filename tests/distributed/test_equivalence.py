@@ -30,7 +30,8 @@ BATCHINGS = {
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 # Tokens of prompt and response: a prime count of uneven rows, the third with an empty response. The sixth is
-# quarantined. One row alone leaves a rank without any.
+# quarantined. One row alone leaves all ranks but one without any; on four ranks, so does an optimizer step of three.
+SIZES = (1, 2, 3, 4)
 SEVEN = [(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)]
 ONE = [(4, 11)]
 RATE = 0.02
@@ -60,6 +61,14 @@ CASES = [
     *(Case("seven", aggregation, size) for aggregation in AGGREGATIONS for size in (None, 4)),
     *(Case("one", aggregation) for aggregation in AGGREGATIONS),
 ]
+
+
+def keys_of(size: int) -> list[tuple[Case, str]]:
+    """Return what is updated on `size` ranks: everything on one and two, a part on three and four."""
+    if size <= 2:
+        return list(itertools.product(CASES, BATCHINGS))
+    cases = [case for case in CASES if case.aggregation == "token_mean"]
+    return list(itertools.product(cases, ("packed", "dynamic", "fixed")))
 
 
 def config_of(case: Case) -> Config:
@@ -100,10 +109,10 @@ Updates = dict[tuple[Case, str, int], tuple[list[dict[str, float]], list[Outcome
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Updates:
-    """Update in every case under every batching, on one rank and on two."""
+    """Update in every case under every batching, on one to four ranks."""
     found: Updates = {}
-    keys = list(itertools.product(CASES, BATCHINGS))
-    for size in (1, 2):
+    for size in SIZES:
+        keys = keys_of(size)
         cases = [(config_of(case), shards_of(case, BATCHINGS[name], size)) for case, name in keys]
         ranks = on_ranks(tmp_path_factory.mktemp("updates"), size, actors.updates, cases, RATE)
         for key, outcomes in zip(keys, zip(*ranks, strict=True), strict=True):
@@ -120,7 +129,9 @@ def test_loss_gradients_and_metrics_are_those_of_the_definition(updated: Updates
     metrics, truth = by_definition(case)
     # Nothing that is compared below may be trivially the same.
     assert all(step["actor/loss"] != 0 and step["actor/kl"] > 0.001 for step in metrics)
-    for batching, size in itertools.product(BATCHINGS, (1, 2)):
+    for batching, size in itertools.product(BATCHINGS, SIZES):
+        if (case, batching) not in keys_of(size):
+            continue
         found, outcomes = updated[case, batching, size]
         assert len(found) == len(metrics)
         for step, expected in zip(found, metrics, strict=True):
@@ -128,6 +139,15 @@ def test_loss_gradients_and_metrics_are_those_of_the_definition(updated: Updates
         for outcome in outcomes:
             assert difference(outcome.gradients, truth.gradients) < 1e-5, (batching, size)
             assert difference(outcome.weights, truth.weights) < 1e-5, (batching, size)
+
+
+def test_updates_on_several_ranks_are_those_of_one(updated: Updates):
+    for (case, batching, size), (found, outcomes) in updated.items():
+        (alone,), metrics = updated[case, batching, 1][1], updated[case, batching, 1][0]
+        for step, expected in zip(found, metrics, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5, abs=1e-9), (case, batching, size)
+        assert len(outcomes) == size
+        assert all(difference(outcome.weights, alone.weights) < 1e-5 for outcome in outcomes), (case, batching, size)
 
 
 def test_the_cases_differ_in_microbatches():

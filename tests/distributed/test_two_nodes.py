@@ -1,22 +1,26 @@
 """Ranks on two nodes, each with an object store of its own, joined by their cluster's address."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
 import torch
 from ray.cluster_utils import Cluster as Machines
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Placement, Pool, Role, RoleBatching
+from rlpack.distributed import ray_connection
 from rlpack.distributed.cluster import Cluster
-from rlpack.distributed.errors import PlacementError
+from rlpack.distributed.errors import ClusterError, PlacementError, RoleError
 from rlpack.distributed.start_roles import start_roles
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
-from tests.distributed.roles import Echo
+from tests.distributed.roles import Echo, Faulty
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -72,3 +76,53 @@ def test_a_rank_is_sent_its_own_rows_of_what_lies_on_another_node(machines: Mach
             assert num_read == (part_of_row == rank).sum() + far
         again = cluster.store.fetch(groups["fixed"].run(Echo.times, given, 3))
         assert torch.equal(again["times"].values, batch["input_ids"].values * 6)
+
+
+def test_a_rank_that_is_stopped_on_another_node_is_named(machines: Machines, tmp_path: Path):
+    placement = Placement(
+        address=machines.address, pools={"main": Pool(ranks=2)}, start_timeout_s=240.0, call_timeout_s=30.0
+    )
+    config = tiny_config(roles={"faulty": Role(target="tests.distributed.roles:Faulty")}, placement=placement)
+    with Cluster(placement, log_path=tmp_path / "run.log") as cluster:
+        group = start_roles(cluster, config, ["faulty"], (config, tiny_tokenizer()))["faulty"]
+        ranks = cluster.open_pools([])["main"]
+        here = ray.get_runtime_context().get_node_id()
+        (far,) = (rank for rank, node in enumerate(ranks._nodes) if node != here)
+        ranks._call_s = 2.0
+        os.kill(ranks.process_ids()[far], signal.SIGSTOP)
+        with pytest.raises(RoleError, match=rf"\(rank {far}\) is stopped, .*; rank\(s\) {1 - far} wait for it") as said:
+            group.run(Faulty.wait_for_all)
+        assert said.value.rank == far
+        address = ray.util.get_node_ip_address()
+    assert f"main/{1 - far} INFO" in (tmp_path / "run.log").read_text()
+    assert f"main/{far} INFO" in (tmp_path / f"run-{address}.log").read_text()
+
+
+def test_a_gcs_that_is_stopped_ends_the_run_and_its_ranks_on_all_nodes(machines: Machines):
+    placement = Placement(address=machines.address, pools={"main": Pool(ranks=2)}, ray_timeout_s=2.0)
+    config = tiny_config(roles={"faulty": Role(target="tests.distributed.roles:Faulty")}, placement=placement)
+    head = machines.head_node
+    assert head is not None
+    (gcs,) = head.all_processes["gcs_server"]
+    ranks: list[psutil.Process] = []
+    times: list[float] = []
+
+    def run_until_the_gcs_stops() -> None:
+        with Cluster(placement) as cluster:
+            group = start_roles(cluster, config, ["faulty"], (config, tiny_tokenizer()))["faulty"]
+            ranks.extend(map(psutil.Process, cluster.open_pools([])["main"].process_ids()))
+            pending = group.submit(Faulty.hang, 1)
+            gcs.process.send_signal(signal.SIGSTOP)
+            times.append(time.monotonic())
+            pending.result()
+
+    try:
+        with pytest.raises(ClusterError, match=rf"Ray's GCS at {machines.address} has not answered for \d+ s .*=2\)"):
+            run_until_the_gcs_stops()
+        assert time.monotonic() - times[0] < 25
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
+    finally:
+        gcs.process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + 30
+        while ray_connection.hangs() and time.monotonic() < deadline:
+            time.sleep(0.1)

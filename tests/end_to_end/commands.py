@@ -1,26 +1,31 @@
-"""Run `python -m rlpack train` in separate processes, and read its run directory."""
+"""Run `rlpack train` in separate processes, and read its run directory."""
 
+import atexit
 import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import rlpack
+from rlpack.cli.main import main
+from tests.fork_server import environment, fork_context
 
 ROOT = Path(rlpack.__file__).parents[1]
 DEADLINE_S = 240.0
 # Every process of a run inherits it, whatever its parent or session becomes.
 MARK = "RLPACK_END_TO_END_RUN"
+# At collection: commands that tests run in this process add their working directories.
+_IMPORT_PATH = tuple(sys.path)
 
 
 @dataclass
@@ -37,7 +42,7 @@ class Command:
 
     folder: Path
     run_dir: Path
-    process: subprocess.Popen | None
+    process: BaseProcess | None
     mark: str = ""
     code: int | None = field(default=None, init=False)
 
@@ -51,14 +56,16 @@ class Command:
 
     def wait(self) -> int:
         """Return the exit code."""
-        self.code = self.process.wait(timeout=DEADLINE_S)
+        self.process.join(DEADLINE_S)
+        assert self.process.exitcode is not None, f"it runs after {DEADLINE_S:g} s:\n{self.err}"
+        self.code = self.process.exitcode
         return self.code
 
     def wait_for(self, phase: str, step: int) -> None:
         """Return as soon as a step of a phase is logged."""
 
         def logged() -> bool:
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.err}"
+            assert self.process.exitcode is None, f"it ended with {self.process.exitcode}:\n{self.err}"
             return any(r["phase"] == phase and r["step"] >= step for r in records(self.run_dir))
 
         until(logged, DEADLINE_S)
@@ -74,7 +81,7 @@ class Command:
 
     def processes(self) -> list[psutil.Process]:
         """Return what is alive of the run, on this machine."""
-        return [process for process in psutil.process_iter() if _belongs(process, self.mark)]
+        return [process for process in psutil.process_iter() if _belongs(process, self)]
 
     def left_behind(self, grace_s: float = 30.0) -> list[psutil.Process]:
         """Return what is still alive some seconds after the command's end."""
@@ -84,9 +91,13 @@ class Command:
         return alive
 
 
-def _belongs(process: psutil.Process, mark: str) -> bool:
+def _belongs(process: psutil.Process, command: Command) -> bool:
+    """Return whether a process is the command's own or has its mark, which the titles of Ray's two agents overwrite."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        itself = command.process is not None and process.pid == command.process.pid
+        return itself or process.environ().get(MARK) == command.mark
     except psutil.Error:  # gone meanwhile, or another user's
         return False
 
@@ -95,32 +106,43 @@ def _belongs(process: psutil.Process, mark: str) -> bool:
 def started(
     folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()
 ) -> Iterator[Command]:
-    """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block."""
+    """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block.
+
+    Its process is forked from one that has imported what the command needs, which takes most of a short run's time. Ray
+    and the ranks start as ever.
+    """
     folder.mkdir(exist_ok=True)
     mark = secrets.token_hex(8)
     words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *overrides]
-    with (folder / f"{mark}.out").open("w") as out, (folder / f"{mark}.err").open("w") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlpack", *words],
-            cwd=folder,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *path])),
-                MARK: mark,
-                "HF_HUB_OFFLINE": "1",
-                "WANDB_SILENT": "true",
-            },
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+    own = [str(place) for place in [ROOT, *path]]
+    variables = environment() | {"PYTHONPATH": os.pathsep.join(own), MARK: mark, "WANDB_SILENT": "true"}
+    process = fork_context().Process(
+        target=_train, args=(folder, words, [*own, *_IMPORT_PATH, str(folder)], variables, mark)
+    )
+    process.start()
     command = Command(folder, folder / run_dir, process, mark)
     try:
         yield command
     finally:
         for left in command.processes():
             left.kill()
-        process.wait()
+        process.join()
+
+
+def _train(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str) -> None:
+    """Become a process like that of `python -m rlpack`, leader of its own session, and end as it does."""
+    os.setsid()
+    for descriptor, suffix in ((1, "out"), (2, "err")):
+        with (folder / f"{mark}.{suffix}").open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = list(dict.fromkeys(places))
+    try:
+        sys.exit(main(words))
+    finally:
+        atexit._run_exitfuncs()  # as at the end of any other process; `multiprocessing` leaves them out
 
 
 def done(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()) -> Command:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlpack.models.loading import build_causal_lm
+from rlpack.recipes.driver.reference_policy import reference_model
 from tests.builders import tiny_config, tiny_tokenizer
 from tests.end_to_end.commands import curve, done
 
@@ -60,7 +61,7 @@ def test_the_learning_rate_rises_and_falls(run):
 def test_the_reference_is_the_base_model_and_the_export_a_plain_one_with_other_linear_layers(run):
     base, reference, trained = (
         load_file(folder / "model.safetensors")
-        for folder in (run.folder / "base", run.run_dir / "checkpoints" / "reference", run.run_dir / "model")
+        for folder in (run.folder / "base", reference_model(run.run_dir), run.run_dir / "model")
     )
     assert base.keys() == reference.keys() == trained.keys()
     assert all(torch.equal(reference[name], base[name]) for name in base)

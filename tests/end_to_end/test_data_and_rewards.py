@@ -117,6 +117,14 @@ def test_a_hostile_text_steers_neither_terminal_nor_report(quarantined):
     assert "&lt;script&gt;" in page
 
 
+def test_graded_rewards_are_not_called_accuracy_and_the_console_is_rlpacks_own(quarantined):
+    assert min(curve(quarantined.run_dir, "evaluation/graded_rewards", "evaluation")) > 0
+    page = (quarantined.run_dir / "report.html").read_text().partition("All metrics")[0]
+    assert "accuracy" not in quarantined.out + page
+    assert "held-out mean reward, sampled" in page
+    assert not [line for line in quarantined.err.splitlines() if " INFO " in line or "it/s" in line]
+
+
 def test_a_group_of_one_has_no_advantage_and_changes_nothing(tmp_path):
     sizes = ("trainer.steps=2", "trainer.group_size=1", "trainer.prompts_per_step=4", "trainer.mini_batch_size=2")
     warmup = ("sft_warmup.steps=2", "sft_warmup.batch_size=4")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlpack.recipes.driver.reference_policy import reference_model
 from tests.end_to_end.commands import committed, done, records, started, steps, without_times
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 
@@ -110,6 +111,10 @@ def test_a_resumed_run_prints_where_it_continues(stopped):
     ]
 
 
+def test_a_resumed_run_finds_its_records_as_it_left_them(stopped):
+    assert not [ended for ended in (stopped.in_training, stopped.killed) if "changed after the checkpoint" in ended.err]
+
+
 def test_every_step_is_logged_once(stopped):
     assert steps(stopped.run_dir, "sft_warmup") == list(range(1, 21))
     assert steps(stopped.run_dir, "train") == list(range(1, 10))
@@ -140,9 +145,7 @@ def test_the_logged_samples_are_those_of_the_uninterrupted_run(stopped, uninterr
 
 
 def test_the_reference_stays_the_policy_that_training_began_with(stopped, uninterrupted):
-    reference, same = (
-        load_file(r.run_dir / "checkpoints" / "reference" / "model.safetensors") for r in (stopped, uninterrupted)
-    )
+    reference, same = (load_file(reference_model(r.run_dir) / "model.safetensors") for r in (stopped, uninterrupted))
     trained = load_file(stopped.run_dir / "model" / "model.safetensors")
     assert all(torch.equal(reference[name], same[name]) for name in same)
     assert not all(torch.equal(reference[name], trained[name]) for name in trained)

@@ -31,6 +31,27 @@ def test_files_keep_their_limits_and_nothing_is_probed(path):
     assert not DRAWERS & set(path.relative_to(ROOT).with_suffix("").parts)
 
 
+# Files that copy an object by pickling it; what they unpickle was never outside the process.
+COPIERS = {"rlpack/distributed/process.py", "rlpack/testing/local_ranks.py"}
+SAFE = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
+UNPICKLERS = {"pickle.load", "pickle.loads", *SAFE}
+
+
+def unpickled(tree: ast.AST) -> list[str]:
+    """Return the calls that run whatever a file says; a run directory may come from elsewhere."""
+    calls = [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    unpickling = [(name, [ast.unparse(k) for k in call.keywords]) for name, call in calls if name in UNPICKLERS]
+    return [name for name, keywords in unpickling if SAFE.get(name) not in keywords]
+
+
+def test_nothing_unpickles_a_file_without_restriction():
+    found = {str(path.relative_to(ROOT)) for path in PATHS if unpickled(ast.parse(path.read_text(encoding="utf-8")))}
+    assert found == COPIERS
+    assert unpickled(ast.parse("torch.load(f)\ntorch.load(f, weights_only=True)\npickle.load(f)")) == [
+        *("torch.load", "pickle.load")
+    ]
+
+
 def test_the_rules_see_what_they_forbid():
     assert {path.name for path in PATHS if path.parent.name == "recipes"} >= RECIPES
     assert probes(ast.parse("hasattr(a, 'b')\ngetattr(a, 'b')\ngetattr(a, 'b', 1)")) == [1, 3]

@@ -17,7 +17,9 @@ class Compute(Section):
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
     logprob_chunk: Count = Field(default=1024, description="Most tokens whose logits exist at one time.")
     isolation_check: bool = Field(
-        default=True, description="At start, check that packed sequences do not see each other."
+        default=True,
+        description="At start, check that the model scores each row as transformers does for that row alone, and that "
+        "rows do not see each other.",
     )
 
 

@@ -11,7 +11,7 @@ class Optimizer(Section):
     """AdamW (Loshchilov and Hutter, 2019): learning rate schedule, weight decay and frozen weights."""
 
     name: Literal["adamw", "adamw_8bit"] = Field(
-        default="adamw", description="adamw_8bit keeps moments in 8 bits (torchao; install rlpack[eight-bit])."
+        default="adamw", description="adamw_8bit keeps moments in 8 bits (torchao, the extra eight-bit)."
     )
     learning_rate: Positive = Field(default=1e-6, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(

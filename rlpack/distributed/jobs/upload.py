@@ -11,15 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env import packaging
 
 import rlpack
 from rlpack.config.errors import ConfigError
 from rlpack.config.sections.submission import JOB_FILES
+from rlpack.distributed.ray_internals import upload_excludes
 
 # Run folders and caches of tools; Ray itself excludes .git, .venv, venv and __pycache__.
 _EXCLUDES = (
@@ -93,6 +94,10 @@ class _TooLongError(Exception):
     """The folder is over the limit, and walking it takes too long."""
 
 
+# Older versions of Ray always skip what .gitignore names.
+_GITIGNORE = {"include_gitignore": True} if "include_gitignore" in signature(packaging._dir_travel).parameters else {}
+
+
 def list_upload(folder: Path, excludes: Sequence[str], limit: int = packaging.GCS_STORAGE_MAX_SIZE) -> Upload:
     """List the files of a folder that Ray would upload: all but `excludes`, ignored files, run folders and caches.
 
@@ -102,7 +107,7 @@ def list_upload(folder: Path, excludes: Sequence[str], limit: int = packaging.GC
     if not folder.is_dir():
         raise ConfigError([f"job.working_dir is {str(folder)!r}, which is not a folder; set it to one, or to null"])
     folder = folder.absolute()
-    patterns = (*get_runtime_env_default_excludes(), *_EXCLUDES, *excludes)
+    patterns = (*upload_excludes(), *_EXCLUDES, *excludes)
     upload = Upload(folder, patterns, {}, limit)
     began, total, ended = time.monotonic(), 0, True
 
@@ -123,7 +128,7 @@ def list_upload(folder: Path, excludes: Sequence[str], limit: int = packaging.GC
     silent = logging.Logger("upload", level=logging.CRITICAL + 1)
     try:
         packaging._dir_travel(
-            folder, [packaging._get_excludes(folder, list(patterns))], count, include_gitignore=True, logger=silent
+            folder, [packaging._get_excludes(folder, list(patterns))], count, logger=silent, **_GITIGNORE
         )
     except _TooLongError:
         ended = False

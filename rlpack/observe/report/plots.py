@@ -11,14 +11,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from rlpack.observe.metric_table import METRICS
 from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, despine
+from rlpack.observe.text import are_accuracies
 
 Records = Sequence[dict[str, Any]]
 SIZE = (9.2, 3.6)
-ACCURACIES = (
-    ("evaluation/reward_sampled", "held-out accuracy, sampled", SAMPLED, "o-"),
-    ("evaluation/reward_best_of_n", "held-out, best of n samples", BEST, "^--"),
-    ("evaluation/reward_greedy", "held-out, greedy", GREEDY, "s--"),
-)
 HEALTH = (
     "actor/loss",
     "actor/entropy",
@@ -67,27 +63,41 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def reward_and_accuracy(records: Records) -> Figure | None:
-    """Plot training reward and held-out accuracies; None if not logged."""
+def held_out_noun(records: Records) -> str:
+    """Return what held-out mean rewards are: "accuracy" if every reward is 0 or 1, else "mean reward"."""
+    return "accuracy" if are_accuracies(records) else "mean reward"
+
+
+def held_out_curves(records: Records) -> tuple[tuple[str, str, str, str], ...]:
+    """Return metric, label, color and line style of each held-out mean reward."""
+    return (
+        ("evaluation/reward_sampled", f"held-out {held_out_noun(records)}, sampled", SAMPLED, "o-"),
+        ("evaluation/reward_best_of_n", "held-out, best of n samples", BEST, "^--"),
+        ("evaluation/reward_greedy", "held-out, greedy", GREEDY, "s--"),
+    )
+
+
+def rewards(records: Records) -> Figure | None:
+    """Plot training and held-out rewards; None if not logged."""
     figure = Figure(figsize=SIZE)
     axes = figure.add_subplot()
     reward = Series.of(records, "reward/mean", "train")
     if len(reward):
-        axes.plot(reward.steps, reward.values, color=REWARD, alpha=0.3, linewidth=1)
+        axes.plot(reward.steps, reward.values, color=REWARD, alpha=0.3, linewidth=1, label="reward of a step, training")
         smooth = running_mean(reward.values, max(1, min(10, len(reward) // 4)))
         axes.plot(reward.steps, smooth, color=REWARD, linewidth=2.2, label="mean reward, training (running mean)")
-    for name, label, color, line in ACCURACIES:
+    for name, label, color, line in held_out_curves(records):
         series = Series.of(records, name, "evaluation")
         if len(series):
             axes.plot(series.steps, series.values, line, color=color, markersize=5, linewidth=1.8, label=label)
     if not axes.get_lines():
         return None
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.get_lines()])
-    if ((values >= 0) & (values <= 1)).all():
+    if are_accuracies(records) and ((values >= 0) & (values <= 1)).all():
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _format_steps(axes)
-    axes.set_ylabel("reward, accuracy")
+    axes.set_ylabel("reward, accuracy" if are_accuracies(records) else "reward")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0)
     return figure
 
@@ -143,22 +153,21 @@ def policy_health(records: Records) -> Figure | None:
     if not curves:
         return None
     lines = -(-len(curves) // 2)
-    figure = Figure(figsize=(SIZE[0], 1.95 * lines), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 2.1 * lines), layout="constrained")
     grid = figure.subplots(lines, 2, squeeze=False).ravel()
     for axes, (name, series) in zip(grid, curves.items(), strict=False):
         axes.plot(series.steps, series.values, color=REWARD, linewidth=1.5)
         unit = METRICS[name].unit
         axes.set_title(name + ("" if unit == "1" else f" ({unit})"), fontsize=10)
         axes.ticklabel_format(axis="y", useOffset=False)
-        _format_steps(axes, None)
+        _format_steps(axes)
     for axes in grid[len(curves) :]:
         axes.set_visible(False)
     return figure
 
 
-def _format_steps(axes: Axes, label: str | None = "step") -> None:
+def _format_steps(axes: Axes, label: str = "step") -> None:
     """Label the x axis with whole steps."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    if label:
-        axes.set_xlabel(label, color=FAINT)
+    axes.set_xlabel(label, color=FAINT)
     despine(axes)

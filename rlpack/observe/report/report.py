@@ -118,12 +118,13 @@ def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
 
 
 def _reward_section(records: plots.Records) -> str:
-    """Return the curves of reward and accuracy, or a note."""
-    title = "Reward and held-out accuracy"
-    figure = plots.reward_and_accuracy(records)
+    """Return the curves of training and held-out rewards, or a note."""
+    noun = plots.held_out_noun(records)
+    title = f"Reward and held-out {noun}"
+    figure = plots.rewards(records)
     if figure is None:
         return f"<section><h2>{title}</h2><p>No reward and no evaluation were logged.</p></section>"
-    return _figure_section(title, "Held-out accuracy is measured on the whole validation split.", figure)
+    return _figure_section(title, f"Held-out {noun} is measured on the whole validation split.", figure)
 
 
 def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:

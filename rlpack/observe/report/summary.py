@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rlpack.observe.report.packing_picture import layout_boxes
 from rlpack.observe.report.plan_record import PlanRecord
-from rlpack.observe.report.plots import ACCURACIES, Records, Series
-from rlpack.observe.text import reward_format
+from rlpack.observe.report.plots import Records, Series, held_out_curves
+from rlpack.observe.text import are_accuracies, mean_reward_format
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class SummaryRow:
 
 
 def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
-    """Return rewards, accuracies, wasted slots, steps and time.
+    """Return rewards, wasted slots, steps and time.
 
-    Rewards and accuracies are the first and last ones, slots those of padding and of the run's batching.
+    Rewards are the first and last ones, slots those of padding and of the run's batching.
     """
     rows = [*_curve(records, "reward/mean", "train", "mean reward", "first and last step", "{:.3f}")]
-    value_format = reward_format(record[name] for record in records for name, *_ in ACCURACIES if name in record)
-    for name, label, *_ in ACCURACIES:
+    value_format = mean_reward_format(is_accuracy=are_accuracies(records))
+    for name, label, *_ in held_out_curves(records):
         rows += _curve(records, name, "evaluation", label, "before and after", value_format)
     if plans is not None:
         padded, used = (layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan()))

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlpack.rewards.errors import RewardError
@@ -37,8 +38,9 @@ class PoolSettings:
         processes: number of worker processes.
         rows_per_call: most rows of one call; an async function works on them concurrently.
         batch_timeout_s: deadline of a batch, over all functions.
-        strict: close the network to the workers and refuse writes outside their scratch directory.
+        strict: close the network to the workers and refuse changes of files outside their scratch directory.
         env_vars: names of further environment variables that workers see.
+        hidden: files and directories that workers can't read, besides credentials (`hidden_paths`).
         limits: resource limits of each worker.
     """
 
@@ -47,6 +49,7 @@ class PoolSettings:
     batch_timeout_s: float = 600.0
     strict: bool = False
     env_vars: tuple[str, ...] = ()
+    hidden: tuple[Path, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
 

@@ -40,7 +40,7 @@ class RewardPool:
         self._num_calls = 0
         self._queue = CallQueue(functions, self._signatures, {}, 0)
         loadable = {name: asdict(function) for name, function in functions.items()}
-        self._processes = Processes(loadable, settings.limits, strict=settings.strict, env_vars=settings.env_vars)
+        self._processes = Processes(loadable, settings)
         for _ in range(settings.processes):
             self._processes.start()
 

@@ -6,14 +6,13 @@ message is killed.
 
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +20,10 @@ from typing import Any, Literal
 
 from rlpack.rewards.errors import PoolError
 from rlpack.rewards.pool import protocol as wire
-from rlpack.rewards.pool.limits import Limits, scrub_environment
+from rlpack.rewards.pool.call_queue import PoolSettings
+from rlpack.rewards.pool.hidden_paths import hidden_paths
+from rlpack.rewards.pool.limits import scrub_environment
+from rlpack.rewards.pool.remove_tree import remove_tree
 from rlpack.rewards.pool.supervisor import COMMAND, REPORT
 
 _MAX_ANSWER_BYTES = 1 << 20
@@ -73,14 +75,7 @@ class Event:
 class Processes:
     """The supervisor and the worker processes of one pool."""
 
-    def __init__(
-        self,
-        functions: Mapping[str, Mapping[str, Any]],
-        limits: Limits,
-        *,
-        strict: bool = False,
-        env_vars: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]], settings: PoolSettings) -> None:
         """Start the supervisor without waiting for it."""
         self.workers: dict[int, WorkerHandle] = {}
         self.output_bytes = 0
@@ -93,15 +88,21 @@ class Processes:
             supervisor = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                env=scrub_environment(os.environ, scratch, env_vars),
+                env=scrub_environment(os.environ, scratch, settings.env_vars),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self._supervisor = supervisor
         self.close = weakref.finalize(self, _close, supervisor, self._control, scratch, self.workers)
-        settings = {"limits": asdict(limits), "strict": strict, "functions": functions, "scratch": str(scratch)}
-        self._control.sendall(wire.pack(settings))
+        message = {
+            "limits": asdict(settings.limits),
+            "strict": settings.strict,
+            "functions": functions,
+            "scratch": str(scratch),
+            "hidden": [str(path) for path in hidden_paths(os.environ, settings.hidden)],
+        }
+        self._control.sendall(wire.pack(message))
         self._control.setblocking(False)
         self._reports = bytearray()
         self._selector.register(self._control, selectors.EVENT_READ, None)
@@ -291,4 +292,4 @@ def _close(
     except subprocess.TimeoutExpired:
         supervisor.kill()
         supervisor.wait(_CLOSE_TIMEOUT_S)
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove_tree(scratch)

@@ -1,16 +1,13 @@
-"""Permanently confine a process: no network, no writes outside its scratch directory, no signals to other processes.
+"""Permanently confine a process that runs user code: no capabilities, no other processes, no credentials.
+
+With `strict` the process has no network either, and can't change anything outside its scratch directory.
 
 The confinement uses two unprivileged mechanisms of the Linux kernel that containers leave enabled: Landlock (files,
-signals, other processes' memory and environment) and a seccomp filter (sockets, process groups, new processes). Every
-descendant inherits it, and it can't be lifted. `python -m rlpack.rewards.pool.sandbox` tests it on this machine and
-prints what fails, if anything.
-
-Landlock: https://docs.kernel.org/userspace-api/landlock.html; the numbers are those of linux/landlock.h,
-linux/seccomp.h and linux/filter.h.
+signals, other processes) and a seccomp filter (system calls). Every descendant inherits it, and it can't be lifted.
+`python -m rlpack.rewards.pool.sandbox` tests it on this machine and prints what fails, if anything.
 """
 
 import ctypes
-import errno
 import os
 import platform
 import socket
@@ -18,37 +15,19 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 36, 38
+from rlpack.rewards.pool import landlock, seccomp
+from rlpack.rewards.pool.landlock import import_paths
+
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 1, 24, 36, 38, 47
+_CAP_AMBIENT_CLEAR_ALL = 4
 _SIGKILL = 9
-
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_WRITE_FILE, _TRUNCATE, _MAKE_CHAR = 1 << 1, 1 << 14, 1 << 6
-# write, remove (2), make (7), refer, truncate
-_WRITES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13)) | 1 << 13 | _TRUNCATE
-_SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
-_ABI_TRUNCATE, _ABI_SCOPES = 3, 6
-
-_LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
-_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_CLONE_THREAD = 0x00010000
-# machine -> (audit architecture, system call numbers)
-_CALLS = {
-    "x86_64": (
-        0xC000003E,
-        {"socket": 41, "io_uring_setup": 425, "setsid": 112, "setpgid": 109, "fork": 57, "vfork": 58, "clone": 56,
-         "clone3": 435},
-    ),
-    "aarch64": (
-        0xC00000B7,
-        {"socket": 198, "io_uring_setup": 425, "setsid": 157, "setpgid": 154, "clone": 220, "clone3": 435},
-    ),
-}  # fmt: skip
-_X32 = 0x40000000  # flags a second set of system calls on x86_64, which would bypass the numbers above
-_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE, _CAP_SYS_RESOURCE = 1, 2, 19, 24
 _CAPABILITY_VERSION = 0x20080522
+_NUM_CAPABILITIES = 64
+_CAP_DAC_READ_SEARCH = 1 << 2
 
 _TEST_TIMEOUT_S = 20.0
 
@@ -60,14 +39,6 @@ class SandboxError(RuntimeError):
 def is_linux() -> bool:
     """Whether this module can confine anything."""
     return sys.platform == "linux"
-
-
-def landlock_version() -> int:
-    """Return the kernel's Landlock ABI version, 0 for none."""
-    if not is_linux():
-        return 0
-    version = _libc().syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    return max(0, version)
 
 
 def die_with_parent() -> None:
@@ -82,41 +53,69 @@ def adopt_orphans() -> None:
         _prctl(_PR_SET_SUBREAPER, 1)
 
 
-def confine(scratch: Path, *, strict: bool, processes: bool) -> None:
+def confine(scratch: Path, *, strict: bool, processes: bool, hidden: Sequence[Path] | None = None) -> None:
     """Permanently drop the rights of this process and its descendants.
 
     Args:
-        scratch: the only directory that stays writable with `strict`.
-        strict: close the network and refuse writes elsewhere. Without it, and as far as the kernel allows, drop only
-            rights that no reward function needs: to raise limits, and to read or signal other processes.
+        scratch: its own directory; the only one that stays writable with `strict`.
+        strict: close the network, and refuse all changes of files elsewhere.
         processes: allow new processes; `strict` keeps them in this process's group.
+        hidden: paths that it can't read, existing or not. Other processes, devices and what `hidden_paths` lists are
+            hidden with them. None leaves reading unrestricted.
 
     Raises:
-        SandboxError: the kernel can't provide what `strict` promises.
+        SandboxError: the kernel can't provide what `strict` promises. Without `strict`, `unenforced` says what it
+            can't provide.
     """
+    if strict and (missing := unenforced(processes=processes)):
+        raise SandboxError(f"reward functions could {'; '.join(missing)}")
     if not is_linux():
-        if strict:
-            raise SandboxError(f"the strict sandbox needs Linux; this is {sys.platform}")
         return
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _drop_capabilities(strict=strict)
-    version = landlock_version()
-    if strict and version < _ABI_TRUNCATE:
-        raise SandboxError(
-            f"the kernel has Landlock version {version}; the strict sandbox needs 3 or newer (Linux 6.2)"
+    _drop_capabilities()
+    version = landlock.abi_version()
+    try:
+        if version:
+            shared = processes and not strict  # semaphores of multiprocessing
+            landlock.restrict(landlock.Reach(scratch, hidden, writable=not strict, shared_memory=shared), version)
+        if seccomp.is_supported():
+            signals = version >= landlock.ABI_SCOPES
+            seccomp.filter_calls(strict=strict, processes=processes, signals=signals)
+    except (landlock.LandlockError, seccomp.SeccompError) as error:
+        raise SandboxError(str(error)) from error
+
+
+def unenforced(*, processes: bool, version: int | None = None) -> list[str]:
+    """Return what confined processes could still do on this machine that they must not, and what would prevent it.
+
+    Args:
+        processes: whether they may start processes.
+        version: the Landlock version, by default this kernel's.
+    """
+    if not is_linux():
+        return [f"read and change whatever this user can (the sandbox needs Linux; this is {sys.platform})"]
+    version = landlock.abi_version() if version is None else version
+    missing: list[str] = []
+    if not version:
+        missing.append(
+            "read credentials, the run directory, and the environment of other processes (needs Landlock, Linux 5.13)"
         )
-    if version:
-        _restrict_files(scratch if strict else None, version)
-    denied = ["socket", "io_uring_setup", "setsid", "setpgid"] if strict else []
-    machine = platform.machine()
-    if machine in _CALLS:
-        _filter_calls(machine, denied, processes=processes)
-    elif strict:
-        raise SandboxError(f"the seccomp filter doesn't support {machine}; supported are {', '.join(_CALLS)}")
+    elif version < landlock.ABI_TRUNCATE:
+        missing.append(f"truncate files (needs Landlock version 3, Linux 6.2; this kernel has {version})")
+    if not seccomp.is_supported():
+        names = " or ".join(("x86_64", "aarch64"))
+        missing.append(
+            f"call any part of the kernel (the filter of system calls needs {names}, not {platform.machine()})"
+        )
+    if version < landlock.ABI_SCOPES and (processes or not seccomp.is_supported()):
+        missing.append("signal other processes (needs Landlock version 6, Linux 6.12, or reward.subprocesses=0)")
+    return missing
 
 
-def why_not_strict() -> str | None:
+def why_not_strict(*, processes: bool = False) -> str | None:
     """Return why this machine can't confine strictly, None if it can, by a test in a separate process."""
+    if missing := unenforced(processes=processes):
+        return f"reward functions could {'; '.join(missing)}"
     command = [sys.executable, "-P", "-m", "rlpack.rewards.pool.sandbox"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
@@ -129,17 +128,19 @@ def why_not_strict() -> str | None:
 
 def broken_promises(scratch: Path, outside: Path) -> list[str]:
     """Return which promises of `strict` this confined process can still break."""
-    broken = []
-    try:
+    broken: list[str] = []
+    with suppress(OSError):
         socket.socket(socket.AF_INET).close()
         broken.append("a socket could be opened")
-    except OSError:
-        pass
-    try:
+    with suppress(OSError):
         (outside / "written").write_text("x")
         broken.append(f"a file could be written outside {scratch}")
-    except OSError:
-        pass
+    with suppress(OSError):
+        outside.chmod(0o700)
+        broken.append("the mode of a file could be changed")
+    with suppress(OSError):
+        Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        broken.append("the environment of another process could be read")
     return broken
 
 
@@ -153,96 +154,35 @@ def _prctl(option: int, value: int, *, needed: bool = True) -> None:
         raise SandboxError(f"prctl({option}, {value}) failed: {os.strerror(ctypes.get_errno())}")
 
 
-def _drop_capabilities(*, strict: bool) -> None:
-    """Drop root's capabilities to raise limits and to read other processes.
+def _drop_capabilities() -> None:
+    """Drop all capabilities of root: it keeps the rights of an owner of files, like any user.
 
-    Dropping them from the bounding set keeps programs that root starts from regaining them.
+    The one to read others' files remains if Python imports from a directory that is closed otherwise, such as the home
+    of the user who became root. Dropping capabilities from the bounding set keeps programs from regaining them.
     """
-    retained = (
-        {_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH} if strict else set(range(64)) - {_CAP_SYS_PTRACE, _CAP_SYS_RESOURCE}
-    )
-    for capability in set(range(41)) - retained:
+    _prctl(_PR_CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL, needed=False)
+    for capability in range(_NUM_CAPABILITIES):
         _prctl(_PR_CAPBSET_DROP, capability, needed=False)  # fails without CAP_SETPCAP, when there is nothing to drop
-    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
-    data = ctypes.create_string_buffer(24)
-    if _libc().capget(header, data) != 0:
-        raise SandboxError(f"capget failed: {os.strerror(ctypes.get_errno())}")
-    mask = sum(1 << capability for capability in retained)
-    words = struct.unpack("=6I", data.raw)
-    limited = [word & (mask >> (32 * (index // 3))) & 0xFFFFFFFF for index, word in enumerate(words)]
-    if _libc().capset(header, ctypes.create_string_buffer(struct.pack("=6I", *limited), 24)) != 0:
+    if os.geteuid() == 0 and _set_capabilities(0, _CAP_DAC_READ_SEARCH) and any(map(_is_closed, import_paths())):
+        _set_capabilities(_CAP_DAC_READ_SEARCH, _CAP_DAC_READ_SEARCH)
+    elif not _set_capabilities(0, 0):
         raise SandboxError(f"capset failed: {os.strerror(ctypes.get_errno())}")
 
 
-def _restrict_files(scratch: Path | None, version: int) -> None:
-    """Enter a Landlock domain that refuses writes outside `scratch`.
+def _set_capabilities(effective: int, permitted: int) -> bool:
+    """Set the capabilities of this process, as masks; return whether it had the permitted ones."""
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
+    return _libc().capset(header, struct.pack("=6I", effective, permitted, 0, 0, 0, 0)) == 0
 
-    Without `scratch` the domain refuses only the creation of device nodes.
 
-    A process in a domain can't read the memory or environment of processes outside it and, from version 6 on, can't
-    signal them.
-    """
-    handled = _WRITES if scratch else _MAKE_CHAR
-    scoped = (_SCOPE_SIGNALS | (_SCOPE_ABSTRACT_SOCKETS if scratch else 0)) if version >= _ABI_SCOPES else 0
-    attributes = struct.pack("=QQQ", handled, 0, scoped)
-    size = 24 if version >= _ABI_SCOPES else 8
-    libc = _libc()
-    ruleset = libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
-    if ruleset < 0:
-        raise SandboxError(f"Landlock refused the ruleset: {os.strerror(ctypes.get_errno())}")
+def _is_closed(folder: Path) -> bool:
     try:
-        if scratch:
-            _allow(libc, ruleset, scratch, _WRITES)
-            _allow(libc, ruleset, Path(os.devnull), _WRITE_FILE | _TRUNCATE)
-        if libc.syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) != 0:
-            raise SandboxError(f"Landlock could not be enabled: {os.strerror(ctypes.get_errno())}")
-    finally:
-        os.close(ruleset)
-
-
-def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
-    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        rule = struct.pack("=Qi", rights, descriptor)
-        if libc.syscall(_LANDLOCK_ADD, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint32(0)) != 0:
-            raise SandboxError(f"Landlock refused the rule for {path}: {os.strerror(ctypes.get_errno())}")
-    finally:
-        os.close(descriptor)
-
-
-def _filter_calls(machine: str, denied: Iterable[str], *, processes: bool) -> None:
-    """Install a seccomp filter that makes the `denied` calls fail.
-
-    Denied system calls fail with EPERM; so do calls that create processes, unless `processes` is set.
-    """
-    architecture, numbers = _CALLS[machine]
-    code = [
-        (_LOAD, 0, 0, 4),
-        (_JUMP_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-        (_JUMP_SET, 0, 1, _X32),
-        (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
-    ]
-    for name in [*denied, *([] if processes else ["fork", "vfork"])]:
-        if name in numbers:
-            code += [(_JUMP_EQUAL, 0, 1, numbers[name]), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
-    if not processes:
-        # The flags of clone3 are in memory, which a filter can't read; if it fails, libc falls back to clone.
-        code += [(_JUMP_EQUAL, 0, 1, numbers["clone3"]), (_RETURN, 0, 0, _FAIL | errno.ENOSYS)]
-        code += [
-            (_JUMP_EQUAL, 0, 4, numbers["clone"]),
-            (_LOAD, 0, 0, 16),
-            (_JUMP_SET, 1, 0, _CLONE_THREAD),
-            (_RETURN, 0, 0, _FAIL | errno.EPERM),
-            (_RETURN, 0, 0, _ALLOW),
-        ]
-    code.append((_RETURN, 0, 0, _ALLOW))
-    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
-    header = ctypes.create_string_buffer(struct.pack("=H6xQ", len(code), ctypes.addressof(program)))
-    filter_mode, zero = 2, ctypes.c_ulong(0)
-    if _libc().prctl(_PR_SET_SECCOMP, ctypes.c_ulong(filter_mode), header, zero, zero) != 0:
-        raise SandboxError(f"the kernel refused the seccomp filter: {os.strerror(ctypes.get_errno())}")
+        os.listdir(folder)
+    except PermissionError:
+        return True
+    except OSError:  # an archive, or nothing
+        return False
+    return False
 
 
 def _self_test() -> None:
@@ -251,7 +191,7 @@ def _self_test() -> None:
         child = os.fork()
         if child == 0:
             try:
-                confine(Path(scratch), strict=True, processes=False)
+                confine(Path(scratch), strict=True, processes=False, hidden=[Path(outside)])
                 (Path(scratch) / "written").write_text("x")
                 problems = broken_promises(Path(scratch), Path(outside))
             except (SandboxError, OSError) as error:

@@ -14,7 +14,6 @@ number. Reports to the pool: `H` (the supervisor is running), `E` (exited) with 
 
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -28,6 +27,7 @@ from pathlib import Path
 from rlpack.rewards.pool import pool_worker, sandbox
 from rlpack.rewards.pool import protocol as wire
 from rlpack.rewards.pool.limits import Limits
+from rlpack.rewards.pool.remove_tree import remove_tree
 
 COMMAND = struct.Struct("!cI")
 REPORT = struct.Struct("!cIi")
@@ -35,6 +35,8 @@ REPORT = struct.Struct("!cIi")
 # Seconds within which too many processes are noticed, and within which an orphan is.
 _WATCH_S, _IDLE_S = 0.02, 0.25
 _KILL_TIMEOUT_S = 5.0
+# The kernel ends a killed process within about this time.
+_REAP_S = 0.001
 _NO_WORKER = (1 << 32) - 1
 
 
@@ -86,7 +88,7 @@ class Supervisor:
         for pid in self.pids.values():
             _kill_group(pid)
         self._kill_children(lambda pid: True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        remove_tree(self.scratch)
 
     def report(self, kind: bytes, number: int, status: int) -> None:
         """Send a report; the main loop notices if the pool is gone."""
@@ -176,7 +178,7 @@ class Supervisor:
         """Delete a directory in another process; it may hold many files."""
         pid = os.fork()
         if pid == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
             os._exit(0)
         self.cleaners.add(pid)
 
@@ -189,10 +191,11 @@ class Supervisor:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+                    os.waitpid(pid, os.WNOHANG)
                 self.cleaners.discard(pid)
             if not pids:
                 return
+            time.sleep(_REAP_S)
 
 
 def _kill_group(pid: int) -> None:
@@ -236,10 +239,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     sandbox.adopt_orphans()
     limits = Limits(**settings["limits"])
+    hidden = [Path(path) for path in settings["hidden"]]
 
     def serve(channel: socket.socket, folder: Path) -> None:
         limits.apply()
-        sandbox.confine(folder, strict=settings["strict"], processes=limits.processes > 0)
+        sandbox.confine(folder, strict=settings["strict"], processes=limits.processes > 0, hidden=hidden)
         pool_worker.serve(channel, settings["functions"])
 
     Supervisor(control, Path(settings["scratch"]), limits, serve).run()

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
-from rlpack.algorithms.registry import LOSSES, advantage_parameters, find_loss, row_advantages
+from rlpack.algorithms.registry import ADVANTAGES, LOSSES, advantage_parameters, find_loss, row_advantages
+from rlpack.config import function_names
 
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None, "baseline": "mean", "scale": "none"}
 COLUMNS = {
@@ -90,3 +91,7 @@ def test_a_module_that_exits_on_import_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(AlgorithmError, match="leaving_loss can't be imported: SystemExit: 0"):
         find_loss("leaving_loss:loss", {}, SETTINGS)
+
+
+def test_the_rules_know_the_names_of_losses_and_advantages():
+    assert (tuple(LOSSES), tuple(ADVANTAGES)) == (function_names.LOSSES, function_names.ADVANTAGES)

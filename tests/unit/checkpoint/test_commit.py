@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlpack import __version__
 from rlpack.checkpoint import commit as commit_module
 from rlpack.checkpoint.commit import load_state, new_checkpoint, newest, newest_damage, prune
 from rlpack.checkpoint.errors import CheckpointError
@@ -30,7 +31,7 @@ def test_a_committed_checkpoint_is_found_with_its_state_and_files(tmp_path: Path
     save(tmp_path, 20)
     found = newest(tmp_path)
     assert found == tmp_path / "step-20"
-    assert load_state(found) == {"seed": 7, "step": 20, "format": 2}
+    assert load_state(found) == {"seed": 7, "step": 20, "format": 3, "rlpack": __version__}
     assert (found / "actor" / "shard-0.bin").read_bytes() == b"weights20"
     assert (tmp_path / "latest").read_text() == "step-20\n"
 
@@ -170,17 +171,39 @@ def test_a_damaged_state_is_never_returned(tmp_path: Path) -> None:
         load_state(tmp_path / "step-1")
 
 
+def rewrite_manifest(folder: Path, **changes: object) -> None:
+    """Change the manifest and its marker, as another version or an attacker would."""
+    text = json.dumps(json.loads((folder / "manifest.json").read_text()) | changes)
+    (folder / "manifest.json").write_text(text)
+    (folder / "COMMITTED").write_text(commit_module.sha256(text.encode()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"format": 4, "rlpack": "0.9.0", "files": {"in": "other words"}}, r"by rlpack 0\.9\.0 in format 4; this is"),
+        ({"format": 2, "rlpack": None}, "by rlpack an older version in format 2"),
+        ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 3"),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_by_its_version_and_not_skipped(
+    tmp_path: Path, changes: dict[str, object], named: str
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    rewrite_manifest(tmp_path / "step-2", **changes)
+    with pytest.raises(CheckpointError, match=rf"step-2 was written {named}.*resume with the version that wrote it"):
+        newest(tmp_path)
+    assert not (tmp_path / "step-2" / "DAMAGED").exists()
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname"])
 def test_a_manifest_that_names_a_file_outside_is_refused(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
-    manifest = json.loads((tmp_path / "step-1" / "manifest.json").read_text())
-    manifest["files"].append({"name": name, "size": 0, "sha256": ""})
-    text = json.dumps(manifest)
-    (tmp_path / "step-1" / "manifest.json").write_text(text)
-    digest = commit_module.sha256(text.encode()).hexdigest()
-    (tmp_path / "step-1" / "COMMITTED").write_text(digest)
+    files = json.loads((tmp_path / "step-1" / "manifest.json").read_text())["files"]
+    rewrite_manifest(tmp_path / "step-1", files=[*files, {"name": name, "size": 0, "sha256": ""}])
     assert newest(tmp_path) is None
     assert "not a regular file inside" in caplog.text
 

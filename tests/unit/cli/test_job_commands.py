@@ -1,5 +1,6 @@
 """What `rlpack submit` and its like refuse without a cluster; with one: tests/end_to_end/test_jobs.py."""
 
+import importlib.util
 import json
 import socket
 import sys
@@ -102,6 +103,14 @@ def test_a_job_is_checked_before_a_server_is_asked(folder, capsys, words, code, 
     assert message in heard
     assert heard.count("rlpack submit: ") == 1
     assert time.monotonic() - began < 60
+
+
+def test_optional_packages_are_those_of_the_nodes_not_of_the_machine_that_submits(folder, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    heard = said(capsys, 2, "submit", "--", *JSONL, RUN_DIR, "logger.wandb=offline")
+    assert "no Ray job server answers" in heard
+    assert "wandb" not in heard
 
 
 def test_a_module_that_would_stay_behind_is_named(folder, capsys):

@@ -94,6 +94,11 @@ def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
         ("rlpack train recipe=g", "recipe=grpo recipe=gspo"),
         ("rlpack train model=tiny trainer.st", "trainer.steps="),
         ("rlpack train placement.po", "placement.pools."),
+        ("rlpack train batching.mode=", "batching.mode=packed batching.mode=dynamic batching.mode=fixed"),
+        ("rlpack train ++batching.mode=f", "++batching.mode=fixed"),
+        ("rlpack train critic.optimizer.name=adamw_", "critic.optimizer.name=adamw_8bit"),
+        ("rlpack train recipe=dapo dapo.overlong_filter=", "dapo.overlong_filter=true dapo.overlong_filter=false"),
+        ("rlpack train seed=", "seed=1"),
         ("rlpack report ", ""),
     ],
 )
@@ -101,6 +106,12 @@ def test_the_shell_is_offered_commands_groups_and_keys(line, offered, monkeypatc
     monkeypatch.setenv("COMP_LINE", line)
     assert main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.strip() == offered
+
+
+def test_fish_is_offered_a_choice_a_line(monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", "rlpack train batching.mode=")
+    assert main(["-sc", "query=fish"]) == 0
+    assert capsys.readouterr().out.split() == ["batching.mode=packed", "batching.mode=dynamic", "batching.mode=fixed"]
 
 
 @pytest.mark.parametrize("arguments", [["-sc", "install=bash"], ["train", "-sc", "install=bash"]])
@@ -120,7 +131,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly():
         assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_command_that_is_stopped_before_its_run_began_ends_with_130_and_one_line(tmp_path, number):
     # The command stops itself at the first module that it imports after the signals are taken care of.
     (tmp_path / "hydra.py").write_text(f"import os\nfor _ in range(2):\n    os.kill(os.getpid(), {int(number)})\n")

@@ -144,6 +144,15 @@ def test_a_mistyped_option_is_one_line_with_the_one_that_was_meant(capsys: pytes
     assert refused(capsys, "plan", "zipf", "--rows", "many").startswith("rlpack plan: argument --rows: invalid int")
 
 
+def test_few_sequences_for_each_rank_are_remarked(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "an optimizer step has 64 sequences for 64 ranks, 1 each: its time is that of the longest"
+    for command, hint in (("plan", "more rows\n"), ("simulate", "more rows (--rows-per-rank grows them")):
+        _, out, _ = run(capsys, command, "lognormal", "--rows", "64", "--ranks", "1,16,64")
+        assert said in out
+        assert hint in out
+        assert "for 16 ranks" not in out
+
+
 def test_fewer_sequences_than_ranks_are_remarked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.arange(1, 11))
     for command in ("plan", "simulate"):

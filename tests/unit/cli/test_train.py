@@ -1,5 +1,7 @@
 import dataclasses
+import re
 import sys
+import threading
 from datetime import datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,6 +15,7 @@ from rlpack.cli.train import Job, with_run_dirs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
+from rlpack.user_code import Interrupted
 
 
 @pytest.fixture
@@ -114,7 +117,8 @@ def test_the_first_failing_job_ends_a_sweep(ran, capsys):
         (DataError("a.jsonl:3: broken JSON"), 3, "rlpack train: a.jsonl:3: broken JSON\n"),
         (ValueError("not ours"), 1, "Traceback"),
         (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"),
-        (KeyboardInterrupt(), 130, ""),
+        (Interrupted(), 130, ""),
+        (KeyboardInterrupt(), 1, "recipe.target 'rlpack.recipes.grpo' raised KeyboardInterrupt"),
     ],
 )
 def test_a_failed_run_ends_with_the_code_of_its_cause(ran, capsys, error, code, said):
@@ -123,8 +127,25 @@ def test_a_failed_run_ends_with_the_code_of_its_cause(ran, capsys, error, code, 
     assert said in capsys.readouterr().err
 
 
+def test_a_recipe_whose_import_never_ends_is_a_configuration_error(ran, tmp_path, capsys, monkeypatch):
+    ended = threading.Event()
+
+    def load_main(target: str) -> None:
+        assert ended.wait(30)
+
+    monkeypatch.setattr("rlpack.cli.train.load_main", load_main)
+    monkeypatch.setattr("rlpack.distributed.ray_connection.fits_this_machine", lambda placement: True)
+    monkeypatch.setattr("rlpack.distributed.ray_connection.connect", lambda placement, preload: None)
+    assert main(["train", "placement.start_timeout_s=0.2"]) == 2
+    ended.set()
+    assert "recipe.target=rlpack.recipes.grpo was not imported within placement.start_timeout_s=0.2 s" in (
+        capsys.readouterr().err
+    )
+    assert ran == []
+
+
 def test_an_interrupted_run_is_said_to_go_on_only_where_it_saved_something(ran, tmp_path, capsys):
-    ran.fails = KeyboardInterrupt()
+    ran.fails = Interrupted()
     assert main(["train", "run_dir=mine"]) == 130
     assert capsys.readouterr().err == "rlpack train: interrupted; nothing was saved yet\n"
     marker = tmp_path / "mine" / "checkpoints" / "sft_warmup" / "step-3" / "COMMITTED"
@@ -196,10 +217,48 @@ def test_a_users_own_experiment_is_found_and_its_mistakes_are_named(ran, tmp_pat
         ("# @package _global_\ntrainer:\n\tsteps: 2\n", "found character '\\t' that cannot start any token"),
         ("# @package _global_\nseed: [1\n", "bad.yaml"),
         ("# @package _global_\na: &a [*a]\n", "bad.yaml holds more than 10,000 values"),
+        ("seed: 9\n", "conf/experiment/bad.yaml lacks the line `# @package _global_`; add it as the first line"),
+        ("defaults:\n  - override /model: small\n", "conf/experiment/bad.yaml lacks the line `# @package _global_`"),
+        ("seed: 9\n# @package _global_\n", "conf/experiment/bad.yaml lacks the line `# @package _global_`"),
     ):
         (folder / "bad.yaml").write_text(text)
         assert main(["train", "--config-dir=conf", "experiment=bad"]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_users_preset_of_another_group_needs_the_header_only_for_keys_outside_its_group(ran, tmp_path, capsys):
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    mine = tmp_path / "conf" / "data" / "mine.yaml"
+    mine.write_text("max_prompt_tokens: 100\n")
+    assert main(["train", "--config-dir", "conf", "data=mine", "sft_warmup.steps=0"]) == 0
+    assert ran[0].data.max_prompt_tokens == 100
+    mine.write_text("data:\n  max_prompt_tokens: 100\n")
+    assert main(["train", "--config-dir", "conf", "data=mine"]) == 2
+    assert "conf/data/mine.yaml lacks the line `# @package _global_`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout.engine={}", "run_dir={}", "data.sourse={}", "reward.function={}", "model={}"]
+)
+def test_a_value_of_50_kb_is_shortened_in_the_message(ran, capsys, override):
+    for value in ("a" * 50_000, "'" + "a " * 25_000 + "'"):
+        main(["train", override.format(value)])
+        said = capsys.readouterr().err
+        assert override.partition("=")[0] in said
+        assert len(said) < 3000
+
+
+@pytest.mark.parametrize("length", [300, 5_000, 50_000])
+def test_a_choice_longer_than_any_files_name_is_answered_with_the_choices(ran, capsys, length):
+    assert main(["train", f"model={'a' * length}"]) == 2
+    assert re.search(r"model=a.* is not a choice; model has: pretrained, small, tiny$", capsys.readouterr().err.strip())
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.source", "data.validation_source", "model.path", "model.tokenizer"])
+def test_a_name_that_no_file_can_have_is_an_error_of_its_key(ran, capsys, key):
+    assert main(["train", f"{key}=/some/{'a' * 300}"]) == 2
+    assert f"{key} is '/some/aaa" in (said := capsys.readouterr().err)
+    assert "a name has 300 bytes; a file's name has at most 255" in said
 
 
 def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):

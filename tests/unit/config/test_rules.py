@@ -53,6 +53,13 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
     assert "for the role reference" in broken(**small, algorithm={"kl_coef": 0.1})
 
 
+def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
+    own = {"reference": {"batching": {"max_tokens": 8, "overlong": "error"}}, "algorithm": {"kl_coef": 0.1}}
+    assert "set reference.batching.overlong=truncate" in broken(**own)
+    own["reference"]["batching"].pop("overlong")
+    assert "set batching.overlong=truncate" in broken(**own)
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -127,6 +134,19 @@ def test_the_reference_budget_is_checked_when_a_kl_term_starts_it():
             "reward.functions.a.arguments.api_key looks like a secret",
         ),
         ({"reward": {"function": "rlpack.rewards.code_execution:unit_tests"}}, "set reward.subprocesses=1"),
+        ({"placement": {"call_timeout_s": 10.0}}, "reward.timeout_s (10) is not below placement.call_timeout_s (10)"),
+        ({"placement": {"call_timeout_s": 600.0}}, "lower reward.batch_timeout_s or raise placement.call_timeout_s"),
+        (
+            {"reward": {"functions": {"slow": {"function": "a:b", "timeout_s": 2000.0}}}},
+            "reward.functions.slow.timeout_s (2000) is not below placement.call_timeout_s (1800)",
+        ),
+        (
+            {
+                "roles": {"judge": {"target": "rlpack.workers.judge:JudgeWorker"}},
+                "judge": {"url": "http://a/v1", "model": "m", "timeout_s": 3600.0},
+            },
+            "judge.timeout_s (3600) is not below placement.call_timeout_s (1800)",
+        ),
         ({"judge": {"url": "http://a/v1"}}, "no role uses it; add roles.judge.target=rlpack.workers.judge:JudgeWorker"),
         ({"judge": {"url": "a/v1"}}, "judge.url is 'a/v1'; it has to start with http:// or https://"),
         ({"judge": {"url": "http://me:secret@a/v1"}}, "judge.url contains a user or a password"),

@@ -1,6 +1,9 @@
 import json
 import re
+import socket
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pyarrow as pa
@@ -219,9 +222,56 @@ def test_a_folder_of_files_is_a_dataset_with_splits(tmp_path, monkeypatch):
         load(str(folder), split="test")
 
 
+def test_shards_whose_columns_differ_are_a_data_error(tmp_path):
+    (tmp_path / "train-0.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    (tmp_path / "train-1.jsonl").write_text(json.dumps({"prompt": {"deep": 1}, "solution": 2}) + "\n")
+    with pytest.raises(DataError, match=r"split 'train', can't be loaded: .* because column names don't match"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (["2", ["2"]], r"rows.jsonl:2: answer is \['2'\] \(list\), but .*rows.jsonl:1: answer is '2' \(str\)"),
+        ([None, ["2"], {"a": 1}], r"rows.jsonl:3: answer is .* \(dict\), but .*:2: answer is .* \(list\)"),
+    ],
+)
+def test_answers_are_all_of_one_type(tmp_path, answers, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "1+1=", "answer": answer}) + "\n" for answer in answers))
+    with pytest.raises(DataError, match=message):
+        load(str(path))
+
+
+def test_a_hub_that_has_nothing_is_reported_at_once(monkeypatch):
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, format, *args):
+            """Keep the console clean."""
+
+    with HTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(DataError, match=r"dataset 'nobody/nothing' .* can't be asked for it \(it answered 404\)"):
+            load("nobody/nothing")
+        server.shutdown()
+
+
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr("rlpack.data.hub.DEADLINE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(
+            DataError, match=r"dataset 'nobody/nothing' .* \((no answer in 0.2 s|it can't be reached: .*)\)"
+        ):
+            load("nobody/nothing")
+
+
 def test_an_unreachable_hub_is_reported_in_time(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
-    with pytest.raises(DataError, match=r"dataset 'nobody/nothing' .*127.0.0.1:9 can't be reached"):
+    with pytest.raises(DataError, match=r"dataset 'nobody/nothing' .*:9 can't be asked for it .it can't be reached"):
         load("nobody/nothing")
     assert time.monotonic() - began < 5

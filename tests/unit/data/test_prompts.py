@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlpack.batch.errors import DataError
-from rlpack.data.examples import Example, PromptDataset
+from rlpack.data.examples import Example, PromptDataset, fewest_tokens
 from rlpack.data.prompts import Prompts, tokenize_dataset
 from rlpack.data.tokenization import character_tokenizer
 
@@ -52,6 +52,39 @@ def test_prompts_that_are_too_long_are_an_error_or_dropped(caplog: pytest.LogCap
     assert "dropped 1 of 3 prompts over 4 tokens" in caplog.text
     with pytest.raises(DataError, match=r"every prompt exceeds data.max_prompt_tokens=1; raise it"):
         prompts(1, "drop")
+
+
+def test_a_prompt_of_megabytes_is_refused_or_dropped_before_it_is_tokenized():
+    class Counting(type(TOKENIZER)):
+        def __call__(self, text=None, *arguments, **options):
+            assert text
+            assert max(map(len, text)) < 100_000
+            return super().__call__(text, *arguments, **options)
+
+    tokenizer = Counting(tokenizer_object=TOKENIZER.backend_tokenizer, unk_token="<unk>", eos_token="<eos>")
+    huge = PromptDataset("sums", [*EXAMPLES, Example("huge", "1" * 10_000_000, answer="7")])
+    with pytest.raises(DataError, match=r"sums: prompt 'huge' has 10,000,000 characters, at least 500,000 tokens"):
+        tokenize_dataset(huge, tokenizer, chat_template=False, max_tokens=5, overlong="error")
+    left = tokenize_dataset(huge, tokenizer, chat_template=False, max_tokens=5, overlong="drop")
+    assert [example.uid for example in left.examples] == [example.uid for example in EXAMPLES]
+
+
+def test_the_bound_by_characters_never_refuses_what_fits():
+    spaces, letters = Example("a", " " * 200_000 + "b"), Example("b", "b" * 200_000)
+    assert fewest_tokens(spaces, 8, longest_token=16) == 0  # a tokenizer may drop them
+    assert fewest_tokens(letters, 8, longest_token=16) == 200_000 // (4 * 16)
+    assert fewest_tokens(letters, 4_000, longest_token=16) == 0
+    conversation = [{"role": "user", "content": "b" * 200_000}, {"role": "user", "content": "b"}]
+    assert fewest_tokens(Example("c", conversation), 8, longest_token=1) == 0  # a template may leave out the first
+
+
+def test_columns_that_only_some_rows_have_reach_the_reward():
+    examples = [Example("a", "1=", columns={"x": 1}), Example("b", "2=", columns={"y": 2})]
+    dataset = PromptDataset("sums", examples)
+    batch = tokenize_dataset(dataset, TOKENIZER, chat_template=False, max_tokens=5, overlong="error").batch(
+        np.arange(2)
+    )
+    assert (batch["x"], batch["y"]) == ([1, None], [None, 2])
 
 
 def test_the_fingerprint_changes_with_the_data():

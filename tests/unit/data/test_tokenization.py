@@ -5,10 +5,10 @@ from transformers import AutoTokenizer
 
 from rlpack.batch.errors import DataError
 from rlpack.data.arithmetic import ALPHABET
-from rlpack.data.examples import Example
+from rlpack.data.examples import Example, characters
 from rlpack.data.tokenization import (
     character_tokenizer,
-    characters,
+    prompt_for_display,
     tokenize_demonstrations,
     tokenize_prompts,
 )
@@ -84,6 +84,14 @@ def test_a_text_prompt_through_a_template_is_one_message_of_the_user(chat):
     text = encode_prompt(chat, Example("0", "ab"), chat_template=True)
     assert text == encode_prompt(chat, Example("0", messages), chat_template=True)
     assert text == chat.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_a_prompt_is_displayed_as_the_model_reads_it_and_without_a_template_by_roles(chat, tokenizer):
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "b=a"}]
+    (ids,) = tokenize_prompts(chat, [Example("0", messages)], chat_template=True)
+    assert prompt_for_display(chat, messages) == chat.decode(ids)
+    assert prompt_for_display(tokenizer, messages) == "system: ab\nuser: b=a"
+    assert prompt_for_display(chat, "1+1") == "1+1"
 
 
 def test_the_alphabet_of_a_dataset_encodes_all_its_texts():

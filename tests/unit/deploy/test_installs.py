@@ -1,5 +1,6 @@
 """What an install adds to Python's import path: `rlpack`, and no name that a user's own code may have."""
 
+import shlex
 import subprocess
 import tarfile
 import zipfile
@@ -77,6 +78,17 @@ def test_a_module_named_rlpack_is_refused_only_where_ranks_would_import_it(pytho
     ended = rlpack(python, user_folder, *words, options=("-E",), PYTHONPATH=str(user_folder))
     assert ended.returncode == 2
     assert f"{path} would be imported instead of the running rlpack; remove its folder from PYTHONPATH" in ended.stderr
+
+
+def test_the_printed_command_installs_the_same_rlpack_again_with_the_extra(python, tmp_path):
+    code = "from rlpack.installation import install_command; print(install_command('math'))"
+    shown = subprocess.run([str(python), "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    # Without an index, pip finds only what the command itself names.
+    command = [*shlex.split(shown.stdout), "--no-index", "--no-deps", "--no-build-isolation", "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert command[0] == str(python)
+    assert "does not provide the extra" not in done.stdout + done.stderr
 
 
 def test_a_wheel_holds_the_linked_folders_as_files_and_the_source_distribution_builds_the_same(tmp_path):

@@ -41,8 +41,8 @@ def pods(manifest):
 def config_of(manifest):
     """Return the config of the run that the entrypoint starts."""
     words = shlex.split(manifest["spec"]["entrypoint"])
-    assert words[:4] == ["python", "-m", "rlpack", "train"]
-    return compose(words[4:])
+    assert words[:5] == ["python", "-P", "-m", "rlpack", "train"]
+    return compose(words[5:])
 
 
 def written(kuberay, capsys, *words):

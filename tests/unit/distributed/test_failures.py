@@ -1,13 +1,18 @@
 """Which failed call explains the others, where one method is called more than once."""
 
+import signal
+import subprocess
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from rlpack.distributed import failures
-from rlpack.distributed.failures import RankCall, describe_context, first_cause
+from rlpack.distributed.failures import RankCall, deadline_error, describe_context, first_cause
+from rlpack.distributed.rank_processes import ProcessId
 
 
 def calls_of(*names: str) -> list[RankCall]:
@@ -26,7 +31,7 @@ def calls_of(*names: str) -> list[RankCall]:
 def blamed(monkeypatch: pytest.MonkeyPatch, calls: list[RankCall], noticed: Any, errors: dict[Any, RayError]) -> Any:
     """Return the reference of the call that is blamed, where those in `errors` failed and nothing else answered."""
 
-    def get(ref: Any) -> None:
+    def get(ref: Any, timeout: float) -> None:
         raise errors[ref]
 
     stand_in = SimpleNamespace(wait=lambda refs, **_: ([ref for ref in refs if ref in errors], []), get=get)
@@ -51,6 +56,15 @@ def test_of_two_calls_of_one_method_the_later_one_does_not_hide_the_failure_befo
         "one.prepare 2 1": failure(RuntimeError("consequence")),
     }
     assert blamed(monkeypatch, calls, noticed, errors) == "one.update 1 1"
+
+
+def test_a_value_that_does_not_arrive_is_not_the_cause_of_another_failure(monkeypatch: pytest.MonkeyPatch):
+    calls = calls_of("one.prepare", "one.update")
+    errors: dict[Any, RayError] = {
+        "one.prepare 0 0": GetTimeoutError("its node hangs"),
+        "one.update 1 1": failure(ValueError("cause")),
+    }
+    assert blamed(monkeypatch, calls, "one.update 1 1", errors) == "one.update 1 1"
 
 
 def test_a_method_of_another_role_with_the_same_name_does_not_hide_it_either(monkeypatch: pytest.MonkeyPatch):
@@ -80,3 +94,35 @@ def test_an_earlier_call_of_the_same_method_is_named_as_what_may_explain_a_lost_
     assert text == "; rank 0 had not answered one.prepare before, which may be why"
     own = {call.ref: call for call in calls[4:]}
     assert describe_context(calls[5], failure(RuntimeError("connection closed")), own, []) == ""
+
+
+def test_a_stopped_rank_is_blamed_and_not_those_that_wait_for_it():
+    calls = calls_of("actor.train_step")
+    error = deadline_error(calls, 5.0, {calls[1]: 4321})
+    assert (error.role, error.rank, error.method) == ("actor", 1, "train_step")
+    assert error.cause.startswith("no answer within 5 s, because process 4321 (rank 1) is stopped")
+    assert "; rank(s) 0 wait for it in a collective; " in error.cause
+    background = calls_of("slow.score")
+    assert "collective" not in deadline_error(background, 5.0, {background[1]: 4321}).cause
+
+
+def test_a_process_is_stopped_only_between_stop_and_continue():
+    child = subprocess.Popen(["sleep", "30"])
+    try:
+        process = ProcessId(child.pid, psutil.Process(child.pid).create_time())
+        for sent, expected in ((signal.SIGSTOP, True), (signal.SIGCONT, False), (signal.SIGSTOP, True)):
+            child.send_signal(sent)
+            deadline = time.monotonic() + 10
+            while process.is_stopped() != expected and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert process.is_stopped() == expected
+        reused = ProcessId(child.pid, process.started - 60)
+        assert not reused.is_stopped()
+        reused.kill()
+        assert child.poll() is None
+        process.kill()
+        assert child.wait(10) == -signal.SIGKILL
+        assert not process.is_stopped()
+    finally:
+        child.kill()
+        child.wait(10)

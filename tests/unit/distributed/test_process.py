@@ -236,3 +236,30 @@ def test_a_method_that_is_to_return_rows_says_so(process: RankProcess):
         process.call_rows(1, "teller", "count", {})
     with pytest.raises(DataError, match=r"Teller.anonymous returned rows without ids.*row_ids=shard.row_ids"):
         process.call_rows(1, "teller", "anonymous", {})
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(0), GeneratorExit()])
+def test_what_would_end_a_rank_is_an_error_of_the_call(raised):
+    class Leaving:
+        def score(self):
+            raise raised
+
+    process = RankProcess(RankContext(), threads=torch.get_num_threads())
+    process._roles["judge"] = Leaving()
+    with pytest.raises(RankError) as caught:
+        process.call("judge", "score", {})
+    assert str(caught.value) == type(raised).__name__ + (": 0" if isinstance(raised, SystemExit) else "")
+    assert "in score" in caught.value.traceback
+
+
+def test_ray_can_end_a_rank():
+    class Terminated:
+        def score(self):
+            error = SystemExit(1)
+            error.ray_terminate_msg = "the node is drained"
+            raise error
+
+    process = RankProcess(RankContext(), threads=torch.get_num_threads())
+    process._roles["judge"] = Terminated()
+    with pytest.raises(SystemExit):
+        process.call("judge", "score", {})

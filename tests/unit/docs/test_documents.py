@@ -151,3 +151,11 @@ def test_continuous_integration_runs_the_readmes_test_command():
     script = (ROOT / ".ci" / "run").read_text().splitlines()
     assert [line for line in script if line.startswith("make")] == ["make test"]
     assert ["make", "test"] in [words[:2] for words in commands()]
+
+
+def test_the_design_lists_every_package_and_module_of_rlpack():
+    listed = set(
+        re.findall(r"^\| `rlpack/([a-z_]+)(?:/|\.py)`", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    )
+    entries = [path for path in (ROOT / "rlpack").iterdir() if not path.name.startswith("_") and not path.is_symlink()]
+    assert listed == {path.stem for path in entries if path.is_dir() or path.suffix == ".py"}

@@ -39,7 +39,7 @@ def test_the_judges_package_has_at_most_40_lines_and_imports_nothing_private():
 
 def test_the_judges_package_declares_its_dependencies():
     project = tomllib.loads((EXAMPLES / "judge_role" / "pyproject.toml").read_text())
-    assert project["project"]["dependencies"] == ["rlpack", "torch"]
+    assert project["project"]["dependencies"] == ["rlpack-train", "torch"]
     assert project["tool"]["setuptools"]["packages"] == ["judge_role"]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlpack.config.sections.optimization import Lora
-from rlpack.models.adapters import adapter_layers, add_adapters, dropout_seed
+from rlpack.models.adapters import adapter_layers, add_adapters, dropout_seed, find_adapters
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
 from rlpack.models.policy import Policy
@@ -146,3 +146,14 @@ def test_dropout_is_active_in_training_only_and_follows_from_its_seed():
     assert (first - second).abs().max() > 1e-3
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(copy.deepcopy(policy).eval()(inputs).logprobs, plain(inputs).logprobs)
+
+
+def test_adapters_that_would_reach_routed_experts_are_refused_and_attention_alone_is_not():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 4}
+    with pytest.raises(ModelError, match=r"has routed experts .*actor\.lora\.targets=\['\*'\]"):
+        add_adapters(tiny_model("deepseek_v3", **experts, **ranks, **sizes), Lora(rank=2), seed=0)
+    model = tiny_model("deepseek_v3", **experts, **ranks, **sizes)
+    add_adapters(model, Lora(rank=2, targets=("*.o_proj",)), seed=0)
+    assert len(find_adapters(model)) == 2

@@ -3,8 +3,10 @@ import torch
 from transformers import AttentionInterface
 
 from rlpack.models import attention as attention_module
-from rlpack.models.checks import check_isolation
-from rlpack.models.errors import IsolationError
+from rlpack.models.checks import check_isolation, check_model
+from rlpack.models.errors import IsolationError, ModelError
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.output_map import OutputMap
 from rlpack.models.policy import Policy
 from tests.unit.models.tiny import KINDS, VOCABULARY, tiny_model
 
@@ -16,16 +18,19 @@ def test_supported_models_pass(kind: str, dtype: torch.dtype):
     policy = Policy(tiny_model(kind, dtype=dtype, initializer_range=0.02))
     policy.train()
     check_isolation(policy, "cpu", VOCABULARY)
+    check_isolation(policy, "cpu", VOCABULARY, packed=False)
     assert policy.training
+
+
+def _borderless(*states: object, **options: object) -> object:
+    """Attend over the whole packed row."""
+    options.pop("packed", None)
+    return attention_module.attention(*states, **options)
 
 
 @pytest.mark.parametrize("initializer_range", [0.02, 0.25])
 def test_a_model_whose_attention_ignores_segments_is_refused(initializer_range: float):
-    def borderless(*states: object, **options: object) -> object:
-        options.pop("packed", None)
-        return attention_module.attention(*states, **options)
-
-    AttentionInterface.register("borderless", borderless)
+    AttentionInterface.register("borderless", _borderless)
     model = tiny_model(implementation="borderless", dtype=torch.float32, initializer_range=initializer_range)
     with pytest.raises(IsolationError, match=r"Qwen2ForCausalLM: .*batching\.mode=dynamic"):
         check_isolation(Policy(model), "cpu", VOCABULARY)
@@ -47,7 +52,7 @@ def test_a_leak_into_another_sequence_is_detected_at_any_size(monkeypatch):
 
     monkeypatch.setattr(attention_module, "_attend", leaking)
     monkeypatch.setattr(torch.Tensor, "split", split)
-    with pytest.raises(IsolationError, match="packed sequence 0 changed by"):
+    with pytest.raises(IsolationError, match="packed row 0 changed by"):
         check_isolation(Policy(tiny_model(dtype=torch.float32)), "cpu", VOCABULARY)
 
 
@@ -62,19 +67,84 @@ def test_positions_that_do_not_restart_are_detected(monkeypatch):
         ),
         with_kwargs=True,
     )
-    with pytest.raises(IsolationError, match="between packed and alone"):
-        check_isolation(policy, "cpu", VOCABULARY)
+    with pytest.raises(ModelError, match=r"row 0 differs by .* between packed and alone"):
+        check_model(policy, "cpu", VOCABULARY)
 
 
 def test_a_head_with_further_operations_is_detected():
     policy = Policy(tiny_model("gemma2", dtype=torch.float32))
-    policy._softcap = None
-    with pytest.raises(IsolationError, match="through the model's own head"):
-        check_isolation(policy, "cpu", VOCABULARY)
+    policy.output_map = OutputMap()
+    with pytest.raises(ModelError, match="own output layer has further operations"):
+        check_model(policy, "cpu", VOCABULARY)
 
 
 def test_a_model_with_unsupported_attention_is_refused_with_the_reason():
     policy = Policy(tiny_model(dtype=torch.float32))
     policy.model.get_submodule("model.layers.0.self_attn").is_causal = False
-    with pytest.raises(IsolationError, match="Qwen2Attention is not causal"):
+    with pytest.raises(ModelError, match="can't be run packed as the actor: Qwen2Attention is not causal"):
+        check_model(policy, "cpu", VOCABULARY)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_supported_models_agree_with_transformers(kind: str, packed: bool):
+    own = "eager" if kind == "gemma2" else "sdpa"
+    model = tiny_model(kind, implementation="rlpack" if packed else own, dtype=torch.float32)
+    check_model(Policy(model), "cpu", VOCABULARY, packed=packed)
+    check_model(ScalarHeadModel(model.base_model), "cpu", VOCABULARY, role="critic", packed=packed)
+    assert model.config._attn_implementation == ("rlpack" if packed else own)
+
+
+def test_a_window_that_only_the_mask_has_is_refused_packed_and_right_padded():
+    changes = {"sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2}
+    built = {
+        name: tiny_model("phimoe", implementation=name, dtype=torch.float32, **changes) for name in ("rlpack", "sdpa")
+    }
+    with pytest.raises(ModelError, match="between packed and alone"):
+        check_model(Policy(built["rlpack"]), "cpu", VOCABULARY)
+    check_model(Policy(built["sdpa"]), "cpu", VOCABULARY, packed=False)
+
+
+def test_a_window_too_long_to_attend_is_refused_by_its_mask():
+    changes = {"sliding_window": 600, "max_position_embeddings": 1024, "initializer_range": 0.02}
+    model = tiny_model("phimoe", dtype=torch.float32, num_local_experts=4, num_experts_per_tok=2, **changes)
+    with pytest.raises(ModelError, match=r"masks a row of 608 tokens in another way .* first at token 600"):
+        check_model(Policy(model), "cpu", VOCABULARY)
+
+
+@pytest.mark.parametrize("hidden_size", [32, 512])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_routed_experts_are_not_taken_for_a_leak(kind: str, hidden_size: int):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "initializer_range": 0.02}
+    for seed in range(3):
+        policy = Policy(tiny_model(kind, dtype=torch.float32, hidden_size=hidden_size, seed=seed, **experts))
+        check_model(policy, "cpu", VOCABULARY)
         check_isolation(policy, "cpu", VOCABULARY)
+
+
+def test_a_leak_between_rows_of_experts_is_detected():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    AttentionInterface.register("borderless", _borderless)
+    policy = Policy(tiny_model("qwen3_moe", implementation="borderless", dtype=torch.float32, **experts))
+    with pytest.raises(IsolationError, match=r"see each other; set batching\.mode=dynamic or fixed"):
+        check_model(policy, "cpu", VOCABULARY)
+
+
+def test_a_model_that_sees_later_tokens_is_refused_padded():
+    policy = Policy(tiny_model(implementation="sdpa", dtype=torch.float32))
+    base = policy.model.base_model
+
+    def everything(module, args, kwargs):
+        width = kwargs["input_ids"].shape[1]
+        return args, kwargs | {"attention_mask": torch.zeros(1, 1, width, width)}
+
+    base.register_forward_pre_hook(everything, with_kwargs=True)
+    with pytest.raises(ModelError, match="the model is not causal"):
+        check_model(policy, "cpu", VOCABULARY, packed=False)
+
+
+def test_a_failure_inside_a_model_names_it():
+    policy = Policy(tiny_model(dtype=torch.float32))
+    del policy.model.base_model.norm
+    with pytest.raises(ModelError, match=r"Qwen2ForCausalLM can't be run packed as the critic: AttributeError: .*norm"):
+        check_model(policy, "cpu", VOCABULARY, role="critic")

@@ -55,5 +55,5 @@ def test_the_isolation_check_sees_a_leak_behind_a_new_head(monkeypatch):
     check_isolation(critic, "cpu", VOCABULARY)
     hidden = critic.hidden_states
     monkeypatch.setattr(critic, "hidden_states", lambda inputs: hidden(inputs) + 1e-3 * hidden(inputs).mean())
-    with pytest.raises(IsolationError, match="sequences see each other"):
+    with pytest.raises(IsolationError, match="rows see each other"):
         check_isolation(critic, "cpu", VOCABULARY)

@@ -1,17 +1,18 @@
+import json
 import socket
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
 
 from rlpack.config.schema import Model
-from rlpack.models import loading
+from rlpack.config.sections.value_models import RewardModel
 from rlpack.models.errors import ModelError
-from rlpack.models.loading import build_causal_lm, load_tokenizer
+from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer
 from tests.unit.models.tiny import tiny_model
 
 TINY = {
@@ -29,6 +30,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         raise error
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr("rlpack.data.hub._QUESTIONS", {})
 
 
 def test_a_new_model_uses_the_tokenizers_ids_and_the_seed_and_leaves_random_state_alone():
@@ -114,13 +116,13 @@ def check_that_a_hub_name_fails_fast() -> None:
 
 
 def test_a_hub_name_fails_fast_when_nothing_listens(monkeypatch):
-    monkeypatch.setattr(loading, "HfApi", partial(HfApi, endpoint="http://127.0.0.1:9"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     check_that_a_hub_name_fails_fast()
 
 
 def test_a_hub_name_fails_fast_when_nobody_answers(monkeypatch, silent_server: str):
-    monkeypatch.setattr(loading, "HUB_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(loading, "HfApi", partial(HfApi, endpoint=silent_server))
+    monkeypatch.setattr("rlpack.data.hub.DEADLINE_S", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", silent_server)
     check_that_a_hub_name_fails_fast()
 
 
@@ -136,6 +138,23 @@ def test_a_name_that_the_hub_does_not_know_is_an_error(monkeypatch):
         build_causal_lm(Model(path="nobody/nothing-here"))
 
 
+def test_a_model_with_code_of_its_own_names_the_key_that_allows_it(tmp_path):
+    code = {"AutoConfig": "strange.StrangeConfig", "AutoModelForCausalLM": "strange.StrangeModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange", "auto_map": code}))
+    (tmp_path / "strange.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(ModelError, match=r"which isn't run unless model.trust_remote_code=true with model.revision"):
+        build_meta_model(Model(path=str(tmp_path)))
+
+
+def test_a_tokenizer_with_more_tokens_is_refused_without_weights(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = {"model_type": "qwen2", "vocab_size": 5, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    assert build_meta_model(Model(path=str(tmp_path)), vocab_size=5).num_parameters() > 0
+    with pytest.raises(ModelError, match="the tokenizer has 6 tokens and the model 5"):
+        build_meta_model(Model(path=str(tmp_path)), vocab_size=6)
+
+
 def test_remote_code_needs_a_pinned_revision(monkeypatch):
     unreachable(monkeypatch, AssertionError("the hub was asked"))
     with pytest.raises(ModelError, match=r"pin it with model\.revision"):
@@ -145,3 +164,29 @@ def test_remote_code_needs_a_pinned_revision(monkeypatch):
 def test_a_missing_tokenizer_is_an_error():
     with pytest.raises(ModelError, match=r"neither model\.tokenizer nor model\.path"):
         load_tokenizer(Model())
+
+
+@pytest.mark.parametrize("missing", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_weights_that_the_files_lack_are_not_replaced_by_random_ones(tmp_path: Path, missing: str):
+    build_causal_lm(Model(config=TINY), vocab_size=11).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[missing]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"lack 1 weights of a \w+, the first is {missing}; they would be random"):
+        build_causal_lm(Model(path=str(tmp_path)), vocab_size=11)
+
+
+def test_a_language_model_is_not_loaded_as_a_reward_model_with_a_random_head(tmp_path: Path):
+    built = build_causal_lm(Model(config=TINY), vocab_size=11)
+    built.config.num_labels = 1
+    built.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"reward_model\.path .* the first is score\.weight; they would be random"):
+        load_classifier(RewardModel(path=str(tmp_path)), vocab_size=11)
+
+
+def test_a_damaged_file_of_weights_is_refused_by_its_key(tmp_path: Path):
+    build_causal_lm(Model(config=TINY), vocab_size=11).save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(3000)
+    with pytest.raises(ModelError, match=r"model\.path is .*can't be loaded"):
+        build_causal_lm(Model(path=str(tmp_path)), vocab_size=11)

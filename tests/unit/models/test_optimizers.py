@@ -87,7 +87,7 @@ def test_frozen_weights_never_change_and_have_no_gradient_or_state(name: str):
 
 @pytest.mark.parametrize("frozen", [("*",), ("model.*", "lm_head.*")])
 def test_freezing_everything_is_an_error(frozen: tuple[str, ...]):
-    with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze=.* freezes all \d+ weights"):
+    with pytest.raises(ModelError, match=r"critic\.optimizer\.freeze=.* freezes all weights"):
         freeze(model(), SETTINGS.model_copy(update={"freeze": frozen}), "critic.optimizer")
 
 

@@ -31,6 +31,6 @@ def test_a_pattern_matches_whole_names_and_a_star_matches_dots():
     ],
 )
 def test_a_pattern_without_a_match_is_named_with_the_nearest_names(pattern: str, near: str):
-    message = rf"actor\.x contains '{pattern.replace('*', '.')}', .* none of 38 names.*{near}"
+    message = rf"actor\.x contains '{pattern.replace('*', '.')}', .* matches no name; .*{near}"
     with pytest.raises(ModelError, match=message):
         match_patterns(["*", pattern], NAMES, "actor.x")

@@ -141,8 +141,25 @@ def test_gradient_checkpointing_changes_no_gradient():
         assert torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-14), name
 
 
-def test_a_model_that_scales_its_logits_is_refused_by_name():
-    model = tiny_model()
-    model.config.logit_scale = 0.25
-    with pytest.raises(ModelError, match=r"logit_scale=0\.25"):
-        Policy(model)
+def test_dropout_of_heads_and_of_modules_inside_a_layer_does_not_forbid_checkpointing():
+    model = tiny_model("gpt2", dtype=torch.float32, n_embd=32, n_layer=2, n_head=4)
+    assert model.config.summary_first_dropout == model.config.resid_pdrop == 0.1
+    policy = Policy(model)
+    policy.train()
+    plain = policy(pack_rows(ROWS))
+    weigh(plain.logprobs, plain.entropy).backward()
+    expected = gradients(policy)
+    model.zero_grad()
+    policy.checkpoint_activations()
+    policy.train()
+    scores = policy(pack_rows(ROWS))
+    weigh(scores.logprobs, scores.entropy).backward()
+    assert torch.equal(scores.logprobs, plain.logprobs)
+    for name, gradient in gradients(policy).items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-5, atol=1e-6), name
+
+
+def test_dropout_that_a_layer_applies_itself_forbids_checkpointing():
+    policy = Policy(tiny_model("opt", dropout=0.1, ffn_dim=48, word_embed_proj_dim=32))
+    with pytest.raises(ModelError, match=r"OPTForCausalLM has dropout=0\.1, which critic\.gradient_checkpointing=true"):
+        policy.checkpoint_activations("critic")

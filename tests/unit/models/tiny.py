@@ -24,11 +24,16 @@ KINDS: dict[str, tuple[str, dict]] = {
 
 
 def tiny_model(
-    kind: str = "qwen2", *, implementation: str = "rlpack", dtype: torch.dtype = torch.float64, **changes: object
+    kind: str = "qwen2",
+    *,
+    implementation: str = "rlpack",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 7,
+    **changes: object,
 ) -> PreTrainedModel:
     """Return a model whose weights depend on its kind only, not on the attention."""
     attention.register()
-    model_type, settings = KINDS[kind]
+    model_type, settings = KINDS.get(kind, (kind, {}))
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -40,7 +45,7 @@ def tiny_model(
     }
     config = AutoConfig.for_model(model_type, **(shape | settings | changes))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
+        torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
 
 

@@ -35,6 +35,15 @@ def test_a_line_longer_than_the_screen_stays_one_line() -> None:
     assert written.getvalue().count("\n") == 1
 
 
+def test_a_held_out_reward_is_an_accuracy_in_percent_only_if_every_reward_is_0_or_1() -> None:
+    console, written = screen()
+    metrics = {"evaluation/reward_sampled": 0.5, "evaluation/reward_greedy": 0.25, "evaluation/graded_rewards": 0.0}
+    console.line(1, "evaluation", metrics)
+    assert "held-out accuracy 50.0%  greedy 25.0%" in written.getvalue()
+    console.line(2, "evaluation", metrics | {"evaluation/graded_rewards": 1.0})
+    assert "held-out reward 0.500  greedy 0.250" in written.getvalue()
+
+
 def test_quarantined_rows_show_only_when_there_are_some() -> None:
     console, written = screen()
     console.line(1, "train", {"reward/quarantined": 0.0})

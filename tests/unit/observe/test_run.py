@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from rich.console import Console as RichConsole
 
 from rlpack.config.schema import Config, Logger
 from rlpack.observe.console import Console, Sample
-from rlpack.observe.errors import RunDirectoryError, SinkError
+from rlpack.observe.errors import RunDirectoryError, RunTakenOverError, SinkError
 from rlpack.observe.run import Run
-from rlpack.observe.run_dir import check_run_dir
+from rlpack.observe.run_dir import check_records, check_run_dir, record_hashes
+from rlpack.observe.run_lock import lock_run_dir
 from rlpack.observe.sinks import ResumePoint, read_records
 from rlpack.packing.batching import Batching
 from rlpack.packing.make_plan import make_plan
@@ -77,7 +79,7 @@ def test_a_run_that_failed_before_its_first_record_leaves_its_directory_free_and
 
     def fail() -> None:
         with Run.start(Config(), tmp_path / "run", console=Console(RichConsole(file=screen, width=200))) as run:
-            (run.run_dir / "checkpoints" / "reference").mkdir(parents=True)
+            (run.run_dir / "checkpoints" / "reference" / "step-0").mkdir(parents=True)
             raise KeyError
 
     for _ in range(2):
@@ -174,10 +176,10 @@ def test_the_first_signal_is_noted_and_the_second_stops(
     monkeypatch.setattr("rlpack.observe.run.SAME_SIGTERM_S", 0.0)
     usual = signal.getsignal(number)
     with start(tmp_path) as run:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert run.interrupted
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
     assert signal.getsignal(number) is usual
     assert "finishing the step, then saving; press Ctrl-C again to stop at once" in capfd.readouterr().err
 
@@ -185,10 +187,64 @@ def test_the_first_signal_is_noted_and_the_second_stops(
 def test_a_sigterm_to_the_process_and_to_its_group_is_one(tmp_path: Path) -> None:
     with start(tmp_path) as run:
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         assert run.interrupted
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_hangups_are_noted_and_never_stop_a_run_at_once(tmp_path: Path) -> None:
+    usual = signal.getsignal(signal.SIGHUP)
+    with start(tmp_path) as run:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+        assert run.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGHUP) is usual
+
+
+def test_under_nohup_a_hangup_changes_nothing(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with start(tmp_path) as run:
+            signal.raise_signal(signal.SIGHUP)
+            assert not run.interrupted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+IN_A_TERMINAL = """
+import sys, time
+from pathlib import Path
+from rlpack.config.schema import Config
+from rlpack.observe.run import Run
+with Run.start(Config(), Path(sys.argv[1])) as run, run.progress(5, "train") as bar:
+    run.log(1, {"reward/mean": 0.5})
+    while not run.interrupted:
+        time.sleep(0.01)
+    print("not to be read", flush=True)
+    run.log(2, {"reward/mean": 0.6})
+    bar.advance()
+    run.note("saved")
+(Path(sys.argv[1]) / "ended").touch()
+"""
+
+
+def test_a_run_whose_terminal_is_closed_still_finishes_its_step_and_its_report(tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, start_new_session=True) as process:
+        os.close(inside)
+        seen = b""
+        while b"step 1" not in seen:
+            seen += os.read(terminal, 1000)
+        os.close(terminal)
+        process.send_signal(signal.SIGHUP)  # as the terminal's shell does
+        assert process.wait(timeout=60) == 0
+    assert [record["step"] for record in read_records(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run" / "ended").exists()
 
 
 def test_a_run_outside_the_main_thread_leaves_ctrl_c_alone(tmp_path: Path) -> None:
@@ -230,6 +286,66 @@ def test_a_report_that_fails_does_not_hide_the_error_that_ended_the_run(
     assert "the report could not be written" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["samples.jsonl", "metrics.jsonl"])
+def test_a_crash_while_later_records_are_deleted_leaves_the_file_as_it_was(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(tmp_path) as run:
+        for step in (1, 2):
+            run.log_samples([Sample("p", f"c{step}")])
+            run.log(step, {"reward/mean": 0.5})
+    before, replace = (tmp_path / name).read_text(), os.replace
+
+    def crash(source: Path, target: Path) -> None:
+        if target == tmp_path / name:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, Config(resume="auto"), ResumePoint(1))
+    assert (tmp_path / name).read_text() == before
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "packing.json"])
+def test_a_file_that_only_the_report_reads_and_that_cannot_be_written_only_warns(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(tmp_path) as run:
+        (tmp_path / name).mkdir()  # as good as no permission, which root always has
+        run.log_samples([Sample("1+1=", "2", 1.0, 0.5)])
+        run.record_plan(make_plan([3, 4], Batching(), dp_size=1))
+        run.log(1, {"reward/mean": 0.5})
+    assert "step 1 of train will be missing from the report: [Errno 21]" in caplog.text
+    assert len(list(read_records(tmp_path / "metrics.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("name", ["report.html", "packing.png"])
+def test_a_report_or_picture_that_cannot_be_written_only_warns(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = make_plan(np.array([3, 5]), Batching(mode="packed", max_tokens=8), dp_size=1)
+    with start(tmp_path) as run:
+        run.record_plan(plan)
+        run.log(1, {"reward/mean": 0.5})
+        (tmp_path / name).mkdir()
+    (warning,) = (record.message for record in caplog.records if "could not be written" in record.message)
+    assert f"to {tmp_path / 'report.html'}: IsADirectoryError" in warning
+    assert name in warning
+
+
+def test_a_run_whose_directory_was_taken_over_leaves_it_alone(tmp_path: Path) -> None:
+    def lose() -> None:
+        with lock_run_dir(tmp_path) as lock, Run.start(Config(), tmp_path, console=Console(), lock=lock) as run:
+            (tmp_path / "run.lock").write_text("another process")
+            run.log(1, {"reward/mean": 0.5})
+
+    with pytest.raises(RunTakenOverError):
+        lose()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "run.lock", "run.log"]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
 def test_starting_a_run_does_not_import_torch_or_matplotlib() -> None:
     code = (
         "import sys; import rlpack.observe.run_dir, rlpack.checkpoint.commit, rlpack.observe.sinks; "
@@ -239,3 +355,15 @@ def test_starting_a_run_does_not_import_torch_or_matplotlib() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], check=True
     )
     assert ended.stdout.strip() == "[]"
+
+
+def test_records_that_change_after_a_checkpoint_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl", "wandb-id"):
+        (tmp_path / name).write_text(f"{name} as it was")
+    hashes = record_hashes(tmp_path)
+    check_records(tmp_path, hashes)
+    assert not caplog.text
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "wandb-id").write_text("another")
+    check_records(tmp_path, hashes)
+    assert f"samples.jsonl and wandb-id in {tmp_path} changed after the checkpoint was written" in caplog.text

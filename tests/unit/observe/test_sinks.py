@@ -105,11 +105,11 @@ def test_a_file_cut_anywhere_resumes_with_its_whole_records(cut: int, tmp_path_f
 @pytest.mark.parametrize(
     ("package", "values"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "offline"})]
 )
-def test_a_missing_package_is_one_clear_error_that_names_the_extra(
+def test_a_missing_package_is_one_clear_error_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, values: dict
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SinkError, match=rf"logger\.{package} needs .* install rlpack\[{package}\]"):
+    with pytest.raises(SinkError, match=rf"logger\.{package} needs .*; run `.*\[{package}\]'`, or unset logger"):
         open_sinks(Logger(**values), tmp_path, {})
 
 

@@ -94,3 +94,11 @@ def mixed(prompt, completions):
 
 def silent(**columns):
     return []
+
+
+def is_readable(completion):
+    try:
+        with open(completion) as file:
+            return float(bool(file.read()))
+    except PermissionError:
+        return 0.0

@@ -115,6 +115,16 @@ def test_scores_come_back_in_order_as_shares_of_the_largest(server):
     assert request == ("/v1/chat/completions", "Bearer hush", "model", 7, 0.0)
 
 
+def test_the_judge_reads_a_chat_prompt_as_a_line_for_each_message(server):
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    columns = {"completion": ["5", "6"], "prompt": [messages, "2+2="], "answer": [[1], 4]}
+    client = JudgeClient(settings(server, prompt_template="{prompt} {answer} {completion}"))
+    results = asyncio.run(client.score(columns, 2))
+    assert [result.value for result in results] == [0.5, 0.6]
+    sent = {request["messages"][0]["content"] for request in server.requests}
+    assert sent == {"system: Add.\nuser: 1+1= [1] 5", "2+2= 4 6"}
+
+
 @pytest.mark.parametrize(
     ("text", "problem", "retries", "detail"),
     [

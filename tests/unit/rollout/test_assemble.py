@@ -137,6 +137,30 @@ def test_values_that_no_model_returns_are_refused_by_row(tokens, logprobs, text)
         )
 
 
+@pytest.mark.parametrize(("version", "newest"), [(5, 4), (-1, 4), (-1, None)])
+def test_a_version_that_was_not_published_yet_is_refused_by_row(version, newest):
+    prompts = Ragged.from_rows([[1], [2]], torch.int64)
+    responses = generations([[1], [3, 4]], [[-1.0], [-1.0, -1.0]], [[4], [4, version]])
+    with pytest.raises(EngineError, match=rf"policy version {version} in segment 1 \(policy\) of row 1; it has to be"):
+        assemble(
+            TrajectoryBatch.single_turn(prompts, responses),
+            group_ids=torch.tensor([0, 1]),
+            uids=["a", "b"],
+            policy_version=newest,
+        )
+
+
+@pytest.mark.parametrize("reason", ["abort", "", None])
+def test_an_unknown_finish_reason_is_refused_by_row(reason):
+    made = generations([[1], [2]], [[-1.0], [-1.0]])
+    message = f"row 1 has the finish reason {reason!r}; it has to be stop or length"
+    with pytest.raises(EngineError, match=message):
+        Generations(made.token_ids, made.logprobs, made.policy_versions, ["stop", reason])
+    turns = [Trajectory((prompt(1),), "stop"), Trajectory((prompt(1),), reason)]
+    with pytest.raises(EngineError, match=message):
+        TrajectoryBatch.from_trajectories(turns)
+
+
 def test_a_given_token_outside_the_vocabulary_is_refused_by_its_source():
     turns = Trajectory((prompt(1), sampled([2], [-1.0], 1), prompt(11, source="calculator")), "stop")
     with pytest.raises(EngineError, match=r"token id 11 in segment 2 \(calculator\) of row 0"):

@@ -191,10 +191,11 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_copied(fault):
 
 def test_broken_weights_are_reported_before_a_token_is_sampled():
     model = copy.deepcopy(decoder())
+    engine = HFEngine(model)
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(EngineError, match="NaN or infinite"):
-        HFEngine(model).generate(Ragged.from_rows([[1]], torch.int64), SamplingParams(), seeds_of(1))
+        engine.generate(Ragged.from_rows([[1]], torch.int64), SamplingParams(), seeds_of(1))
 
 
 def test_a_model_without_a_cache_path_is_refused():

@@ -11,7 +11,7 @@ from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.policy import Policy
 from rlpack.workers.build import build_critic, build_policy
-from tests.builders import MODEL, tiny_config, tiny_tokenizer
+from tests.builders import tiny_config, tiny_tokenizer
 from tests.unit.workers.test_actor import leak
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -51,9 +51,9 @@ def test_roles_checkpoint_activations_by_their_own_settings_and_frozen_ones_neve
 
 
 def test_a_critic_whose_checkpointed_layers_have_dropout_is_refused_by_its_own_key():
-    config = tiny_config(
-        model=Model(config=MODEL | {"attention_dropout": 0.1}), critic=Critic(gradient_checkpointing=True)
-    )
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4}
+    model = {"model_type": "opt", "num_hidden_layers": 1, "dropout": 0.1, **sizes}
+    config = tiny_config(model=Model(config=model), critic=Critic(gradient_checkpointing=True))
     with pytest.raises(ModelError, match=r"set critic\.gradient_checkpointing=false"):
         build_critic(config, tiny_tokenizer(), RankContext())
 

@@ -6,8 +6,10 @@ import pytest
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Reward
+from rlpack.config.sections.submission import Submission
 from rlpack.distributed.context import RankContext
 from rlpack.rewards.errors import TooManyFailuresError
+from rlpack.rewards.pool import landlock
 from rlpack.rewards.reward_result import FAILURES
 from rlpack.workers.reward import RewardWorker
 from tests.builders import tiny_config, tiny_tokenizer
@@ -64,3 +66,29 @@ def test_a_function_that_is_wrong_is_named():
         pytest.raises(TooManyFailuresError, match=r"samples:short on row 0: invalid \(returned 1 rewards for \d+ rows"),
     ):
         worker.score(texts)
+
+
+@pytest.mark.parametrize(("version", "warnings"), [(0, 1), (6, 0)])
+def test_one_warning_says_what_the_kernel_cannot_enforce(version, warnings, monkeypatch, caplog):
+    monkeypatch.setattr(landlock, "abi_version", lambda: version)
+    with started(function=FINAL):
+        pass
+    assert len(caplog.records) == warnings
+    if warnings:
+        assert "reward.sandbox=limits is incomplete on this machine: functions can read credentials" in caplog.text
+
+
+def test_the_run_and_secrets_are_hidden_from_functions(tmp_path):
+    for name in ("runs/mine/config.yaml", "secrets/KEY", "data/rows"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("text")
+    config = tiny_config(
+        reward=Reward(function="tests.unit.rewards.samples:is_readable"),
+        run_dir=str(tmp_path / "runs" / "mine"),
+        job=Submission(secrets_dir=str(tmp_path / "secrets")),
+    )
+    worker = RewardWorker.from_settings(RankContext(), config, tiny_tokenizer())
+    paths = [str(tmp_path / name) for name in ("runs/mine/config.yaml", "secrets/KEY", "data/rows")]
+    found = worker.score(BatchedDataDict({"prompt": [""] * 3, "completion": paths, "answer": [""] * 3}))
+    worker.close()
+    assert found["rewards"].tolist() == [0.0, 0.0, 1.0]

@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console as RichConsole
 
 from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import ReportError
+from rlpack.observe.report import plots
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Series, seconds_by_part
 from rlpack.observe.report.report import write_report
@@ -49,7 +51,7 @@ def a_run(folder: Path) -> None:
                 "train",
                 {"reward/mean": step / 4, "actor/grad_norm": 1.0, "actor/kl": float("nan"), "time/update_s": 2.0},
             )
-        sink.log(step, "evaluation", {"evaluation/reward_sampled": step / 5})
+        sink.log(step, "evaluation", {"evaluation/reward_sampled": step / 5, "evaluation/graded_rewards": 0.0})
     sink.close()
     PlanRecord(3, (5, 60, 7, 8), Batching(max_tokens=64, micro_batch_size=2), 2).write(folder / "packing.json")
     (folder / "config.yaml").write_text(f"seed: 1\ndata:\n  source: {HOSTILE!a}\n")
@@ -108,11 +110,34 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
     assert "→" not in page
 
 
-def test_a_mean_reward_that_is_no_share_of_right_answers_is_not_shown_in_percent() -> None:
-    record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/reward_sampled": 0.5}
-    later = record | {"step": 9, "evaluation/reward_sampled": 7.25}
-    assert summarize([record, later | {"evaluation/reward_sampled": 0.75}], None)[0].text == "50.0% → 75.0%"
-    assert summarize([record, later], None)[0].text == "0.500 → 7.250"
+@pytest.mark.parametrize(
+    ("graded", "text", "noun"),
+    [(0.0, "50.0% → 75.0%", "accuracy"), (3.0, "0.500 → 0.750", "mean reward"), (None, "0.500 → 0.750", "mean reward")],
+)
+def test_a_mean_reward_is_called_accuracy_only_if_every_reward_is_0_or_1(
+    tmp_path: Path, graded: float | None, text: str, noun: str
+) -> None:
+    count = {} if graded is None else {"evaluation/graded_rewards": graded}  # runs of earlier versions don't have it
+    record = {"step": 0, "phase": "evaluation", "time_s": 1.0, "evaluation/reward_sampled": 0.5, **count}
+    later = record | {"step": 9, "evaluation/reward_sampled": 0.75}
+    row = summarize([record, later], None)[0]
+    assert (row.text, row.label) == (text, f"held-out {noun}, sampled, before and after")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (record, later)))
+    page = write_report(tmp_path).read_text()
+    assert ("accuracy" in page.partition("All metrics")[0]) == (noun == "accuracy")
+    (figure,) = [plots.rewards([record, later])]
+    assert figure is not None
+    assert noun in figure.axes[0].get_legend().get_texts()[0].get_text()
+
+
+def test_every_line_of_the_reward_plot_is_named_and_every_plot_of_steps_says_so() -> None:
+    records = [{"step": step, "phase": "train", "reward/mean": 0.5, "actor/loss": 1.0} for step in range(3)]
+    rewards, health = plots.rewards(records), plots.policy_health(records)
+    assert rewards is not None
+    assert health is not None
+    assert len(rewards.axes[0].get_legend().get_texts()) == len(rewards.axes[0].get_lines()) == 2
+    shown = [axes for axes in health.axes if axes.get_visible()]
+    assert [axes.get_xlabel() for axes in shown] == ["step"]
 
 
 def test_a_single_value_is_not_shown_as_a_change() -> None:

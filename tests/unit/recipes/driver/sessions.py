@@ -1,6 +1,6 @@
 """Sessions over a run and roles that record their calls, for the tests of the driver."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -87,8 +87,10 @@ class AnsweringGroup:
 
 class SavingSession(Session):
     saved: tuple[int, ...] = ()
+    before_save: Callable[[], None] = staticmethod(lambda: None)
 
     def save(self) -> None:
+        self.before_save()
         self.saved = (*self.saved, self.progress.step)
 
 

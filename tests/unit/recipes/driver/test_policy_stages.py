@@ -1,5 +1,6 @@
 """Log-probs, advantages and loss weights, over roles that answer as told."""
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from rlpack.recipes.driver.policy_stages import (
     update_actor,
 )
 from rlpack.recipes.driver.progress import Progress
-from rlpack.recipes.driver.resume import reference_folder
+from rlpack.recipes.driver.reference_policy import reference_model
 from rlpack.recipes.driver.session import Session
+from rlpack.rollout.errors import LogprobGapError
 from rlpack.workers.loss import PolicyGradientLoss
-from rlpack.workers.reference import ReferenceWorker
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import session_of, set_group
 
@@ -36,19 +37,27 @@ READS_KL = Algorithm(kl_coef=0.1, advantage=f"{__name__}:by_divergence")
 
 
 def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path):
-    def freeze(progress: Progress) -> str:
+    loaded: list[str] = []
+
+    def freeze(progress: Progress, weights: str) -> Session:
+        def export(folder: str) -> None:
+            Path(folder).mkdir()
+            Path(folder, "model.safetensors").write_text(weights)
+
         session = session_of(tmp_path)
         session.progress = progress
-        set_group(session, "actor", export_model=lambda folder: (Path(folder).mkdir(), Path(folder, "new").touch()))
-        reference = set_group(session, "reference", load_model=lambda folder: None)
+        set_group(session, "actor", export_model=export)
+        read = lambda folder: loaded.append(Path(folder, "model.safetensors").read_text())  # noqa: E731
+        set_group(session, "reference", load_model=read)
         initialize_reference(session)
-        assert reference.called == [ReferenceWorker.load_model.__name__]
-        return "new" if (reference_folder(tmp_path) / "new").exists() else "old"
+        return session
 
-    reference_folder(tmp_path).mkdir(parents=True)
-    assert freeze(Progress(phase="train", step=1)) == "old"
-    assert freeze(Progress(phase="sft_warmup", step=4)) == "new"
-    assert freeze(Progress(phase="train", step=1)) == "new"
+    before = freeze(Progress(phase="sft_warmup", step=4), "old")
+    after = freeze(Progress(phase="sft_warmup", step=4), "new")
+    freeze(Progress(phase="train", step=1), "trained")
+    assert loaded == ["old", "new", "new"]
+    assert before.reference_hashes != after.reference_hashes == {"model/model.safetensors": sha256(b"new").hexdigest()}
+    assert reference_model(tmp_path).parent.joinpath("COMMITTED").exists()
 
 
 def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
@@ -63,6 +72,34 @@ def test_the_gap_to_the_sampler_is_a_mean_over_tokens(tmp_path: Path):
     step = session.begin_step(1)
     assert "response_tokens" in compute_old_logprobs(session, step, rollouts, plan_of(session, rollouts))
     assert step.metrics["rollout/logprob_gap"] == pytest.approx(0.5)
+
+
+def test_a_gap_of_ten_times_the_limit_ends_the_step_before_its_update(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, trainer=TWO_UPDATES), tiny_rollouts([(2, 4), (3, 9)])
+
+    def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
+        sums = {"logprob_sum": torch.zeros(2).double(), "logprob_gap": torch.tensor([4.0, 9.0]).double()}
+        figures = {"response_tokens": torch.tensor([4, 9]), **sums}
+        return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], **figures})
+
+    set_group(session, "actor", logprobs=logprobs)
+    with pytest.raises(LogprobGapError, match=r"differ by 1 nats in the mean, over 10 times the limit of 0\.05"):
+        compute_old_logprobs(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
+
+
+def test_the_gap_that_a_single_update_measures_has_the_same_limit(tmp_path: Path):
+    session, rollouts = session_of(tmp_path, trainer=ONE_UPDATE), tiny_rollouts([(2, 4), (3, 9)])
+    session.progress, tokens = Progress(phase="train"), torch.tensor([4, 9])
+
+    def logprobs(batch: BatchedDataDict) -> BatchedDataDict:
+        gaps = torch.tensor([0.0, 13.0]).double()
+        return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], "logprob_gap": gaps})
+
+    metrics = [{"actor/logprob_gap": 1.0, "actor/skipped_steps": 0.0}]
+    set_group(session, "actor", logprobs=logprobs, train_step=metrics)
+    rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool), "response_tokens": tokens})
+    with pytest.raises(LogprobGapError, match=r"differ by 1 nats in the mean.*most in row 1 "):
+        update_actor(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
 
 
 def plan_of(session: Session, rollouts: BatchedDataDict) -> MicrobatchPlan:

@@ -1,9 +1,11 @@
 import re
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
+from rlpack import __version__
 from rlpack.batch.errors import DataError
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
@@ -11,8 +13,10 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.data.prompts import Prompts
-from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, check_same_run, newest_checkpoint
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, newest_checkpoint
 from rlpack.recipes.driver.splits import load_splits
+from rlpack.startup.same_run import check_same_run
 from tests.builders import tiny_config
 
 
@@ -73,9 +77,23 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
         check_same_prompts(resumed, Config(), before, after)
 
 
-def commit(run_dir: Path, phase: str, step: int) -> Path:
+STATE: dict[str, Any] = {
+    "progress": asdict(Progress(step=1)),
+    "config": Config().model_dump(mode="json"),
+    "prompts": "a",
+    "held_out": "b",
+    "reference": None,
+    "records": {},
+}
+
+
+def commit(run_dir: Path, phase: str, step: int, index: bytes | None = None, **changes: Any) -> Path:
+    state = {key: value for key, value in (STATE | changes).items() if value != "missing"}
     with new_checkpoint(run_dir / "checkpoints" / phase, step) as staging:
-        staging.commit({})
+        if index is not None:
+            (staging.path / "actor").mkdir()
+            (staging.path / "actor" / ".metadata").write_bytes(index)
+        staging.commit(state)
     return run_dir / "checkpoints" / phase / f"step-{step}"
 
 
@@ -95,3 +113,29 @@ def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path):
     (commit(tmp_path, "train", 1) / "COMMITTED").unlink()
     (tmp_path / "checkpoints" / "train" / ".tmp-2-ab").mkdir()
     assert newest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"held_out": "missing"},
+        {"progress": asdict(Progress()) | {"tokens": 3}},
+        {"progress": {"step": 3}},
+        {"config": {"seed": 1}},
+    ],
+)
+def test_a_state_with_other_fields_is_refused_by_its_version(tmp_path: Path, changes: dict[str, Any]):
+    commit(tmp_path, "train", 1)
+    folder = commit(tmp_path, "train", 2, **changes)
+    with pytest.raises(
+        CheckpointError, match=rf"{folder} has other fields .*written by rlpack {re.escape(__version__)}"
+    ):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_before_anything_starts(tmp_path: Path):
+    commit(tmp_path, "train", 1)
+    commit(tmp_path, "train", 2, index=b"cos\nmkdir\n(S'" + str(tmp_path / "mark").encode() + b"'\ntR.")
+    with pytest.raises(CheckpointError, match=r"step-2/actor/\.metadata contains os\.mkdir, which no checkpoint"):
+        newest_checkpoint(tmp_path)
+    assert not (tmp_path / "mark").exists()

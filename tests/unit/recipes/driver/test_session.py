@@ -1,6 +1,7 @@
 """A session's own work: steps, progress, checkpoints and interruption."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Trainer
+from rlpack.config.schema import Checkpoint, Evaluation, Trainer
 from rlpack.recipes.driver.dynamic_sampling import sample_informative_groups
 from rlpack.recipes.driver.resume import LoadedCheckpoint
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import RecordingRun, run_of, session_of, set_group
 
@@ -123,6 +125,51 @@ def test_a_step_that_fails_midway_commits_nothing_and_is_repeated_with_the_same_
     take_steps(disturbed)
     assert without_times(run_of(disturbed)) == without_times(run_of(undisturbed))
     assert disturbed.progress == undisturbed.progress
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"), [("evaluation", 0), ("evaluation", 2), ("evaluation", 3), ("checkpoint", 2), ("checkpoint", 3)]
+)
+def test_an_evaluation_or_checkpoint_that_fails_is_repeated_when_the_steps_continue(tmp_path: Path, kind: str, at: int):
+    sections = {"evaluation": Evaluation(every=2), "checkpoint": Checkpoint(every=2)}
+    undisturbed, session = (session_of(tmp_path, **sections) for _ in range(2))
+    walk(undisturbed, 3)
+    done: list[tuple[str, int]] = []
+
+    def fail_once(kind_now: str) -> None:
+        done.append((kind_now, session.progress.step))
+        if done.count((kind, at)) == 1 and done[-1] == (kind, at):
+            raise ValueError("failed midway")
+
+    session.before_save = lambda: fail_once("checkpoint")
+
+    def evaluate(session: Session, step: StepContext) -> None:
+        fail_once("evaluation")
+
+    with pytest.raises(ValueError, match="failed midway"):
+        list(session.steps("train", 3, evaluate))
+    assert session.progress.step == at
+    for _ in range(2):  # the second time, nothing is left to do
+        list(session.steps("train", 3, evaluate))
+        assert run_of(session).logged == run_of(undisturbed).logged
+        assert session.saved == undisturbed.saved
+
+
+def test_a_resumed_run_does_not_repeat_the_evaluation_of_its_checkpoint(tmp_path: Path):
+    session = session_of(tmp_path, evaluation=Evaluation(every=2))
+    session.progress = replace(session.progress, phase="train", step=2)
+    walk(session, 3)
+    assert run_of(session).logged == [("train", 3), ("evaluation", 3)]
+
+
+def test_a_step_that_fails_after_a_resume_is_repeated_without_saving_the_checkpoint_again(tmp_path: Path):
+    session = session_of(tmp_path, evaluation=Evaluation(every=2), checkpoint=Checkpoint(every=2))
+    session.progress = replace(session.progress, phase="train", step=2)
+    for _ in session.steps("train", 3, lambda session, step: None):
+        break  # as an error would
+    list(session.steps("train", 3, lambda session, step: None))
+    assert run_of(session).logged == [("train", 3), ("evaluation", 3)]
+    assert len(session.saved) == 1
 
 
 def test_calls_that_a_failed_step_did_not_wait_for_are_discarded_before_the_next_attempt(

@@ -1,0 +1,111 @@
+"""Check what a model's architecture rules out, without its weights.
+
+Ranks compare outputs with transformers' own as they start (`rlpack.models.checks`). What can be known without weights
+is refused here, before any process starts. Architectures of which `benchmarks.families` has not shown that they are
+right are compared here, too, with random weights, if they are small.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import batching_key, longest_known_row, role_batching, role_compute, started_roles
+from rlpack.config.schema import Config
+from rlpack.models import attention, own_attention
+from rlpack.models.checks import check_model
+from rlpack.models.errors import ModelError
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.loading import build_from_config
+from rlpack.models.packed import language_model
+from rlpack.models.parallel import decoder_layers
+from rlpack.models.policy import Policy, output_head
+from rlpack.models.rope import check_positions, check_row_length
+from rlpack.models.verified import is_verified
+
+# A model of this size is built and compared within seconds.
+_MAX_WEIGHTS = 50_000_000
+# Standard deviation of the noise on its weights.
+_NOISE = 0.1
+
+
+def check_architecture(config: Config, model: PreTrainedModel) -> None:
+    """Raise if the policy's architecture can't be trained as configured.
+
+    Args:
+        config: the whole configuration.
+        model: the policy without weights.
+
+    Raises:
+        ModelError: the model has no linear output layer, names no decoder layers, or has recurrent layers or custom
+            attention where a role packs; or rows can be so long that its rotary frequencies change.
+    """
+    output_head(model)
+    decoder_layers(Policy(model))
+    if recipe_of(config).generates:
+        check_rollout_length(config, model.config)
+        check_positions(model, *rollout_length(config))
+    for role in _roles(config):
+        packed = role_batching(config, role).mode == "packed"
+        if packed and (reason := _unpackable(model)):
+            raise ModelError(
+                f"{type(model).__name__} ({model.config.model_type}) can't be run packed as the {role}: {reason}; set "
+                f"{batching_key(role)}.mode=dynamic or fixed"
+            )
+        is_known = config.model.trust_remote_code or is_verified(model.config.model_type, packed=packed)
+        if role_compute(config, role).isolation_check and not is_known:
+            _check_outputs(model, role, packed=packed, longest=longest_known_row(config))
+
+
+def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
+    """Raise if rollouts are longer than a model's rotary frequencies allow.
+
+    Raises:
+        ModelError: the limit, and the keys that exceed it.
+    """
+    check_row_length(model, *rollout_length(config))
+
+
+def rollout_length(config: Config) -> tuple[int, str]:
+    """Return the tokens of the longest rollout, and the keys that bound it, for errors."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    return prompt + response, f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response}"
+
+
+def _roles(config: Config) -> Iterator[str]:
+    """Yield the roles that run the policy's architecture."""
+    for role in ("actor", "reference", "critic"):
+        if role in started_roles(config) and not (role == "critic" and config.critic.path is not None):
+            yield role
+
+
+def _check_outputs(model: PreTrainedModel, role: str, *, packed: bool, longest: int | None) -> None:
+    """Raise unless a small model of this configuration, with random weights, has the outputs of transformers' own.
+
+    A larger one is left to the ranks. Noise on the weights makes up for a small initializer_range, at which a leak
+    between rows is no larger than rounding.
+    """
+    if sum(weight.numel() for weight in model.parameters()) > _MAX_WEIGHTS:
+        return
+    name = attention.NAME if packed else own_attention.DEFAULT
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = build_from_config(copy.deepcopy(model.config), name, model.config.model_type)
+        with torch.no_grad():
+            for weight in built.parameters():
+                weight.add_(_NOISE * torch.randn_like(weight))
+    checked = ScalarHeadModel(language_model(built)) if role == "critic" else Policy(built)
+    check_model(checked, "cpu", built.config.get_text_config().vocab_size, role=role, packed=packed, longest=longest)
+
+
+def _unpackable(model: PreTrainedModel) -> str | None:
+    """Return why packed rows can't be kept apart in a model, None if its layers can."""
+    if model._is_stateful:
+        return "it has recurrent layers, whose state would pass from one packed row to the next"
+    if model.config.get_text_config().to_dict().get("attn_temperature_tuning"):
+        return "its queries are scaled by their slot in the packed row (attn_temperature_tuning)"
+    if not model._can_set_attn_implementation():
+        return "its attention layers don't call transformers' attention interface"
+    return None

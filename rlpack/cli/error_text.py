@@ -1,0 +1,29 @@
+"""Error messages of commands: one line per problem, with long values shortened.
+
+Errors echo what was given: a key's value, a line of a file, a column. All commands print errors here, so that no value
+of any size hides the key and the way out next to it.
+"""
+
+import re
+import sys
+
+from rlpack.observe.text import shortened
+
+_LONG_WORD = re.compile(r"\S{301,}")
+_WORD, _LINE, _LINES = 160, 1200, 50
+
+
+def print_error(command: str, message: str) -> None:
+    """Print the error that ended `rlpack <command>`, shortened."""
+    print(f"rlpack {command}: {concise(message)}", file=sys.stderr)
+
+
+def concise(message: str) -> str:
+    """Shorten long words, long lines and long lists of lines in a message; their beginnings and ends stay.
+
+    >>> concise("seed is '" + "9" * 50_000 + "'; it has to be a whole number").count("9")
+    134
+    """
+    lines = message.encode("utf-8", "backslashreplace").decode().splitlines()  # not all text from a shell is Unicode
+    kept = [shortened(_LONG_WORD.sub(lambda word: shortened(word[0], _WORD), line), _LINE) for line in lines[:_LINES]]
+    return "\n".join([*kept, *([f"… and {len(lines) - _LINES} more lines"] if len(lines) > _LINES else [])])

@@ -1,0 +1,63 @@
+"""Check a user's own presets, `<group>/<choice>.yaml` in a `--config-dir`, before Hydra composes them.
+
+Hydra puts the keys of `experiment/mine.yaml` below `experiment`, unless its header says `# @package _global_`. Without
+the header every key looks unknown, so the missing line has its own message.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from rlpack.config.keys import Key, children
+from rlpack.config.recipe_targets import chosen_values
+
+GLOBAL = "# @package _global_"
+_PACKAGE = re.compile(r"#\s*@package\s+\S")
+
+
+def preset_problems(overrides: Sequence[str], folders: Sequence[Path], root: Key) -> list[str]:
+    """Return a problem for each chosen preset that can't be read, or lacks the header that its keys need.
+
+    Args:
+        overrides: Hydra overrides as written.
+        folders: config directories of the user.
+        root: key that all keys are below.
+    """
+    groups = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
+    files = (
+        (group, folder / group / f"{choice.removesuffix('.yaml')}.yaml")
+        for group in sorted(groups)
+        for choice in chosen_values(overrides, group)
+        for folder in folders
+    )
+    return [problem for group, path in files if path.is_file() for problem in _header_problems(group, path, root)]
+
+
+def _header_problems(group: str, path: Path, root: Key) -> Iterator[str]:
+    """Yield a problem if the keys of a preset are meant for the top level and would be put below its group."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+    except UnicodeDecodeError as error:  # Hydra's error doesn't name the file
+        yield f"{path} is not UTF-8: {error}; save the file as UTF-8"
+        return
+    except (OSError, RecursionError, yaml.YAMLError):  # Hydra's error names line and column
+        return
+    top = children(root)
+    below = children(top[group]) if group in top else {}
+    keys = set(values) - {"hydra"} if isinstance(values, dict) else set()
+    if _has_package(text) or not keys or (below and not any(key in top and key not in below for key in keys)):
+        return
+    yield f"{path} lacks the line `{GLOBAL}`; add it as the first line, or its keys are set below {group}"
+
+
+def _has_package(text: str) -> bool:
+    """Return whether the comments at the beginning name a package; Hydra reads no others."""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if not line.startswith("#"):
+            return False
+        if _PACKAGE.match(line):
+            return True
+    return False

@@ -1,0 +1,131 @@
+"""Ray's daemons of this run: watched while it runs, and gone after it, whatever happens to the driver."""
+
+import atexit
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from rlpack.distributed import ray_keeper
+from rlpack.distributed.errors import ClusterError
+from rlpack.distributed.ray_watch import LOOK_S, RayWatch
+from rlpack.distributed.run_token import RunToken
+
+logger = logging.getLogger(__name__)
+
+# A run can't go on without these.
+NEEDED = frozenset({"raylet", "gcs_server"})
+_CLOSE_S = 5.0
+
+
+class RayDaemons(RayWatch):
+    """The daemons of one local Ray, and the script that ends what they leave.
+
+    Attributes:
+        token: with which they are asked.
+    """
+
+    def __init__(self, token: RunToken) -> None:
+        """Start the script, where processes can be told apart by their sessions: on Linux."""
+        super().__init__()
+        self.token = token
+        self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._watched: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopped: Counter[str] = Counter()  # looks in a row that found it stopped
+        self._keeper: subprocess.Popen[bytes] | None = None
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", ray_keeper.__file__, str(os.getpid()), str(token.folder)]
+            self._keeper = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def starting(self, popen: Callable[..., subprocess.Popen[bytes]]) -> Callable[..., subprocess.Popen[bytes]]:
+        """Return Ray's way to start a process, in a separate session."""
+
+        def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+            process = popen(command, start_new_session=True, **options)
+            self._started.append((os.path.basename(command[0]), process))
+            if self._keeper is not None and self._keeper.stdin is not None:
+                with suppress(OSError):
+                    self._keeper.stdin.write(b"%d\n" % process.pid)
+                    self._keeper.stdin.flush()
+            return process
+
+        return start
+
+    def watch(self, logs: str, silence_s: float) -> None:
+        """Watch the daemons of a Ray that has started, until `stop_watching`.
+
+        Args:
+            logs: the folder of their logs, for the error.
+            silence_s: how long one may be stopped, as by SIGSTOP.
+        """
+        self._watched = {name: process for name, process in self._started if name in NEEDED}  # of the last attempt
+        self._silence_s = silence_s
+        self.start_watching(logs)
+        atexit.register(self.stop_watching)  # before Ray's own handler, which stops the daemons
+
+    def stop_watching(self) -> None:
+        """Let the daemons end."""
+        self._watched = {}
+        super().stop_watching()
+
+    def ended(self) -> ClusterError | None:
+        """Return the error for a watched daemon that ended, or has been stopped for too long; None if all run."""
+        for name, process in self._watched.items():
+            if process.poll() is not None:
+                return ClusterError(_how_it_ended(name, process), self._logs)
+            if (seconds := self._stopped[name] * LOOK_S) >= self._silence_s:
+                text = f"Ray's {name} (process {process.pid}) has been stopped (SIGSTOP) for {seconds:.0f} s"
+                return ClusterError(f"{text} (placement.ray_timeout_s={self._silence_s:g})", self._logs)
+        return None
+
+    def look(self) -> float:
+        """Count for how long a daemon is stopped; return the seconds until the next time."""
+        for name, process in list(self._watched.items()):
+            self._stopped[name] = self._stopped[name] + 1 if _is_stopped(process.pid) else 0
+        return LOOK_S
+
+    def kill(self) -> None:
+        """Kill all daemons."""
+        for _, process in self._started:
+            process.kill()
+        super().kill()
+
+    def close(self) -> None:
+        """Wait until nothing of a Ray that was stopped is left; the script kills the rest."""
+        self.stop_watching()
+        atexit.unregister(self.stop_watching)
+        self.token.remove()
+        if self._keeper is None or self._keeper.stdin is None:
+            return
+        with suppress(OSError):
+            self._keeper.stdin.close()
+        try:
+            self._keeper.wait(timeout=_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("some of Ray's processes have not ended; process %d goes on ending them", self._keeper.pid)
+
+
+def _how_it_ended(name: str, process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"Ray's {name} (process {process.pid}) {how}"
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+    return False

@@ -1,0 +1,84 @@
+"""How rlpack is installed here, and the command that adds an optional dependency to this installation.
+
+The distribution is named `rlpack-train`, because `rlpack` on PyPI is another project. No hint lets an index choose what
+to install as rlpack: it names the checkout, file or URL that rlpack came from, or else only the missing packages.
+"""
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution, distributions
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import rlpack
+
+DISTRIBUTION = "rlpack-train"
+# The same as in pyproject.toml: a copy of the package without metadata has hints, too.
+EXTRAS = {
+    "eight-bit": ("torchao>=0.16",),
+    "flash-attn": ("flash-attn>=2.8",),
+    "math": ("math-verify>=0.9",),
+    "tensorboard": ("tensorboard>=2.18",),
+    "wandb": ("wandb>=0.19",),
+}
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the driver of a submitted job
+
+
+def how_to_install(extra: str, environment: Mapping[str, str]) -> str:
+    """Return an instruction that adds an extra's packages: a command, or what to submit a Ray job with.
+
+    >>> print(how_to_install("math", {RAY_JOB: "{}"}))
+    submit the job with 'job.pip=["math-verify>=0.9"]', or add math-verify to the image of the nodes
+    """
+    if RAY_JOB in environment:
+        names = ", ".join(requirement.partition(">")[0] for requirement in EXTRAS[extra])
+        packages = shlex.quote(f"job.pip={json.dumps(EXTRAS[extra])}")
+        return f"submit the job with {packages}, or add {names} to the image of the nodes"
+    return f"run `{install_command(extra)}`"
+
+
+def install_command(extra: str) -> str:
+    """Return the shell command that adds the packages of an extra to this installation."""
+    if root := _checkout():
+        return _pip("--editable", f"{root}[{extra}]")
+    if origin := _origin(extra):
+        return _pip(origin)
+    return _pip(*EXTRAS[extra])
+
+
+def _pip(*arguments: str) -> str:
+    """Return a command that installs into the environment of this interpreter."""
+    pip = [sys.executable, "-m", "pip", "install"]
+    # Not by find_spec: setuptools answers a search for pip with a warning, and unloads distutils.
+    if not any(distributions(name="pip")) and shutil.which("uv"):
+        pip = ["uv", "pip", "install", "--python", sys.executable]
+    return shlex.join([*pip, *arguments])
+
+
+def _checkout() -> Path | None:
+    """Return the root of the checkout that this package is imported from, or None."""
+    root = Path(rlpack.__file__).resolve().parents[1]
+    try:
+        text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return root if f'name = "{DISTRIBUTION}"' in text else None
+
+
+def _origin(extra: str) -> str | None:
+    """Return the requirement of an extra from where pip installed rlpack; None if that is unknown or gone."""
+    try:
+        record = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        url: str = record["url"]
+        if url.startswith("file:"):
+            path = url2pathname(urlsplit(url).path)
+            return f"{path}[{extra}]" if Path(path).exists() else None
+        if repository := record.get("vcs_info"):
+            url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    except (PackageNotFoundError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return f"{DISTRIBUTION}[{extra}] @ {url}"

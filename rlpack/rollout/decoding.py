@@ -1,0 +1,257 @@
+"""How the `hf` engine runs a model token by token: the fastest of three ways that is exact for the model.
+
+| decoder | rows that run together | cost of a token |
+|---|---|---|
+| `PaddedDecoder` | prompts of any lengths, padded on the left | one column |
+| `EqualLengthDecoder` | prompts of one length | one column |
+| `RecomputingDecoder` | prompts of any lengths | the whole row |
+
+Recurrent layers would read padding on the left as tokens, and some models ignore a mask or positions. Such a model
+samples from another distribution than the one that is trained, without an error. So each decoder is tried against
+whole rows without a cache.
+"""
+
+import logging
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rlpack.batch.ragged import Ragged
+from rlpack.models.check_rows import longest_row, windows
+from rlpack.models.own_attention import forward_arguments
+from rlpack.rollout.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+# Allowed rounding differences, relative to the largest logit.
+_TOLERANCE = 1e-3
+# Tokens that are appended to each prompt in the trial.
+_STEPS = 3
+# Longest window that is tried.
+_MAX_WINDOW = 512
+# Names under which models return their cache and take it again.
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+# Upper bound on the logits of one forward pass of whole rows (512 MiB in fp32).
+_MAX_LOGITS = 2**27
+
+
+class Decoder(Protocol):
+    """The running rows (R rows) of one batch of prompts.
+
+    Attributes:
+        equal_lengths: whether all prompts of a batch must have one length.
+    """
+
+    equal_lengths: ClassVar[bool]
+
+    def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
+        """Allocate room for `limit` tokens after the longest prompt."""
+        ...
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; return the logits after each, [R, V]."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append one token to each row, int64 [R]; return the logits after it, [R, V]."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but `rows` (int64)."""
+        ...
+
+
+class PaddedDecoder:
+    """Left-padded prompts with a key-value cache; equal prompts are run once."""
+
+    equal_lengths: ClassVar[bool] = False
+
+    def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
+        self._model, self._pad_token_id = model, pad_token_id
+        self._prompts = prompts.to(model.device)
+        self._width = int(prompts.lengths.max())
+        self._positions = self._prompts.lengths.clone()
+        columns = torch.arange(self._width + limit, device=model.device)
+        self._mask = columns >= self._width - self._positions[:, None]  # [R, width + limit]
+        self._cache = DynamicCache(config=model.config)
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; see `Decoder`."""
+        lengths = self._prompts.lengths
+        tokens = torch.full(self._mask[:, : self._width].shape, self._pad_token_id, device=lengths.device)
+        tokens[self._mask[:, : self._width]] = self._prompts.values
+        # The length tells prompts apart whose padded rows are equal because prompts contain the padding id.
+        unique, copies = torch.unique(torch.cat([lengths[:, None], tokens], 1), dim=0, return_inverse=True)
+        columns = torch.arange(self._width, device=lengths.device)
+        padding = self._width - unique[:, :1]
+        logits = self._forward(unique[:, 1:], (columns - padding).clamp(min=0), columns >= padding)
+        self._cache.batch_select_indices(copies)
+        return logits[copies]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each row; see `Decoder`."""
+        self._width += 1
+        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask[:, : self._width])
+        self._positions += 1
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop rows; see `Decoder`."""
+        self._cache.batch_select_indices(rows)
+        self._mask, self._positions = self._mask[rows], self._positions[rows]
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Run the model on the newest columns; return the logits of the last."""
+        extra = forward_arguments(self._model, position_ids=positions, logits_to_keep=1)
+        output = self._model(
+            input_ids=tokens, attention_mask=mask, past_key_values=self._cache, use_cache=True, **extra
+        )
+        return output.logits[:, -1]
+
+
+class EqualLengthDecoder:
+    """Prompts of one length with the cache that the model makes itself, whose rows all stay."""
+
+    equal_lengths: ClassVar[bool] = True
+
+    def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
+        del limit
+        self._model, self._pad_token_id = model, pad_token_id
+        self._tokens = prompts.to(model.device).values.view(prompts.num_rows, -1)
+        self._rows = torch.arange(prompts.num_rows, device=model.device)
+        self._size, self._length = prompts.num_rows, 0
+        self._cache: dict[str, Any] = {}
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; see `Decoder`."""
+        return self._forward(self._tokens)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each row; see `Decoder`."""
+        # Dropped rows go on with padding, which changes no other row.
+        column = torch.full((self._size, 1), self._pad_token_id, dtype=torch.int64, device=tokens.device)
+        column[self._rows, 0] = tokens
+        return self._forward(column)[self._rows]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop rows; see `Decoder`."""
+        self._rows = self._rows[rows]
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device)
+        self._length += tokens.shape[1]
+        extra = forward_arguments(
+            self._model, position_ids=positions.expand(len(tokens), -1), logits_to_keep=1, cache_position=positions
+        )
+        output = self._model(input_ids=tokens, use_cache=True, **self._cache, **extra)
+        self._cache = {name: output[name] for name in _CACHE_NAMES if name in output}
+        if not self._cache:
+            raise EngineError("the model returns no cache")
+        return output.logits[:, -1]
+
+
+class RecomputingDecoder:
+    """Whole rows in every step, padded on the right, without a cache."""
+
+    equal_lengths: ClassVar[bool] = False
+
+    def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
+        self._model = model
+        self._lengths = prompts.lengths.clone().to(model.device)
+        width = int(prompts.lengths.max()) + limit
+        self._tokens = torch.full((prompts.num_rows, width), pad_token_id, dtype=torch.int64)
+        for row, tokens in enumerate(prompts.rows()):
+            self._tokens[row, : tokens.shape[0]] = tokens
+        self._tokens = self._tokens.to(model.device)
+
+    def prefill(self) -> Tensor:
+        """Run the prompts; see `Decoder`."""
+        return self._forward()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token to each row; see `Decoder`."""
+        self._tokens[torch.arange(len(tokens), device=tokens.device), self._lengths] = tokens
+        self._lengths += 1
+        return self._forward()
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop rows; see `Decoder`."""
+        self._tokens, self._lengths = self._tokens[rows], self._lengths[rows]
+
+    def _forward(self) -> Tensor:
+        """Return the logits after each row's last token."""
+        width = int(self._lengths.max())
+        rows = max(1, _MAX_LOGITS // (width * self._model.config.get_text_config().vocab_size))
+        logits = []
+        for tokens, lengths in zip(self._tokens[:, :width].split(rows), self._lengths.split(rows), strict=True):
+            output = self._model(input_ids=tokens, use_cache=False).logits
+            logits.append(output[torch.arange(len(tokens), device=tokens.device), lengths - 1])
+        return torch.cat(logits)
+
+
+DECODERS: tuple[type[Decoder], ...] = (PaddedDecoder, EqualLengthDecoder, RecomputingDecoder)
+
+
+@torch.inference_mode()
+def choose_decoder(model: PreTrainedModel, pad_token_id: int) -> type[Decoder]:
+    """Return the first decoder whose logits equal those of whole rows.
+
+    Args:
+        model: in evaluation mode, with the attention that generates.
+        pad_token_id: of the engine.
+
+    Raises:
+        EngineError: none is exact; the message says why for each.
+    """
+    reasons: list[str] = []
+    for decoder in DECODERS:
+        try:
+            gap = _largest_gap(model, decoder, pad_token_id)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - architectures fail in their own ways
+            reason = (str(error).splitlines() or ["no message"])[0]
+            reasons.append(f"{decoder.__name__}: {type(error).__name__}: {reason:.200}")
+            continue
+        if gap <= _TOLERANCE:
+            if reasons:
+                _log.warning("%s generates by %s (%s)", type(model).__name__, decoder.__name__, "; ".join(reasons))
+            return decoder
+        reasons.append(f"{decoder.__name__}: logits differ from those of whole rows by {gap:.1e} of the largest")
+    raise EngineError(f"{type(model).__name__} can't generate: {'; '.join(reasons)}; use another model")
+
+
+def _largest_gap(model: PreTrainedModel, decoder: type[Decoder], pad_token_id: int) -> float:
+    """Return the largest difference between a decoder's logits and those of whole rows, relative to the largest."""
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(20240609)
+    most = longest_row(model) - _STEPS
+    # A cache may forget too early, or too late, what a window hides.
+    window = max((size for size in windows(model) if size <= _MAX_WINDOW), default=0)
+    longest = min(most, max(30, window + 6))
+    # The first prompt is twice in a batch, as those of a group are; one is much longer than the others.
+    batches = [(5, 5), (12, 12), (longest, longest)] if decoder.equal_lengths else [(4, 9, 21, longest, 4)] * 2
+    batches = [tuple(max(1, min(length, most)) for length in lengths) for lengths in batches]
+    gaps: list[Tensor] = []
+    for lengths in batches:
+        rows = [torch.randint(vocab_size, (length + _STEPS,), generator=generator) for length in lengths]
+        rows[-1][: lengths[0]] = rows[0][: lengths[0]]
+        rows = [row.to(model.device) for row in rows]
+        whole = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
+        prompts = Ragged.from_rows([row[:-_STEPS].cpu() for row in rows], torch.int64)
+        running = decoder(model, prompts, _STEPS, pad_token_id)
+        alive = list(range(len(rows)))
+        for step in range(_STEPS + 1):
+            if step == 0:
+                logits = running.prefill()
+            else:
+                logits = running.step(torch.stack([rows[index][lengths[index] + step - 1] for index in alive]))
+            for index, scores in zip(alive, logits.float(), strict=True):
+                expected = whole[index][lengths[index] + step - 1]
+                gaps.append((scores - expected).abs().max() / expected.abs().max())
+            if step == 1:  # a row ends
+                alive = alive[1:]
+                running.keep(torch.arange(1, len(rows), device=model.device))
+    return torch.stack(gaps).max().nan_to_num(float("inf")).item()

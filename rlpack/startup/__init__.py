@@ -1,0 +1,14 @@
+"""Checks that need neither PyTorch nor a cluster: a wrong value, file or row is reported in about a second.
+
+Importing PyTorch, transformers and a recipe takes several times as long, so `rlpack train` runs these first. Whatever
+they can't decide is left to `rlpack.recipes.preflight`, which builds the model and the roles.
+
+- `first_checks`: all of them, in the order in which problems are reported.
+- `dataset_checks`: the rows, and the columns that rewards and judges read.
+- `same_run`: a resumed run against the configuration that its checkpoint was written with.
+- `machine`: the pools against this machine.
+- `role_sources`: the methods of users' roles.
+- `model_files`: the folders of models and tokenizers.
+- `model_settings`: a new model's settings; `transformers_sources` reads what exists.
+- `weight_patterns`: patterns of frozen weights and adapters, against `weight_names`.
+"""

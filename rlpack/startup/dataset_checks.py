@@ -1,0 +1,229 @@
+"""The rows of small sources, and the columns that rewards and judges read.
+
+Large files take long to read and datasets of the Hub to download, so these are left to the recipe, which reads every
+source once more.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from rlpack.batch.errors import DataError
+from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import recipe_of
+from rlpack.config.reward_rules import JUDGE
+from rlpack.config.roles import role_batching, started_roles
+from rlpack.config.schema import Config, Data, builtin_roles
+from rlpack.data.arithmetic import ALPHABET, ArithmeticTask
+from rlpack.data.datasets import check_hub, load_prompts, local_path
+from rlpack.data.examples import (
+    SPECIAL_TOKENS,
+    PromptDataset,
+    characters,
+    check_demonstration_length,
+    check_length,
+    nothing_left_error,
+    overlong_demonstration_error,
+    overlong_error,
+    prompt_text,
+)
+from rlpack.data.hub import Repository
+from rlpack.rewards.signatures import check_signature, resolve
+
+# Reading as much takes a fraction of a second.
+_MOST_BYTES, _MOST_FILES = 16 << 20, 100
+# Characters of a token, more than in any vocabulary of a language model.
+_LONGEST_TOKEN = 1024
+# Rows of the generator that are generated here; it has no others with fewer columns.
+_FEW_ROWS = 8
+
+
+def check_datasets(config: Config) -> None:
+    """Read both splits if that is quick, and check what they have to hold.
+
+    Raises:
+        DataError: a source can't be read, or a row is invalid; the message names it.
+        ConfigError: there are fewer rows than `trainer.prompts_per_step`.
+        RewardError: a function or the judge's template needs a column that a split doesn't have.
+    """
+    num_rows: float = math.inf
+    texts = []
+    for is_training, dataset in _small_splits(config):
+        names = dict.fromkeys(name for example in dataset for name in example.columns)
+        if "reward" in started_roles(config):
+            check_reward_columns(config, names)
+        if any(config.roles[name].target == JUDGE for name in started_roles(config)):
+            from rlpack.rewards.judge_client import check_prompt_template
+
+            check_prompt_template(config.judge.prompt_template, ("uid", "answer", *names))
+        _check_prompts(config, dataset)
+        if recipe_of(config).needs_demonstrations or (is_training and config.sft_warmup.steps > 0):
+            _check_demonstrations(config, dataset)
+        texts.append(characters(dataset))
+        if is_training:
+            num_rows = _rows(config.data, dataset)
+    if not _has_tokenizer(config):  # else some prompts may be wrong for it, which comes first
+        check_enough_rows(config, num_rows)
+        if len(texts) == 2:
+            alphabet = ALPHABET if config.data.source == "arithmetic" else ""
+            check_stop_ids(config, len({*SPECIAL_TOKENS, *alphabet, *texts[0], *texts[1]}))
+
+
+def hub_datasets(config: Config) -> Iterator[Repository]:
+    """Yield the datasets that a run loads from the Hub."""
+    for source in {config.data.source, config.data.validation_source or config.data.source} - {"arithmetic"}:
+        with suppress(DataError, OSError):  # no path: `check_datasets` says so
+            if local_path(source) is None:
+                yield Repository("dataset", source)
+
+
+def check_enough_rows(config: Config, num_rows: float) -> None:
+    """Raise if a step needs more prompts than there are, so that it would hold some of them twice.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    prompts = config.trainer.prompts_per_step
+    if recipe_of(config).generates and prompts > num_rows:
+        raise ConfigError(
+            [
+                f"trainer.prompts_per_step is {prompts}, but {config.data.source} has {num_rows:g} rows to train on; "
+                f"set trainer.prompts_per_step to {num_rows:g} or less, or add prompts"
+            ]
+        )
+
+
+def check_stop_ids(config: Config, num_tokens: int) -> None:
+    """Raise on ids that no response can end with, because the model has fewer tokens.
+
+    Raises:
+        ConfigError: names the largest id.
+    """
+    largest = max(config.rollout.stop_token_ids, default=0)
+    if recipe_of(config).generates and largest >= num_tokens:
+        raise ConfigError(
+            [f"rollout.stop_token_ids holds {largest}, but the model's ids are from 0 to {num_tokens - 1}; remove it"]
+        )
+
+
+def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
+    """Raise unless the reward functions exist and take the columns that the reward role passes.
+
+    Args:
+        config: the configuration.
+        columns: the dataset's, besides prompt and answer.
+
+    Raises:
+        RewardError: a function can't be found, or can't be called with the columns and its arguments.
+    """
+    reward = config.reward
+    functions = {f"reward.functions.{name}": (one.function, one.arguments) for name, one in reward.functions.items()}
+    functions = functions or {"reward": (reward.function, reward.arguments)}
+    # A custom role may call the functions in other ways.
+    is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
+    for key, (target, arguments) in functions.items():
+        function = resolve(target, f"{key}.function")
+        if not is_custom:
+            check_signature(function, ("uid", "answer", "finish_reason", *columns), arguments, f"{key}.arguments")
+
+
+def _small_splits(config: Config) -> Iterator[tuple[bool, PromptDataset]]:
+    """Yield whether it is the training split, and its rows, for each split that is quick to read.
+
+    A dataset of the Hub is not read, but it has to exist.
+    """
+    data = config.data
+    splits = {True: (data.source, data.split), False: (data.validation_source or data.source, data.validation_split)}
+    generator = _smaller(data.generator) if data.source == "arithmetic" else data.generator
+    for is_training, (source, split) in splits.items():
+        check_hub(source)
+        if _is_small(source):
+            yield (
+                is_training,
+                load_prompts(
+                    source,
+                    split=split,
+                    seed=config.seed,
+                    prompt_column=data.prompt_column,
+                    answer_column=data.answer_column,
+                    completion_column=data.completion_column,
+                    generator=generator,
+                ),
+            )
+
+
+def _smaller(generator: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generator's arguments with fewer rows, or as they are if a size is wrong."""
+    sizes = ("train_size", "validation_size")
+    try:
+        task = ArithmeticTask(**generator)
+    except (DataError, TypeError):
+        return dict(generator)  # the dataset says why
+    return {**generator, **{name: min(_FEW_ROWS, vars(task)[name]) for name in sizes}}
+
+
+def _rows(data: Data, dataset: PromptDataset) -> int:
+    """Return the rows of a training split; a generator's are those that it is asked for."""
+    return ArithmeticTask(**data.generator).train_size if data.source == "arithmetic" else len(dataset)
+
+
+def _is_small(source: str) -> bool:
+    """Return whether a source is generated, or files of a size that is read at once."""
+    if source == "arithmetic":
+        return True
+    path = local_path(source)
+    if path is None:
+        return False
+    files = [path] if path.is_file() else islice(path.rglob("*"), _MOST_FILES + 1)
+    sizes = [file.stat().st_size for file in files if file.is_file()]
+    return sum(sizes) <= _MOST_BYTES and len(sizes) <= _MOST_FILES
+
+
+def _has_tokenizer(config: Config) -> bool:
+    """Return whether the tokenizer is loaded; else it is built from the data and each character is a token."""
+    return config.model.path is not None or config.model.tokenizer is not None
+
+
+def _check_prompts(config: Config, dataset: PromptDataset) -> None:
+    """Raise on prompts that no tokenizer, or not the one that is built from the data, can turn into rows."""
+    data = config.data
+    if data.chat_template:
+        if not _has_tokenizer(config):
+            raise DataError(
+                "data.chat_template is true, but the tokenizer is built from the data and has no chat template; set "
+                "data.chat_template=false, or model.tokenizer to one that has one"
+            )
+    else:
+        for example in dataset:
+            prompt_text(example)
+    if _has_tokenizer(config):
+        for example in dataset if data.overlong_prompt == "error" else ():
+            check_length(example, dataset.name, data.max_prompt_tokens, _LONGEST_TOKEN)
+        return
+    overlong = [example for example in dataset if len(example.prompt) > data.max_prompt_tokens]
+    if overlong and data.overlong_prompt == "error":
+        raise overlong_error(overlong[0], dataset.name, len(overlong[0].prompt), data.max_prompt_tokens)
+    if len(overlong) == len(dataset) and data.source != "arithmetic":  # of which these are the first rows
+        raise nothing_left_error(dataset.name, data.max_prompt_tokens)
+
+
+def _check_demonstrations(config: Config, dataset: PromptDataset) -> None:
+    """Raise on demonstrations that exceed the token budget with any tokenizer, or with the one built from the data."""
+    batching = role_batching(config, "actor")
+    budget = batching.max_tokens
+    if batching.overlong != "error" or budget is None:
+        return
+    if _has_tokenizer(config):
+        for example in dataset if config.data.overlong_prompt == "error" else ():  # else some are dropped
+            check_demonstration_length(example, budget, _LONGEST_TOKEN)
+        return
+    multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
+    for example in dataset:
+        if example.demonstration is None or len(example.prompt) > config.data.max_prompt_tokens:
+            continue
+        check_demonstration_length(example, budget, 1)
+        num_tokens = len(example.prompt) + len(example.demonstration) + 1  # the end of the sequence
+        if -(-num_tokens // multiple) * multiple > budget:
+            raise overlong_demonstration_error(example, num_tokens, budget)

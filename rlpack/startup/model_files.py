@@ -1,0 +1,189 @@
+"""Folders of models and tokenizers: complete, undamaged, and fit for each other, by their headers alone.
+
+Weights are never read: a safetensors file begins with a header that gives the offsets of all tensors, so a truncated
+file, or a missing one of several, is found from sizes.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config
+from rlpack.data.hub import Repository
+from rlpack.models.errors import ModelError, no_end_problem
+from rlpack.models.hub_models import hub_model_problem
+from rlpack.path_suggestions import suggest_path
+from rlpack.startup.dataset_checks import check_stop_ids
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LENGTH_BYTES = 8  # of the header's length, at the beginning of the file
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+# A tokenizer class that has no special tokens of its own.
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def check_model_files(config: Config) -> None:
+    """Check the folders that a run loads models and tokenizers from, and that the Hub has the others.
+
+    Raises:
+        ModelError: names the key, the file, what is wrong with it, and what to do.
+    """
+    for key, source, revision in _sources(config):
+        folder = Path(os.path.expanduser(source))
+        if os.path.isdir(folder):
+            for problem in _weight_problems(folder) if key != "model.tokenizer" else ():
+                raise ModelError(f"{key} is {source!r}: {problem}; copy or download the folder again")
+        elif _is_path(source):
+            hint = suggest_path(folder, folders_only=True)
+            raise ModelError(f"{key} is {source!r}, which is not a folder{hint}; set a folder, or a hub name")
+        else:
+            _check_hub(key, source, revision)
+    for problem in _tokenizer_problems(config):
+        raise ModelError(problem)
+
+
+def hub_models(config: Config) -> Iterator[Repository]:
+    """Yield the models and tokenizers that a run loads from the Hub."""
+    for _, source, revision in _sources(config):
+        if not _is_path(source):
+            yield Repository("model", source, revision)
+
+
+def _sources(config: Config) -> Iterator[tuple[str, str, str | None]]:
+    """Yield key, folder or hub name, and revision of each model and tokenizer that a run loads."""
+    model, roles = config.model, started_roles(config)
+    loaded: list[tuple[str, str | None, str | None]] = [
+        ("model.path", model.path, model.revision),
+        ("model.tokenizer", model.tokenizer, model.revision),
+    ]
+    loaded += [("critic.path", config.critic.path, config.critic.revision)] if "critic" in roles else []
+    scorer = config.reward_model
+    loaded += [("reward_model.path", scorer.path, scorer.revision)] if "reward_model" in roles else []
+    yield from ((key, source, revision) for key, source, revision in loaded if source is not None)
+
+
+def _is_path(source: str) -> bool:
+    """Return whether a source is a path, of something that exists or not, rather than a hub name."""
+    looks_like_one = os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1
+    return looks_like_one or os.path.exists(source)
+
+
+def _check_hub(key: str, name: str, revision: str | None) -> None:
+    """Raise within seconds if neither the Hub nor its cache has a model; the loader would find out later."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    problem = hub_model_problem(key, name, revision)
+    if not problem:
+        return
+    files = _TOKENIZER_FILES if key == "model.tokenizer" else ("config.json",)
+    if not any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
+        hint = suggest_path(Path(name), folders_only=True)
+        raise ModelError(
+            f"{key} is {name!r}: there is no such folder, {constants.ENDPOINT} can't be asked for it ({problem}), and "
+            f"its cache has no such model{hint}; set a folder, or the name of a model that the hub has"
+        )
+
+
+def _weight_problems(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with the safetensors files of a model's folder."""
+    if not (folder / "config.json").is_file():
+        yield "there is no config.json in it"
+        return
+    if not (folder / _INDEX).is_file():
+        if not (folder / _WEIGHTS).is_file():
+            yield f"there is no {_WEIGHTS} and no {_INDEX} in it, and weights of other formats aren't loaded"
+        else:
+            yield from _file_problems(folder / _WEIGHTS, set())
+        return
+    try:
+        weight_map = _read_json(folder / _INDEX)["weight_map"]
+        files: dict[str, set[str]] = {}
+        for tensor, name in weight_map.items():
+            files.setdefault(str(name), set()).add(tensor)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{_INDEX} can't be read ({type(error).__name__}: {error})"
+        return
+    for name, tensors in sorted(files.items()):
+        if not (folder / name).is_file():
+            yield f"{name}, which {_INDEX} names, is missing"
+        else:
+            yield from _file_problems(folder / name, tensors)
+
+
+def _file_problems(path: Path, tensors: set[str]) -> Iterator[str]:
+    """Yield why a safetensors file is damaged, or lacks one of the tensors that it should hold."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+                yield f"{path.name} has {size:,} bytes, fewer than its header says; it is truncated or no safetensors"
+                return
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        yield f"the header of {path.name} can't be read ({type(error).__name__}: {error})"
+        return
+    if (expected := _LENGTH_BYTES + length + end) != size:
+        yield f"{path.name} has {size:,} bytes, and its header describes {expected:,}; it is damaged or truncated"
+    elif missing := sorted(tensors - entries.keys()):
+        yield f"{path.name} lacks {missing[0]} and {len(missing) - 1} more of the tensors that {_INDEX} names"
+
+
+def _tokenizer_problems(config: Config) -> Iterator[str]:
+    """Yield why the tokenizer of a folder doesn't fit the model or the recipe."""
+    model = config.model
+    source, key = (model.tokenizer, "model.tokenizer") if model.tokenizer else (model.path, "model.path")
+    folder = Path(source or "").expanduser()
+    if source is None or not (folder / "tokenizer.json").is_file():
+        return
+    try:
+        size = _num_tokens(_read_json(folder / "tokenizer.json"))
+        known = _vocabulary_size(Path(model.path).expanduser()) if model.path else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{key} is {source!r}, in which tokenizer.json or config.json can't be read ({error}); download it again"
+        return
+    if known is not None and size > known:
+        yield (
+            f"{key} is {source!r}, whose tokenizer has {size:,} tokens, and the model has {known:,} (vocab_size in "
+            "config.json); set model.tokenizer to the model's own"
+        )
+    if known is not None:
+        check_stop_ids(config, known)
+    if recipe_of(config).generates and not config.rollout.stop_token_ids and _has_no_end(folder):
+        yield no_end_problem(f"{key} is {source!r}, whose tokenizer", config.rollout.max_new_tokens)
+
+
+def _num_tokens(tokenizer: Mapping[str, Any]) -> int:
+    """Return how many tokens a tokenizer.json has, with the added ones."""
+    vocabulary = tokenizer["model"].get("vocab", {})
+    words = set(vocabulary) if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
+    return len(words | {token["content"] for token in tokenizer.get("added_tokens") or []})
+
+
+def _vocabulary_size(folder: Path) -> int | None:
+    """Return the tokens of the model in a folder, None if its config.json doesn't say."""
+    if not (folder / "config.json").is_file():
+        return None
+    config = _read_json(folder / "config.json")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _has_no_end(folder: Path) -> bool:
+    """Return whether a tokenizer surely has no end-of-sequence token; other classes may have a default."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            settings |= _read_json(folder / name)
+    return settings.get("tokenizer_class") in _PLAIN_CLASSES and settings.get("eos_token") is None
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

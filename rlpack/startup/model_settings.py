@@ -1,0 +1,140 @@
+"""The settings of a new model, and the model type of a loaded one, against the sources of transformers.
+
+Only what is surely wrong is refused here; `rlpack.recipes.preflight` builds the model.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config
+from rlpack.models.errors import (
+    ModelError,
+    not_causal_error,
+    remote_code_error,
+    unknown_setting_error,
+    unknown_type_error,
+)
+from rlpack.startup.transformers_sources import (
+    config_source,
+    has_activation,
+    is_not_causal,
+    is_unknown_type,
+    model_types,
+)
+
+_OWN = "rlpack."
+# Python types of the annotations that every value can be compared with.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "dict": (dict,),
+    "RopeParameters": (dict,),
+    "list": (list, tuple),
+    "tuple": (list, tuple),
+}
+# Settings of which no model can have fewer than one, and those that can't be negative.
+_COUNTS = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "n_embd", "n_head"),
+    *("num_hidden_layers", "n_layer"),
+)
+_SIZES = ("intermediate_size", "moe_intermediate_size", "n_inner")
+# Settings of latent attention, which doesn't use `num_key_value_heads`.
+_LATENT = {"kv_lora_rank", "q_lora_rank"}
+_ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
+
+
+def check_model_settings(config: Config) -> None:
+    """Raise if transformers can't build a new model, or doesn't have the type of a loaded one.
+
+    Raises:
+        ModelError: names the setting, or the key of the folder.
+    """
+    if may_register_types(config):
+        return
+    if config.model.path is None:
+        _check_new(config.model.config)
+    roles = started_roles(config)
+    sections = {"model": config.model.path}
+    sections |= {"critic": config.critic.path} if "critic" in roles else {}
+    sections |= {"reward_model": config.reward_model.path} if "reward_model" in roles else {}
+    for section, path in sections.items():
+        if path is not None and not (section == "model" and config.model.trust_remote_code):
+            _check_folder(f"{section}.path", path)
+
+
+def may_register_types(config: Config) -> bool:
+    """Return whether a run loads users' modules, in which models may be added to transformers."""
+    targets = [config.recipe.target, *(config.roles[role].target for role in started_roles(config))]
+    return not all(target.startswith(_OWN) for target in targets) or ":" in config.algorithm.loss
+
+
+def _check_new(settings: Mapping[str, Any]) -> None:
+    """Raise on a model type or a setting that doesn't exist, and on values that no model is built with."""
+    kind = settings.get("model_type")
+    if is_unknown_type(kind):
+        raise unknown_type_error(kind, model_types())
+    if is_not_causal(str(kind)):
+        raise not_causal_error(str(kind))
+    source = config_source(str(kind))
+    if source is None:
+        return
+    for key, value in settings.items():
+        if not source.may_have(key):
+            raise unknown_setting_error(str(kind), key, source.settings())
+        annotation = source.fields.get(key)
+        if annotation is not None and _is_wrong(value, annotation):
+            raise ModelError(f"model.config is not a valid {kind} config: {key} is {value!r}; it must be {annotation}")
+        smallest = 1 if key in _COUNTS else 0 if key in _SIZES else None
+        if smallest is not None and isinstance(value, int) and value < smallest:
+            raise _unbuildable(kind, f"{key} is {value}; it must be at least {smallest}")
+        if key in _ACTIVATIONS and isinstance(value, str) and has_activation(value) is False:
+            raise _unbuildable(kind, f"{key} is {value!r}, which transformers does not know")
+    heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups and not _has_own_heads(source.fields):
+        raise _unbuildable(kind, f"num_attention_heads ({heads}) is not divisible by num_key_value_heads ({groups})")
+
+
+def _has_own_heads(fields: Mapping[str, Any]) -> bool:
+    """Return whether a config gives heads in another way, so that their numbers need not divide."""
+    return bool(fields.keys() & _LATENT) or any(name.endswith("heads_per_layer") for name in fields)
+
+
+def _is_wrong(value: Any, annotation: str) -> bool:
+    """Return whether a value surely doesn't have an annotated type.
+
+    >>> _is_wrong("a", "int | None"), _is_wrong(1, "float"), _is_wrong([1], "int | list[int]"), _is_wrong(1, "list")
+    (True, False, False, True)
+    """
+    kinds = [kind.strip() for kind in re.sub(r"\[[^\[\]]*\]", "", annotation).split("|") if kind.strip() != "None"]
+    if value is None or not all(kind in _TYPES for kind in kinds):
+        return False
+    return not any(isinstance(value, _TYPES[kind]) for kind in kinds)
+
+
+def _unbuildable(kind: object, reason: str) -> ModelError:
+    return ModelError(f"model.config does not build a {kind}: {reason}")
+
+
+def _check_folder(key: str, path: str) -> None:
+    """Raise if the config.json of a folder names a model type that transformers doesn't have."""
+    try:
+        values = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # a hub name, or a file that its own check refuses
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if isinstance(kind, str) and key != "reward_model.path" and is_not_causal(kind):
+        raise not_causal_error(kind)
+    if not isinstance(kind, str) or not is_unknown_type(kind):
+        return
+    if "AutoConfig" in (values.get("auto_map") or {}):
+        raise remote_code_error(key, path)
+    raise ModelError(
+        f"{key} is {path!r}, which can't be loaded: transformers has no model_type {kind!r}, which its config.json "
+        "names; update transformers, or set another model"
+    )

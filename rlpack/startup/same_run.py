@@ -1,0 +1,140 @@
+"""A resumed run against the configuration that its checkpoint was written with."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlpack import __version__
+from rlpack.checkpoint.commit import newest_state
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.errors import ConfigError
+from rlpack.config.redaction import without_secrets
+from rlpack.config.roles import optimizers
+from rlpack.config.schema import Config
+from rlpack.observe.run_dir import CHECKPOINTS, flat
+
+STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records"}
+# Keys that determine the steps of a run.
+FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
+# Keys that determine which weights and moments a checkpoint holds.
+_OPTIMIZER_KEYS = ("name", "freeze", "no_decay")
+FIXED_PREFIXES = (
+    "actor.lora.",
+    "critic.path",
+    "critic.revision",
+    *(f"{role}.optimizer.{key}" for role in ("actor", "critic") for key in _OPTIMIZER_KEYS),
+)
+
+
+def check_resumed(config: Config) -> None:
+    """Refuse to resume with values that differ from the newest checkpoint's, which is not verified yet.
+
+    Raises:
+        ConfigError: see `check_same_run` and `check_steps`.
+        CheckpointError: another version of rlpack wrote the checkpoint.
+    """
+    if config.resume != "auto" or config.run_dir is None:
+        return
+    for phase in ("train", "sft_warmup"):
+        root = Path(config.run_dir) / CHECKPOINTS / phase
+        state = newest_state(root)
+        if state is not None:
+            check_fields(state, root / f"step-{state['step']}")
+            check_same_run(state["config"], config)
+            check_steps(state["progress"], config)
+            return
+
+
+def check_fields(state: Mapping[str, Any], checkpoint: Path) -> None:
+    """Check that a checkpoint's state has the fields that this version writes, which its format promises.
+
+    Raises:
+        CheckpointError: fields are missing.
+    """
+    config, progress = state.get("config"), state.get("progress")
+    if (
+        not state.keys() >= STATE_KEYS
+        or not (isinstance(config, dict) and config.keys() >= {*FIXED_KEYS, "placement"})
+        or not (isinstance(progress, dict) and progress.keys() >= {"phase", "step"})
+    ):
+        raise other_fields(state, checkpoint)
+
+
+def other_fields(state: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
+    """Return the error of a state with other fields than this version writes."""
+    return CheckpointError(
+        f"checkpoint {checkpoint} has other fields in its state.json than rlpack {__version__} writes; it was written "
+        f"by rlpack {state['rlpack']}: resume with that version, or choose another run_dir"
+    )
+
+
+def check_steps(progress: Mapping[str, Any], config: Config) -> None:
+    """Refuse to resume a run that has done more steps than it is to do.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    done, steps = progress["step"], config.trainer.steps
+    if progress["phase"] == "train" and done > steps:
+        raise ConfigError(
+            [
+                f"trainer.steps is {steps}, and the run in run_dir={config.run_dir} has done {done} steps; set "
+                f"trainer.steps to {done} or more, or choose another run_dir"
+            ]
+        )
+
+
+def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a resumed run may not change, by dotted key."""
+    optimizer = {key: value for key, value in flat(config).items() if key.startswith(FIXED_PREFIXES)}
+    return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
+
+
+def _ranks(config: Mapping[str, Any], role: str) -> int:
+    """Return the number of ranks that a role's weights are sharded over."""
+    pools, roles = config["placement"]["pools"], config["placement"]["roles"]
+    return pools[roles.get(role, next(iter(pools)))]["ranks"]
+
+
+def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield a problem for each role whose 8-bit moments would be resharded."""
+    values = config.model_dump(mode="json")
+    for key, optimizer in optimizers(config).items():
+        role = key.partition(".")[0]
+        before, now = _ranks(saved, role), _ranks(values, role)
+        if optimizer.name == "adamw_8bit" and before != now:
+            yield (
+                f"the {role} has {now} rank(s) and the checkpoint in run_dir={config.run_dir} was written by {before}; "
+                "8-bit moments can't be resharded: set placement.pools.*.ranks as it was, or choose another run_dir"
+            )
+
+
+def check_same_run(saved: dict[str, Any], config: Config, *, has_reference: bool = True) -> None:
+    """Refuse to resume with another recipe, seed, model, dataset or warm-up.
+
+    A KL term is refused, too, if the run's reference policy was not stored.
+
+    Args:
+        saved: the checkpoint's configuration.
+        config: the run's.
+        has_reference: whether the reference policy is stored, or the recipe's own steps, which store it, are yet to
+            begin.
+
+    Raises:
+        ConfigError: names each key that differs, with both values.
+    """
+    before, now = (_fixed(values) for values in (saved, without_secrets(config.model_dump(mode="json"))))
+    differing = [
+        f"{key} is {now.get(key)!r} and the checkpoint in run_dir={config.run_dir} was written with "
+        f"{before.get(key)!r}; set {key} as it was, or choose another run_dir"
+        for key in sorted(before.keys() | now.keys())
+        if now.get(key) != before.get(key)
+    ]
+    differing += _other_ranks(saved, config)
+    if config.algorithm.kl_coef > 0 and not has_reference:
+        differing.append(
+            f"algorithm.kl_coef is {config.algorithm.kl_coef}, and run_dir={config.run_dir} has no reference: the "
+            "policy that the run began with was not stored; set algorithm.kl_coef=0, or choose another run_dir"
+        )
+    if differing:
+        raise ConfigError(differing)

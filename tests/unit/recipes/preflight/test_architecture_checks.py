@@ -1,0 +1,94 @@
+import pytest
+
+from rlpack.config.schema import Actor, Data, Model, Rollout
+from rlpack.models.errors import IsolationError, ModelError
+from rlpack.models.loading import build_meta_model
+from rlpack.packing import Batching
+from rlpack.recipes.preflight.architecture_checks import check_architecture
+from tests.builders import tiny_config
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPTJ = {"model_type": "gptj", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}
+BERT = {"model_type": "bert", "is_decoder": True, "intermediate_size": 48, **SIZES, "max_position_embeddings": 1024}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+# Short convolutions carry tokens from one packed row into the next; at this initializer_range by no more than rounding.
+LFM2_MOE = {
+    "model_type": "lfm2_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "initializer_range": 0.01,
+}
+LLAMA4 = {"model_type": "llama4_text", **SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
+LONGROPE = {
+    "model_type": "phi3",
+    **SIZES,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    },
+    "pad_token_id": 0,
+}
+
+
+def check(model, **sections):
+    config = tiny_config(model=Model(config=model), actor=Actor(), **sections)
+    check_architecture(config, build_meta_model(config.model, vocab_size=53))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (GPTJ, r"GPTJForCausalLM \(gptj\) can't be run packed as the actor: .* set batching\.mode=dynamic or fixed"),
+        (MAMBA, r"MambaForCausalLM \(mamba\) can't be run packed as the actor: it has recurrent layers"),
+        (
+            BERT,
+            r"BertLMHeadModel: the model's own output layer has further operations",
+        ),
+        (LLAMA4, r"llama4_text\) can't be run packed as the actor: its queries are scaled by their slot"),
+    ],
+)
+def test_an_architecture_that_cannot_be_trained_packed_is_refused_by_name(model, message):
+    with pytest.raises(ModelError, match=message):
+        check(model)
+
+
+@pytest.mark.parametrize("model", [GPTJ, MAMBA])
+def test_padded_rows_need_neither_our_attention_nor_borders(model):
+    check(model, batching=Batching(mode="dynamic", max_tokens=256))
+
+
+def test_rows_on_both_sides_of_a_rope_limit_are_refused_with_their_keys():
+    lengths = {"data": Data(max_prompt_tokens=20), "rollout": Rollout(max_new_tokens=12)}
+    check(LONGROPE, **lengths)
+    lengths["rollout"] = Rollout(max_new_tokens=13)
+    with pytest.raises(
+        ModelError, match=r"rope_type=longrope.*data\.max_prompt_tokens 20 \+ rollout\.max_new_tokens 13"
+    ):
+        check(LONGROPE, **lengths)
+
+
+def test_rows_longer_than_learned_positions_are_refused():
+    check(GPT2, data=Data(max_prompt_tokens=40), rollout=Rollout(max_new_tokens=24))
+    with pytest.raises(ModelError, match=r"gpt2\) has 64 learned positions \(transformer\.wpe\), .* up to 65 tokens"):
+        check(GPT2, data=Data(max_prompt_tokens=40), rollout=Rollout(max_new_tokens=25))
+
+
+def test_a_leak_as_small_as_rounding_at_the_start_is_found():
+    with pytest.raises(IsolationError, match="rows see each other"):
+        check(LFM2_MOE)

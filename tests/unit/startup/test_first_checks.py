@@ -1,0 +1,78 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlpack.batch.errors import DataError
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config, Data, Model, SFTWarmup, Trainer
+from rlpack.packing.batching import Batching
+from rlpack.startup.dataset_checks import check_datasets
+
+ROWS = '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n'
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(ROWS)
+    return Data(source=str(path), validation_source=str(path))
+
+
+def test_a_step_takes_no_prompt_twice(data):
+    check_datasets(Config(data=data, trainer=Trainer(prompts_per_step=2)))
+    with pytest.raises(ConfigError, match=r"trainer.prompts_per_step is 3, but .*rows.jsonl has 2 rows to train on"):
+        check_datasets(Config(data=data, trainer=Trainer(prompts_per_step=3)))
+    generated = Data(generator={"train_size": 16})
+    check_datasets(Config(data=generated, trainer=Trainer(prompts_per_step=16)))
+    with pytest.raises(ConfigError, match="but arithmetic has 16 rows"):
+        check_datasets(Config(data=generated, trainer=Trainer(prompts_per_step=17)))
+
+
+def test_a_prompt_of_megabytes_is_refused_without_a_tokenizer(data, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROWS + '{"prompt": "' + "a " * 5_000_000 + '", "answer": ""}\n')
+    with pytest.raises(DataError, match=r"prompt 'train-2' has 10000000 tokens, which exceeds 512"):
+        check_datasets(Config(data=data, trainer=Trainer(prompts_per_step=2)))
+    check_datasets(
+        Config(data=data.model_copy(update={"overlong_prompt": "drop"}), trainer=Trainer(prompts_per_step=2))
+    )
+
+
+def test_no_first_check_imports_pytorch_or_ray():
+    code = (
+        "import sys; from rlpack.config.compose import compose; from rlpack.startup.first_checks import check_first; "
+        "import rlpack.cli.train; check_first(compose([])); print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout == "set()\n"
+
+
+def demonstrations(path, *lengths):
+    rows = [{"prompt": "a" * 10, "answer": "", "demonstration": "a" * length} for length in lengths]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_a_demonstration_over_the_budget_is_refused_without_a_tokenizer(data, tmp_path):
+    data = data.model_copy(update={"completion_column": "demonstration"})
+    config = Config(
+        data=data, trainer=Trainer(prompts_per_step=2), batching=Batching(max_tokens=192, pad_to_multiple=8)
+    )
+    config = config.model_copy(update={"sft_warmup": SFTWarmup(steps=1)})
+    demonstrations(tmp_path / "rows.jsonl", 10, 181)  # with the prompt and the end of the sequence, 192
+    check_datasets(config)
+    demonstrations(tmp_path / "rows.jsonl", 10, 182)
+    with pytest.raises(DataError, match=r"prompt 'train-1' and its demonstration have 193 tokens, .*=192"):
+        check_datasets(config)
+    demonstrations(tmp_path / "rows.jsonl", 10, 1_000_000)
+    with pytest.raises(DataError, match=r"the demonstration of 'train-1' has at least 1,000,000 tokens"):
+        check_datasets(config)
+    with_tokenizer = config.model_copy(update={"model": Model(tokenizer="other", config={"model_type": "qwen2"})})
+    with pytest.raises(DataError, match=r"the demonstration of 'train-1' has at least 244 tokens"):
+        check_datasets(with_tokenizer)
+    for overlong in ("truncate", "drop"):
+        check_datasets(config.model_copy(update={"batching": Batching(max_tokens=192, overlong=overlong)}))
+    check_datasets(config.model_copy(update={"sft_warmup": SFTWarmup(steps=0)}))
+    dropping = config.data.model_copy(update={"overlong_prompt": "drop", "max_prompt_tokens": 9})
+    (tmp_path / "rows.jsonl").open("a").write('{"prompt": "1+1=", "answer": "2", "demonstration": "2"}\n')
+    check_datasets(config.model_copy(update={"data": dropping, "trainer": Trainer(prompts_per_step=1)}))

@@ -1,0 +1,135 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config, Model, Rollout
+from rlpack.data.hub import NotOnHubError
+from rlpack.models.errors import ModelError
+from rlpack.startup.model_files import check_model_files
+from tests.builders import tiny_tokenizer
+
+TENSORS = {"a": torch.zeros(4, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
+NUM_TOKENS = len(tiny_tokenizer())
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Return a folder with a tokenizer, and weights in two files."""
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": NUM_TOKENS}))
+    names = {name: f"model-{number}-of-2.safetensors" for number, name in enumerate(TENSORS)}
+    for name, file in names.items():
+        save_file({name: TENSORS[name]}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return tmp_path
+
+
+def check(folder: Path, **sections: Any) -> None:
+    values: dict[str, Any] = {"model": Model(path=str(folder))} | sections
+    check_model_files(Config(**values))
+
+
+def refusal(folder: Path, **sections: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        check(folder, **sections)
+    return str(caught.value)
+
+
+def change(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_whole_folder_passes_in_one_file_or_several(folder):
+    check(folder)
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(TENSORS, folder / "model.safetensors", metadata={"format": "pt"})
+    check(folder)
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 40, -1])
+def test_a_truncated_file_is_named(folder, size):
+    path = folder / "model-1-of-2.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    message = refusal(folder)
+    assert message.startswith(f"model.path is '{folder}': ")
+    assert path.name in message
+
+
+def test_bytes_after_the_last_tensor_are_damage(folder):
+    path = folder / "model-1-of-2.safetensors"
+    path.write_bytes(path.read_bytes() + b"0")
+    assert f"{path.name} has {path.stat().st_size:,} bytes, and its header describes" in refusal(folder)
+
+
+def test_a_missing_file_or_tensor_of_the_index_is_named(folder):
+    save_file({"c": TENSORS["a"]}, folder / "model-0-of-2.safetensors")
+    assert "model-0-of-2.safetensors lacks a" in refusal(folder)
+    (folder / "model-0-of-2.safetensors").unlink()
+    assert "model-0-of-2.safetensors, which model.safetensors.index.json names, is missing" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    assert "model.safetensors.index.json can't be read" in refusal(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    assert "there is no model.safetensors and no model.safetensors.index.json in it" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "there is no config.json in it" in refusal(folder)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder):
+    change(folder / "config.json", vocab_size=NUM_TOKENS - 1)
+    expected = f"whose tokenizer has {NUM_TOKENS} tokens, and the model has {NUM_TOKENS - 1}"
+    assert expected in refusal(folder)
+    change(folder / "config.json", vocab_size=None, text_config={"vocab_size": NUM_TOKENS - 1})
+    assert expected in refusal(folder)
+
+
+def test_a_tokenizer_without_an_end_needs_ids_that_end_a_response(folder):
+    change(folder / "tokenizer_config.json", eos_token=None)
+    assert "has no end-of-sequence token (eos_token)" in refusal(folder)
+    check(folder, rollout=Rollout(stop_token_ids=(1,)))
+    with pytest.raises(
+        ConfigError, match=rf"rollout.stop_token_ids holds {NUM_TOKENS}, but the model's ids are from 0"
+    ):
+        check(folder, rollout=Rollout(stop_token_ids=(1, NUM_TOKENS)))
+
+
+def test_the_nearest_folder_is_offered(folder):
+    (folder.parent / "my-model").mkdir()
+    (folder.parent / "my-model.jsonl").touch()
+    message = refusal(folder.parent / "my-modell")
+    assert f"which is not a folder; did you mean {folder.parent / 'my-model'}?; set a folder, or a hub name" in message
+
+
+def test_a_model_that_neither_the_hub_nor_its_cache_has_is_refused(monkeypatch):
+    def check_name(**sections: Any) -> None:
+        check_model_files(Config(model=Model(path="some/thing"), **sections))
+
+    monkeypatch.setattr("rlpack.models.hub_models.hub_problem", lambda *_: "it answered 404")
+    with pytest.raises(
+        ModelError, match=r"model.path is 'some/thing': .* asked for it \(it answered 404\), and its cache"
+    ):
+        check_name()
+
+    def absent(*_):
+        raise NotOnHubError
+
+    monkeypatch.setattr("rlpack.models.hub_models.hub_problem", absent)
+    with pytest.raises(ModelError, match=r"the hub has no such model, or you have no access \(revision main\); check"):
+        check_name()
+    monkeypatch.setattr("rlpack.models.hub_models.hub_problem", lambda *_: "")
+    check_name()
+
+
+def test_a_model_in_the_cache_is_no_tokenizer(monkeypatch):
+    monkeypatch.setattr("rlpack.models.hub_models.hub_problem", lambda *_: "no answer in 6 s")
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda name, file, revision: file if file == "config.json" else None
+    )
+    check_model_files(Config(model=Model(path="some/thing")))
+    with pytest.raises(ModelError, match=r"model.tokenizer is 'other/thing': .*its cache has no such model"):
+        check_model_files(Config(model=Model(path="some/thing", tokenizer="other/thing")))

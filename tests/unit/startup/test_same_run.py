@@ -1,0 +1,55 @@
+import pytest
+
+from rlpack.checkpoint import commit
+from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.errors import ConfigError
+from rlpack.config.schema import Config, Trainer
+from rlpack.startup.same_run import check_resumed
+
+
+def resumed(run_dir, **sections):
+    return Config(run_dir=str(run_dir), resume="auto", **sections)
+
+
+def save(run_dir, step, phase="train", **changes):
+    progress = {"phase": phase, "step": step}
+    with new_checkpoint(run_dir / "checkpoints" / phase, step) as staging:
+        fields = {"prompts": "a", "held_out": "b", "reference": None, "records": {}} | changes
+        staging.commit({"config": Config().model_dump(mode="json"), "progress": progress} | fields)
+
+
+def test_a_run_is_not_resumed_with_fewer_steps_than_are_done(tmp_path):
+    check_resumed(resumed(tmp_path, trainer=Trainer(steps=1)))
+    save(tmp_path, 30, phase="sft_warmup")
+    check_resumed(resumed(tmp_path, trainer=Trainer(steps=1)))  # none of the recipe's own
+    save(tmp_path, 4)
+    check_resumed(resumed(tmp_path, trainer=Trainer(steps=4)))
+    with pytest.raises(ConfigError, match=r"trainer.steps is 3, and the run in run_dir=.* has done 4 steps; set"):
+        check_resumed(resumed(tmp_path, trainer=Trainer(steps=3)))
+
+
+def test_another_seed_is_refused_by_the_newest_state_that_can_be_read(tmp_path):
+    save(tmp_path, 4)
+    save(tmp_path, 6)
+    (tmp_path / "checkpoints/train/step-6/state.json").write_text("{}")  # resuming says that it is damaged
+    with pytest.raises(ConfigError, match=r"seed is 2 and the checkpoint in run_dir=.* was written with 1"):
+        check_resumed(resumed(tmp_path, seed=2))
+    check_resumed(Config(run_dir=str(tmp_path), seed=2))  # without resume=auto, another check refuses the directory
+
+
+@pytest.mark.parametrize("changes", [{"config": None}, {"config": {"seed": 1}}, {"progress": {}}])
+def test_a_state_with_other_fields_is_refused_by_its_version(tmp_path, changes):
+    save(tmp_path, 4)
+    save(tmp_path, 6, **changes)
+    with pytest.raises(CheckpointError, match=r"step-6 has other fields .* written by rlpack"):
+        check_resumed(resumed(tmp_path))
+
+
+def test_a_newer_format_is_refused_and_no_older_checkpoint_is_looked_at(tmp_path, monkeypatch):
+    save(tmp_path, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "FORMAT", commit.FORMAT + 1)
+        save(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=rf"step-6 was written by .* in format {commit.FORMAT + 1}; this is"):
+        check_resumed(resumed(tmp_path))
