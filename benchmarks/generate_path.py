@@ -22,7 +22,7 @@ from rich.console import Console as RichConsole
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
-from rlpack.config.roles import builtin_roles
+from rlpack.config.roles import builtin_roles, longest_rollout
 from rlpack.config.schema import Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.start_roles import start_roles
@@ -76,7 +76,12 @@ class TracedRollout(RolloutWorker):
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the role around a `TracedEngine`."""
         engine = TracedEngine.from_settings(
-            config.model, config.rollout, tokenizer, device=context.torch_device, seed=config.seed
+            config.model,
+            config.rollout,
+            tokenizer,
+            device=context.torch_device,
+            seed=config.seed,
+            max_length=longest_rollout(config),
         )
         return cls(context, engine, tokenizer, canary_tolerance=canary_tolerance(engine.dtype))
 

@@ -13,8 +13,8 @@ from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.kl import KLEstimator, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
+from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.config.schema import Actor, Config
-from rlpack.distributed.weights import Bucket, pack_bucket
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import reshard
@@ -111,11 +111,18 @@ class ActorWorker(Worker, Trainable):
         return self._streams[dtype].layout
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
-        """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it."""
+    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
+        """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it.
+
+        Args:
+            index: of the bucket.
+            dtype: of an opened layout.
+            version: number of the update, the policy version that it leads to.
+        """
         is_owner = index % self.context.num_ranks == self.context.rank
-        bucket = self._streams[dtype].gather(index, keep=is_owner)
-        return pack_bucket(bucket) if is_owner else None
+        stream = self._streams[dtype]
+        weights = stream.gather(index, keep=is_owner)
+        return pack_bucket(weights, index=index, count=len(stream.layout), version=version) if is_owner else None
 
     @broadcast
     def canary_logprobs(self, token_ids: Tensor) -> np.ndarray:

@@ -14,10 +14,10 @@ from rlpack.algorithms.gae import compute_gae, token_rewards
 from rlpack.algorithms.kl import kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
+from rlpack.batch.bucket import Bucket
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
-from rlpack.distributed.weights import Bucket, unpack_bucket
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.weight_stream import (
@@ -28,6 +28,7 @@ from rlpack.models.weight_stream import (
     full_state_dict,
     head_state_dict,
 )
+from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, rank_zero, sharded
 from rlpack.workers.build import build_critic
 from rlpack.workers.inference import compute_per_token
@@ -60,6 +61,7 @@ class CriticWorker(Worker, Trainable):
         self._settings = settings
         self._algorithm = algorithm
         self._pad_token_id = pad_token_id
+        self._received = BucketReceiver("critic")
         self._stepper = OptimizerStepper("critic", critic, settings.optimizer, context)
 
     @classmethod
@@ -150,11 +152,26 @@ class CriticWorker(Worker, Trainable):
             ModelError: a weight is missing or has another shape.
         """
         check_weights(self._critic, self._by_base_name(layout.shapes))
+        self._received.open(len(layout))
 
     @broadcast
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Copy a bucket of a policy's weights, without its head."""
-        copy_weights(self._critic, self._by_base_name(unpack_bucket(bucket)))
+    def load_bucket(self, bucket: Bucket, version: int) -> None:
+        """Check a bucket of a policy's weights and copy it, without the policy's head.
+
+        Raises:
+            EngineError: it is not the bucket that is due, or was damaged; nothing is copied.
+        """
+        copy_weights(self._critic, self._by_base_name(self._received.unpack(bucket, version)))
+
+    @broadcast
+    def finish_transfer(self, version: int) -> None:
+        """Check that all buckets of an update have arrived.
+
+        Raises:
+            EngineError: the first that has not.
+        """
+        self._received.check_complete(version)
+        self._received.close()
 
     @broadcast
     def save(self, folder: str) -> None:

@@ -8,11 +8,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.bucket import Bucket
+from rlpack.config.roles import longest_rollout
 from rlpack.config.schema import Config
-from rlpack.distributed.weights import Bucket, unpack_bucket
 from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.assemble import assemble
-from rlpack.rollout.canary import CanaryTolerance, canary_tolerance, check_canary
+from rlpack.rollout.bucket_receiver import BucketReceiver
+from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, canary_tolerance, check_canary
 from rlpack.rollout.engine import Engine, engine_class
 from rlpack.rollout.types import SamplingParams, TrajectoryBatch
 from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
@@ -36,12 +38,20 @@ class RolloutWorker(Worker):
         self._engine = engine
         self._tokenizer = tokenizer
         self._canary_tolerance = canary_tolerance
+        self._received = BucketReceiver("rollout")
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the engine that `rollout.engine` names; the actor's weights reach it before the first call."""
         build = engine_class(config.rollout.engine).from_settings
-        engine = build(config.model, config.rollout, tokenizer, device=context.torch_device, seed=config.seed)
+        engine = build(
+            config.model,
+            config.rollout,
+            tokenizer,
+            device=context.torch_device,
+            seed=config.seed,
+            max_length=max(longest_rollout(config), CANARY_LENGTH),
+        )
         tolerance = canary_tolerance(engine.dtype, _DTYPES[config.actor.precision])
         return cls(context, engine, tokenizer, canary_tolerance=tolerance)
 
@@ -61,7 +71,11 @@ class RolloutWorker(Worker):
 
         Returns:
             The columns of `rlpack.rollout.assemble.assemble`, and `completion`, the response as text.
+
+        Raises:
+            EngineError: an update of the weights is under way or failed.
         """
+        self._received.check_usable()
         generations = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
         columns = assemble(
             TrajectoryBatch.single_turn(shard["input_ids"], generations),
@@ -87,15 +101,20 @@ class RolloutWorker(Worker):
             EngineError: a name or a shape does not fit.
         """
         self._engine.check_weights(layout)
+        self._received.open(len(layout))
 
     @broadcast
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Copy one bucket of the actor's weights into the engine."""
-        self._engine.load_bucket(unpack_bucket(bucket))
+    def load_bucket(self, bucket: Bucket, version: int) -> None:
+        """Check one bucket of the actor's weights and copy it into the engine.
+
+        Raises:
+            EngineError: it is not the bucket that is due, or was damaged; nothing is copied.
+        """
+        self._engine.load_bucket(self._received.unpack(bucket, version))
 
     @broadcast
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:
-        """Check the canary, then sample with the loaded weights as policy version `version`.
+        """Check that all buckets arrived, and the canary; then sample with them as policy version `version`.
 
         Args:
             expected: the trainer's log-probs of the canary, f32 [R, L].
@@ -106,8 +125,11 @@ class RolloutWorker(Worker):
             The largest difference between the engine's and the trainer's log-probs, in nats.
 
         Raises:
+            EngineError: a bucket has not arrived.
             CanaryError: the largest or the mean difference exceeds its tolerance.
         """
+        self._received.check_complete(version)
+        self._engine.finish_update()
         gap = check_canary(
             self._engine.logprobs(token_ids),
             torch.tensor(expected),
@@ -116,4 +138,5 @@ class RolloutWorker(Worker):
             version=version,
         )
         self._engine.policy_version = version
+        self._received.close()
         return gap

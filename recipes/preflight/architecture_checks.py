@@ -12,7 +12,14 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import batching_key, longest_known_row, role_batching, role_compute, started_roles
+from rlpack.config.roles import (
+    batching_key,
+    longest_known_row,
+    longest_rollout,
+    role_batching,
+    role_compute,
+    started_roles,
+)
 from rlpack.config.schema import Config
 from rlpack.models import attention, own_attention
 from rlpack.models.checks import check_model
@@ -71,7 +78,7 @@ def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
 def rollout_length(config: Config) -> tuple[int, str]:
     """Return the tokens of the longest rollout, and the keys that bound it, for errors."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    return prompt + response, f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response}"
+    return longest_rollout(config), f"data.max_prompt_tokens {prompt} + rollout.max_new_tokens {response}"
 
 
 def _roles(config: Config) -> Iterator[str]:

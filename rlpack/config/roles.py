@@ -140,4 +140,13 @@ def longest_known_row(config: Config) -> int | None:
     """Return the tokens of the longest row of a run, None where demonstrations may be longer than rollouts."""
     if not recipe_of(config).generates or config.sft_warmup.steps > 0:
         return None
+    return longest_rollout(config)
+
+
+def longest_rollout(config: Config) -> int:
+    """Return the most tokens of a prompt and its response together.
+
+    >>> longest_rollout(Config())
+    768
+    """
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens

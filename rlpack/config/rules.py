@@ -18,6 +18,7 @@ from rlpack.config.reward_rules import deadline_problems, judge_problems, reward
 from rlpack.config.roles import (
     batching_key,
     is_builtin,
+    longest_rollout,
     optimizers,
     own_batching,
     pool_of,
@@ -313,7 +314,7 @@ def _token_budget(config: Config) -> Iterator[str]:
     """Refuse a token budget under the longest possible rollout, which would fail hours later."""
     if not recipe_of(config).generates:
         return
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = longest_rollout(config)
     for role in started_roles(config):
         if role in {"rollout", "reward"}:
             continue

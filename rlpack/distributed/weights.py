@@ -14,23 +14,23 @@ Invariants (tests/distributed/test_weights.py):
 2. at most two buckets are in flight: bucket k is freed once all target ranks have loaded it, and only then the export
    of bucket k + 2 starts;
 3. every bucket has the deadline `placement.call_timeout_s`; a failure kills both pools and names the exporting rank if
-   its export failed, since the loads fail as a consequence.
+   its export failed, since the loads fail as a consequence;
+4. every bucket has a header (`rlpack.batch.bucket`), and the driver states with each call which update it is sending;
+   the target names a bucket that is dropped, late, repeated, out of order or damaged before it copies anything from it,
+   and ends no update before all buckets have arrived (`rlpack.rollout.bucket_receiver`).
 """
 
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.batch.serialization import from_array, to_array
+from rlpack.batch.bucket import Bucket
 from rlpack.distributed.calls import Relay
 from rlpack.distributed.dispatch import broadcast, rank_zero
 from rlpack.distributed.worker_group import WorkerGroup
-
-# Weights in transit, by name: bits and name of the dtype. NumPy arrays are read in place from the object store.
-Bucket = dict[str, tuple[np.ndarray, str]]
 
 
 class WeightSource(Protocol):
@@ -42,8 +42,8 @@ class WeightSource(Protocol):
         ...
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
-        """Gather a bucket of the layout in `dtype`, a collective.
+    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
+        """Gather a bucket of the layout in `dtype` for the update to `version`, a collective.
 
         Only source rank `index` mod (number of source ranks) returns it.
         """
@@ -69,12 +69,21 @@ class WeightTarget(Protocol):
 
     @broadcast
     def check_weights(self, layout: Any) -> None:
-        """Raise unless weights of this layout fit."""
+        """Raise unless weights of this layout fit; every update then consists of its buckets."""
         ...
 
     @broadcast
-    def load_bucket(self, bucket: Bucket) -> None:
-        """Copy one bucket; nothing may refer to its memory afterwards."""
+    def load_bucket(self, bucket: Bucket, version: int) -> None:
+        """Check one bucket of the update to `version` and copy it; nothing may refer to its memory afterwards."""
+        ...
+
+
+class TransferTarget(WeightTarget, Protocol):
+    """A target that uses new weights once they are complete."""
+
+    @broadcast
+    def finish_transfer(self, version: int) -> None:
+        """Raise unless all buckets of the update to `version` have arrived."""
         ...
 
 
@@ -83,13 +92,17 @@ class PublishTarget(WeightTarget, Protocol):
 
     @broadcast
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:
-        """Score the canary, compare, and use the weights as policy version `version`; return the largest gap."""
+        """Use the weights as policy version `version`; return the largest gap to the canary.
+
+        Raises unless all buckets have arrived and the canary's log-probs agree.
+        """
         ...
 
 
 S = TypeVar("S", bound=WeightSource)
 T = TypeVar("T", bound=WeightTarget)
 ScoredS = TypeVar("ScoredS", bound=ScoredSource)
+TransferT = TypeVar("TransferT", bound=TransferTarget)
 PublishT = TypeVar("PublishT", bound=PublishTarget)
 
 
@@ -97,7 +110,7 @@ class WeightChannel(Generic[S, T]):
     """Transfers one role's weights to another: opened once, used after every update.
 
     Attributes:
-        version: number of publications so far, the policy version of the newest.
+        version: number of updates so far, the policy version of the newest.
     """
 
     def __init__(self, source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
@@ -111,22 +124,18 @@ class WeightChannel(Generic[S, T]):
         dtype = target.run(WeightTarget.weights_dtype)
         layout = source.run(WeightSource.open_weights, dtype)
         target.run(WeightTarget.check_weights, layout)
-        self._buckets = [
-            Relay(
-                owner=index % source.num_ranks,
-                export=(source.role, WeightSource.export_bucket.__name__, (index, dtype)),
-                load=(target.role, WeightTarget.load_bucket.__name__, ()),
-            )
-            for index in range(len(layout))
-        ]
+        self._dtype, self._num_buckets = dtype, len(layout)
 
-    def transfer(self) -> None:
+    def transfer(self: "WeightChannel[S, TransferT]") -> None:
         """Load the source's weights into all ranks of the target.
 
         Raises:
-            RoleError: a rank raised, died or missed the deadline.
+            RoleError: a rank raised, died or missed the deadline, or a bucket did not arrive as it was sent.
         """
-        self._source.ranks.relay(self._buckets, self._target.ranks)
+        version = self.version + 1
+        self._source.ranks.relay(self._buckets(version), self._target.ranks)
+        self._target.run(TransferTarget.finish_transfer, version)
+        self.version = version
 
     def publish(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor) -> float:
         """Load the weights into engines as the next policy version, if the engines pass the canary.
@@ -138,7 +147,8 @@ class WeightChannel(Generic[S, T]):
             The largest difference of a log-prob between an engine and the trainer, in nats.
 
         Raises:
-            RoleError: a rank raised, died or missed the deadline, or an engine failed the canary.
+            RoleError: a rank raised, died or missed the deadline, a bucket did not arrive as it was sent, or an engine
+                failed the canary.
         """
         version = self.version + 1
         check = Relay(
@@ -146,16 +156,18 @@ class WeightChannel(Generic[S, T]):
             export=(self._source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
             load=(self._target.role, PublishTarget.publish.__name__, (canary, version)),
         )
-        gaps = self._source.ranks.relay([*self._buckets, check], self._target.ranks)
+        gaps = self._source.ranks.relay([*self._buckets(version), check], self._target.ranks)
         self.version = version
         return max(gaps)
 
-
-def pack_bucket(weights: Mapping[str, Tensor]) -> Bucket:
-    """Return weights as they are sent; they share memory."""
-    return {name: to_array(weight) for name, weight in weights.items()}
-
-
-def unpack_bucket(bucket: Bucket) -> dict[str, Tensor]:
-    """Return the tensors of a bucket, on the memory of its arrays: only read from them."""
-    return {name: from_array(array, dtype) for name, (array, dtype) in bucket.items()}
+    def _buckets(self, version: int) -> list[Relay]:
+        """Return the transfers of all buckets of the update to `version`."""
+        source, target = self._source, self._target
+        return [
+            Relay(
+                owner=index % source.num_ranks,
+                export=(source.role, WeightSource.export_bucket.__name__, (index, self._dtype, version)),
+                load=(target.role, WeightTarget.load_bucket.__name__, (version,)),
+            )
+            for index in range(self._num_buckets)
+        ]

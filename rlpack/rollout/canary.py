@@ -33,7 +33,8 @@ from torch import Tensor
 
 from rlpack.rollout.errors import CanaryError
 
-_NUM_ROWS, _NUM_TOKENS, _SEED = 4, 16, 20
+CANARY_LENGTH = 16  # tokens of a row
+_NUM_ROWS, _SEED = 4, 20
 
 
 class CanaryTolerance(NamedTuple):
@@ -61,7 +62,7 @@ def canary_tokens(vocab_size: int) -> Tensor:
     torch.Size([4, 16])
     """
     generator = torch.Generator().manual_seed(_SEED)
-    return torch.randint(vocab_size, (_NUM_ROWS, _NUM_TOKENS), generator=generator)
+    return torch.randint(vocab_size, (_NUM_ROWS, CANARY_LENGTH), generator=generator)
 
 
 def canary_tolerance(*dtypes: torch.dtype) -> CanaryTolerance:

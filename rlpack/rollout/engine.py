@@ -25,8 +25,8 @@ ENGINES = {"hf": "rlpack.rollout.hf:HFEngine"}
 class Engine(Protocol):
     """Generates with the weights it received last.
 
-    The layout of the weights is checked once. New weights arrive as one `load_bucket` per bucket of the layout; then
-    `policy_version` is set.
+    The layout of the weights is checked once. New weights arrive as one `load_bucket` per bucket of the layout, checked
+    and in order; then come `finish_update`, the canary's `logprobs`, and `policy_version` is set.
 
     Attributes:
         policy_version: the number of weight publications received, 0 before the first; it is stamped on every token.
@@ -40,7 +40,14 @@ class Engine(Protocol):
 
     @classmethod
     def from_settings(
-        cls, model: Model, settings: Rollout, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, seed: int
+        cls,
+        model: Model,
+        settings: Rollout,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        seed: int,
+        max_length: int,
     ) -> Self:
         """Build the engine on one rank.
 
@@ -50,6 +57,7 @@ class Engine(Protocol):
             tokenizer: the policy's tokenizer.
             device: the rank's device.
             seed: seed of a new model's weights.
+            max_length: most tokens of a row, prompt and response together or canary; for the size of caches.
         """
         ...
 
@@ -81,6 +89,14 @@ class Engine(Protocol):
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
         """Copy one bucket, a mapping from name to tensor on the CPU; the caller frees it afterwards."""
+        ...
+
+    def finish_update(self) -> None:
+        """Apply what was received, after the last bucket of an update and before the canary is scored.
+
+        Raises:
+            EngineError: the weights could not be applied.
+        """
         ...
 
 

@@ -54,9 +54,18 @@ class HFEngine:
 
     @classmethod
     def from_settings(
-        cls, model: Model, settings: Rollout, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, seed: int
+        cls,
+        model: Model,
+        settings: Rollout,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        seed: int,
+        max_length: int,
     ) -> Self:
         """Build the model of the `model` section on the rank's device, with an attention that supports a cache.
+
+        `max_length` is not needed: caches grow with their rows.
 
         Raises:
             ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
@@ -151,6 +160,9 @@ class HFEngine:
         own = self._model.state_dict()
         for name, weight in weights.items():
             own[name].copy_(weight)
+
+    def finish_update(self) -> None:
+        """Do nothing: `load_bucket` has copied every bucket into the model."""
 
 
 class _Responses(NamedTuple):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.batch.errors import DataError
-from rlpack.distributed.weights import Bucket, pack_bucket, unpack_bucket
+from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
 
 
@@ -145,12 +146,13 @@ class Echo(Worker):
         return list(range(len(self.buckets)))
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
+    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
         dist.barrier()
         is_owner = index % self.context.num_ranks == self.context.rank
         if is_owner:
             self._note(f"export {index}")
-        return pack_bucket({f"weight {index}": self.buckets[index]}) if is_owner else None
+        weights = {f"weight {index}": self.buckets[index]}
+        return pack_bucket(weights, index=index, count=len(self.buckets), version=version) if is_owner else None
 
     @rank_zero
     def weights_dtype(self) -> torch.dtype:
@@ -159,12 +161,20 @@ class Echo(Worker):
     @broadcast
     def check_weights(self, layout: list[int]) -> None:
         self.loaded: dict[str, Tensor] = {}
+        self.received = BucketReceiver("echo")
+        self.received.open(len(layout))
 
     @broadcast
-    def load_bucket(self, bucket: Bucket) -> None:
+    def load_bucket(self, bucket: Bucket, version: int) -> None:
         time.sleep(0.1)
-        self.loaded |= {name: weight.clone() for name, weight in unpack_bucket(bucket).items()}
+        weights = self.received.unpack(bucket, version)
+        self.loaded |= {name: weight.clone() for name, weight in weights.items()}
         self._note(f"load {len(self.loaded) - 1}")
+
+    @broadcast
+    def finish_transfer(self, version: int) -> None:
+        self.received.check_complete(version)
+        self.received.close()
 
     @broadcast
     def note_into(self, path: str) -> None:
@@ -248,14 +258,14 @@ class Faulty(Worker):
         return [0, 1]
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
+    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
         if index == 1 and self.context.rank == 1:
             if self.context.pool == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ExportError("weights", "nothing to export")
         if index == 1:
             dist.barrier()
-        return {} if self.context.rank == index else None
+        return pack_bucket({}, index=index, count=2, version=version) if self.context.rank == index else None
 
     @rank_zero
     def weights_dtype(self) -> torch.dtype:
@@ -265,7 +275,10 @@ class Faulty(Worker):
     def check_weights(self, layout: list[int]) -> None: ...
 
     @broadcast
-    def load_bucket(self, bucket: Bucket) -> None: ...
+    def load_bucket(self, bucket: Bucket, version: int) -> None: ...
+
+    @broadcast
+    def finish_transfer(self, version: int) -> None: ...
 
 
 # That a part is being scored; roles of one pool share a process.

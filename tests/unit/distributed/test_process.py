@@ -104,7 +104,9 @@ def test_a_host_runs_roles_in_one_process_group(process: RankProcess):
     layout = process.call("actor", "open_weights", {}, torch.float32)
     assert len(layout) == 1
     assert layout.shapes["lm_head.weight"] == (len(tiny_tokenizer()), 32)
-    assert process.call("actor", "export_bucket", {}, 0, torch.float32).keys() == layout.shapes.keys()
+    bucket = process.call("actor", "export_bucket", {}, 0, torch.float32, 1)
+    assert bucket.arrays.keys() == layout.shapes.keys()
+    assert str(bucket.header) == "bucket 1 of 1 of policy version 1"
 
 
 def test_closing_leaves_the_process_group_and_can_be_repeated(process: RankProcess):

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.bucket import Bucket, pack_bucket, unpack_bucket
 from rlpack.config.schema import Config, Model
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.weights import Bucket, WeightChannel, pack_bucket, unpack_bucket
+from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
 from rlpack.rollout.canary import canary_tokens
@@ -35,13 +36,14 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 class LossyActor(ActorWorker):
-    """Zeroes one weight on its way."""
+    """Zeroes one weight before its bucket is sent."""
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype) -> Bucket | None:
-        bucket = super().export_bucket(index, dtype)
+    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
+        bucket = super().export_bucket(index, dtype, version)
         assert bucket is not None
-        return pack_bucket(unpack_bucket(bucket) | {"model.norm.weight": torch.zeros(32)})
+        weights = unpack_bucket(bucket) | {"model.norm.weight": torch.zeros(32)}
+        return pack_bucket(weights, index=index, count=bucket.header.count, version=version)
 
 
 def group_of(role: str, kind: type[Any], config: Config, size: int = 1) -> WorkerGroup[Any]:
@@ -74,7 +76,7 @@ def test_each_publication_gives_all_engines_the_newest_weights_and_the_next_vers
         actor.run(ActorWorker.train_step, lesson(), SFTLoss(), 0.05)
 
 
-def test_a_weight_that_is_changed_on_its_way_stops_the_run_and_publishes_nothing():
+def test_a_weight_that_is_changed_before_it_is_sent_stops_the_run_and_publishes_nothing():
     actor, engine = group_of("actor", LossyActor, tiny_config()), group_of("rollout", RolloutWorker, tiny_config())
     channel = WeightChannel(actor, engine)
     message = r"role rollout, rank 0, in publish: CanaryError: log-probs of the canary at policy version 1 differ"

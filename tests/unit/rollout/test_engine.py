@@ -1,4 +1,4 @@
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -11,8 +11,9 @@ def test_every_engine_of_the_schema_is_registered_and_builds_itself_from_its_sec
     assert set(get_args(Rollout.model_fields["engine"].annotation)) == set(ENGINES)
     tokenizer = tiny_tokenizer()
     for name in ENGINES:
-        sections, device = (Model(config=MODEL), Rollout(), tokenizer), torch.device("cpu")
-        engines = [engine_class(name).from_settings(*sections, device=device, seed=seed) for seed in (1, 1, 2)]
+        sections = Model(config=MODEL), Rollout(), tokenizer
+        given: dict[str, Any] = {"device": torch.device("cpu"), "max_length": 64}
+        engines = [engine_class(name).from_settings(*sections, **given, seed=seed) for seed in (1, 1, 2)]
         assert [(engine.vocab_size, engine.policy_version) for engine in engines] == [(len(tokenizer), 0)] * 3
         tokens = torch.arange(8).view(2, 4)
         first, same, other = (engine.logprobs(tokens) for engine in engines)

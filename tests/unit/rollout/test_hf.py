@@ -38,6 +38,7 @@ def load(engine, state):
     engine.check_weights(layout)
     for bucket in layout.buckets:
         engine.load_bucket({spec.name: state[spec.name] for spec in bucket})
+    engine.finish_update()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,15 +1,20 @@
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
 import numpy as np
 import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Actor, Model
+from rlpack.batch.bucket import pack_bucket
+from rlpack.config.schema import Actor, Data, Model, Rollout
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.weights import pack_bucket
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES, canary_tokens
 from rlpack.rollout.errors import CanaryError, EngineError
+from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.build import build_model
 from rlpack.workers.rollout import RolloutWorker
@@ -25,17 +30,17 @@ def policy_of(seed: int = 3) -> Policy:
     return Policy(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=seed))
 
 
-def send(policy: Policy, worker: RolloutWorker, corrupt: str = "", change: float = 0.0) -> None:
-    """Send a policy's weights in buckets that nothing may write to, as Ray maps them; change one weight on the way."""
+def send(policy: Policy, worker: RolloutWorker, version: int, corrupt: str = "", change: Any = 0.0) -> None:
+    """Send a policy's weights in buckets that nothing may write to, as Ray maps them; change one before it is sent."""
     stream = WeightStream(policy, worker.weights_dtype(), bucket_bytes=8000)
     worker.check_weights(stream.layout)
-    for weights in stream:
+    for index, weights in enumerate(stream):
         if corrupt in weights:
             weights[corrupt] += change
-        bucket = pack_bucket(weights)
-        for array, _ in bucket.values():
+        bucket = pack_bucket(weights, index=index, count=len(stream.layout), version=version)
+        for array, _ in bucket.arrays.values():
             array.flags.writeable = False
-        worker.load_bucket(bucket)
+        worker.load_bucket(bucket, version)
 
 
 def own_logprobs(policy: Policy) -> np.ndarray:
@@ -86,7 +91,7 @@ def test_new_weights_are_used_and_their_version_is_on_every_row():
     other = RolloutWorker.from_settings(RankContext(), tiny_config(seed=4), tiny_tokenizer())
     expected = other.generate(prompts(), greedy)
     policy = policy_of(seed=4)
-    send(policy, worker)
+    send(policy, worker, 9)
     worker.publish(own_logprobs(policy), CANARY, 9)
     after = worker.generate(prompts(), greedy)
     assert not torch.equal(before["input_ids"].values, after["input_ids"].values)
@@ -98,7 +103,7 @@ def test_new_weights_are_used_and_their_version_is_on_every_row():
 
 def test_an_engine_with_the_trainers_weights_passes_the_canary_by_a_wide_margin(worker: RolloutWorker):
     policy = policy_of()
-    send(policy, worker)
+    send(policy, worker, 1)
     assert worker.publish(own_logprobs(policy), CANARY, 1) < TOLERANCES[torch.float32].largest / 20
 
 
@@ -115,11 +120,11 @@ KINDS_OF_WEIGHTS = [
 
 
 @pytest.mark.parametrize("name", KINDS_OF_WEIGHTS)
-def test_a_weight_of_any_kind_that_is_changed_on_its_way_is_refused(worker: RolloutWorker, name: str):
+def test_a_weight_of_any_kind_that_is_changed_before_it_is_sent_is_refused(worker: RolloutWorker, name: str):
     policy = policy_of()
     # The head's rows need different changes: a constant would move all logits alike.
     change = torch.linspace(-0.05, 0.05, policy.model.get_parameter(name).shape[0])
-    send(policy, worker, name, change[:, None] if policy.model.get_parameter(name).ndim == 2 else change)
+    send(policy, worker, 7, name, change[:, None] if policy.model.get_parameter(name).ndim == 2 else change)
     before = worker._engine.policy_version
     with pytest.raises(
         CanaryError, match=r"policy version 7 differ from the trainer's by up to .* \(tolerance 0\.001\) and .*, most"
@@ -131,9 +136,67 @@ def test_a_weight_of_any_kind_that_is_changed_on_its_way_is_refused(worker: Roll
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_fails_the_canary(worker: RolloutWorker, value: float):
     policy = policy_of()
-    send(policy, worker, "model.norm.weight", value)
+    send(policy, worker, 7, "model.norm.weight", value)
     with pytest.raises(CanaryError, match="by up to inf nats"):
         worker.publish(own_logprobs(policy), CANARY, 7)
+
+
+class Recorder(HFEngine):
+    """Notes the calls of an update."""
+
+    calls: ClassVar[list[str]] = []
+
+    def load_bucket(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.calls.append("load")
+        super().load_bucket(weights)
+
+    def finish_update(self) -> None:
+        self.calls.append("finish")
+
+    def logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        self.calls.append("canary")
+        return super().logprobs(token_ids)
+
+
+def test_an_update_is_finished_once_after_all_buckets_and_before_the_canary():
+    policy, calls = policy_of(), Recorder.calls
+    config, tokenizer, device = tiny_config(), tiny_tokenizer(), torch.device("cpu")
+    engine = Recorder.from_settings(config.model, config.rollout, tokenizer, device=device, seed=5, max_length=64)
+    worker = RolloutWorker(RankContext(), engine, tokenizer, canary_tolerance=TOLERANCES[torch.float32])
+    expected = own_logprobs(policy)
+    send(policy, worker, 1)
+    worker.publish(expected, CANARY, 1)
+    assert calls == ["load"] * calls.count("load") + ["finish", "canary"]
+    assert calls.count("load") >= 3
+    calls.clear()
+    with pytest.raises(EngineError, match="policy version 1 was to be published again"):
+        worker.publish(expected, CANARY, 1)
+    assert calls == []
+
+
+def test_no_token_is_sampled_with_weights_that_are_unpublished_or_failed_the_canary():
+    worker = RolloutWorker.from_settings(RankContext(), tiny_config(), tiny_tokenizer())
+    send(policy_of(), worker, 1)
+    with pytest.raises(EngineError, match=r"no usable weights: .* not published"):
+        worker.generate(prompts(), PARAMS)
+    with pytest.raises(CanaryError):
+        worker.publish(own_logprobs(policy_of(seed=4)), CANARY, 1)
+    with pytest.raises(EngineError, match="no usable weights"):
+        worker.generate(prompts(), PARAMS)
+
+
+def test_the_engine_is_told_the_longest_row_it_has_to_hold(monkeypatch: pytest.MonkeyPatch):
+    given: list[int] = []
+
+    def build(*sections: Any, max_length: int, **others: Any) -> Any:
+        given.append(max_length)
+        return HFEngine.from_settings(*sections, max_length=max_length, **others)
+
+    monkeypatch.setattr("rlpack.workers.rollout.engine_class", lambda name: SimpleNamespace(from_settings=build))
+    for prompt, response in ((40, 24), (3, 2)):
+        config = tiny_config(data=Data(max_prompt_tokens=prompt), rollout=Rollout(max_new_tokens=response))
+        RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())
+    assert given == [64, CANARY.shape[1]]
 
 
 def test_the_tolerance_follows_the_less_precise_of_the_two():

@@ -1,0 +1,135 @@
+"""Checks the buckets of an update on arrival, before anything is copied from them.
+
+Invariants (tests/unit/rollout/test_bucket_receiver.py):
+
+1. a bucket is unpacked only if it belongs to the update under way, is the next one of as many as were agreed on, and
+   has the digest that its sender computed; one that is dropped, late, repeated, out of order or damaged is named;
+2. an update is complete only once all its buckets have arrived;
+3. from the first bucket of an update until `close`, and after any failure, the weights are unusable;
+4. a failure is final: every later bucket is refused until `open` is called again.
+"""
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from rlpack.batch.bucket import Bucket, BucketHeader, bucket_name, digest, unpack_bucket
+from rlpack.rollout.errors import EngineError
+
+
+class BucketReceiver:
+    """The state of one receiver of updates: which bucket is due, and whether its weights are usable.
+
+    >>> import torch
+    >>> from rlpack.batch.bucket import pack_bucket
+    >>> receiver = BucketReceiver("rollout")
+    >>> receiver.open(num_buckets=1)
+    >>> receiver.unpack(pack_bucket({"scale": torch.tensor(2.0)}, index=0, count=1, version=1), version=1)
+    {'scale': tensor(2.)}
+    >>> receiver.check_complete(version=1)
+    >>> receiver.close()
+    >>> receiver.check_usable()
+    """
+
+    def __init__(self, role: str) -> None:
+        """Start without an update; the weights that the receiver was built with are usable.
+
+        Args:
+            role: the receiver, for errors.
+        """
+        self._role = role
+        self._num_buckets: int | None = None
+        self._version: int | None = None  # of the update under way
+        self._closed: int | None = None  # version of the last complete update
+        self._arrived = 0
+        self._failure: str | None = None
+        self._unusable: str | None = None
+
+    def open(self, num_buckets: int) -> None:
+        """Agree on the number of buckets of every update, and forget updates so far.
+
+        Weights that are unusable remain so until the next update is closed.
+        """
+        self._num_buckets = num_buckets
+        self._version, self._closed, self._arrived, self._failure = None, None, 0, None
+
+    def unpack(self, bucket: Bucket, version: int) -> dict[str, Tensor]:
+        """Check the next bucket of an update and return its tensors, on its memory.
+
+        Args:
+            bucket: as it arrived.
+            version: the update that the driver is sending, which it states independently of the bucket.
+
+        Raises:
+            EngineError: the bucket is not the one that is due, or was damaged; nothing of it may be used.
+        """
+        header = bucket.header
+        if problem := self._wrong_update(header, version) or self._wrong_place(header):
+            self._fail(f"{header} {problem}")
+        if (found := digest(bucket.arrays)) != header.digest:
+            sent = header.digest.hex()
+            self._fail(f"{header} was damaged on its way: its digest is {found.hex()}, and {sent} was sent")
+        self._version, self._arrived = version, header.index + 1
+        self._unusable = f"{header} has arrived, and the update is not published"
+        return unpack_bucket(bucket)
+
+    def check_complete(self, version: int) -> None:
+        """Raise unless all buckets of the update to `version` have arrived.
+
+        Raises:
+            EngineError: buckets are missing, or another update is under way.
+        """
+        if self._failure is not None:
+            self._fail(self._failure)
+        if self._num_buckets is None:
+            self._fail(f"no buckets of policy version {version} were agreed on; call check_weights first")
+        if self._closed is not None and version <= self._closed:
+            self._fail(f"policy version {version} was to be published again, after version {self._closed}")
+        if self._version is not None and self._version != version:
+            arrived = bucket_name(self._arrived - 1, self._num_buckets, self._version)
+            self._fail(f"policy version {version} was to be published where {arrived} had arrived last")
+        if self._arrived != self._num_buckets:
+            missing = bucket_name(self._arrived, self._num_buckets, version)
+            self._fail(f"{missing} has not arrived: it was dropped, or is late; nothing is published")
+
+    def close(self) -> None:
+        """Make the weights of a complete, checked update usable."""
+        self._closed, self._version, self._arrived, self._unusable = self._version, None, 0, None
+
+    def check_usable(self) -> None:
+        """Raise if an update is under way or has failed.
+
+        Raises:
+            EngineError: why the weights can't be used.
+        """
+        if self._unusable is not None:
+            raise EngineError(f"role {self._role} has no usable weights: {self._unusable}; restart with resume=auto")
+
+    def _wrong_update(self, header: BucketHeader, version: int) -> str | None:
+        """Return why a bucket is not of the update under way, None if it is."""
+        if self._failure is not None:
+            return f"came after a failure: {self._failure}"
+        if self._num_buckets is None:
+            return "came before check_weights"
+        if header.version != version:
+            return f"came in the update to version {version}"
+        if self._closed is not None and version <= self._closed:
+            return f"came after version {self._closed} was published"
+        if self._version is not None and self._version != version:
+            return f"came in the middle of the update to version {self._version}"
+        return None
+
+    def _wrong_place(self, header: BucketHeader) -> str | None:
+        """Return why a bucket of the update is not the one that is due, None if it is."""
+        if header.count != self._num_buckets:
+            return f"came where an update has {self._num_buckets} buckets"
+        if header.index < self._arrived:
+            return f"came again or out of order, after bucket {self._arrived}"
+        if header.index > self._arrived:
+            return f"came where bucket {self._arrived + 1} was due, which was dropped, is late or out of order"
+        return None
+
+    def _fail(self, problem: str) -> NoReturn:
+        """Refuse all later buckets, make the weights unusable, and raise."""
+        self._failure = self._unusable = problem
+        raise EngineError(f"role {self._role}: {problem}")
