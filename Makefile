@@ -9,16 +9,23 @@ EIGHT_BIT := .eight_bit/.installed
 # uv resolves and installs in seconds what takes pip minutes. pip stays for PyTorch, whose CPU build uv may not find, and as
 # the fallback where uv cannot run. Bytecode is compiled once for all packages, on all cores.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+# vLLM requires versions of its own of almost everything, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 ARGS ?=
 # Processes that run tests; each starts a local Ray. Idle OpenMP threads of one would take the others' cores.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train test test-long test-recipes lint types unit bench peers install clean help
+.PHONY: train train-vllm test test-vllm vllm test-long test-recipes lint types unit bench peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
 	@echo "make test                                install, then lint, types and all tests"
+	@echo "make train-vllm [ARGS='…']               the same with vLLM as generation engine, in .venv-vllm"
+	@echo "make test-vllm                           the tests, and those of the vLLM engine, with vLLM's versions of all packages"
+	@echo "make vllm                                install into .venv-vllm only"
 	@echo "make test-long                           plans' guarantees on 10,000 random requests, 300 damaged run directories"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
@@ -38,6 +45,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
 	touch $@
 
+# vLLM's CPU build. The file lists every package, so nothing is resolved; PyTorch comes first, as above.
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV) || python3 -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt uv || true
+	$(VLLM_BIN)/uv pip install --quiet --python $(VLLM_BIN)/python --no-deps -r constraints-vllm.txt || \
+		$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps -r constraints-vllm.txt
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(VLLM_BIN)/python -m compileall -q -j 0 $(VLLM_VENV)/lib > /dev/null || true
+	$(VLLM_BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
+	touch $@
+
 # What the tests of 8-bit moments import: transformers would import it into every process that finds it in .venv.
 $(EIGHT_BIT): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .eight_bit --constraint constraints.txt torchao
@@ -47,6 +66,11 @@ install: $(INSTALLED)
 
 train: $(INSTALLED)
 	$(BIN)/rlpack train $(ARGS)
+
+vllm: $(VLLM_INSTALLED)
+
+train-vllm: $(VLLM_INSTALLED)
+	$(VLLM_BIN)/rlpack train rollout=vllm $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -65,6 +89,11 @@ test: $(INSTALLED) $(EIGHT_BIT)
 	$(MAKE) --jobs 2 lint types
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# One process: an engine takes both cores of a small machine.
+test-vllm: $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/vllm
+
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
@@ -81,4 +110,4 @@ peers: $(INSTALLED)
 	$(BIN)/python -m benchmarks.report --only peers
 
 clean:
-	rm -rf $(VENV) .peers .eight_bit .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .peers .eight_bit .pytest_cache .ruff_cache .hypothesis .import_linter_cache

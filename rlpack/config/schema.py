@@ -158,7 +158,9 @@ class Data(Section):
 class Rollout(Section):
     """Generation."""
 
-    engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
+    engine: Literal["hf", "vllm"] = Field(
+        default="hf", description="Generation engine: hf (transformers), or vllm, which is installed separately."
+    )
     max_new_tokens: Count = Field(default=256, description="Most tokens of a response.")
     temperature: float = Field(
         default=1.0, ge=0.01, description="Sampling temperature; log-probs in training use it, too."
@@ -179,6 +181,23 @@ class Rollout(Section):
     max_num_seqs: Count = Field(
         default=256,
         description="Rows that a rank generates at once; they are scored while it generates the next.",
+    )
+    dtype: Literal["fp32", "bf16"] | None = Field(
+        default=None, description="Type of vLLM's weights; null for actor.precision. hf always generates in fp32."
+    )
+    compile: bool | None = Field(
+        default=None, description="Whether vLLM compiles the model and uses CUDA graphs; null on GPUs only."
+    )
+    kv_cache_gb: Positive | None = Field(
+        default=None,
+        description="Size of vLLM's cache of keys and values on each rank, in GB; null on CPUs for what max_num_seqs "
+        "rows need, at most an eighth of the available memory, and on GPUs for vllm.gpu_memory_utilization.",
+    )
+    request_timeout_s: Seconds = Field(
+        default=600.0, description="Deadline of one response by vLLM, its time in the engine's queue included, in s."
+    )
+    vllm: dict[str, Any] = Field(
+        default_factory=dict, description="Further engine arguments of vLLM, by vLLM's own names."
     )
 
 

@@ -19,7 +19,7 @@ from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.types import Generations, SamplingParams
 
 # `rollout.engine` to package.module:Class; only the selected engine is imported.
-ENGINES = {"hf": "rlpack.rollout.hf:HFEngine"}
+ENGINES = {"hf": "rlpack.rollout.hf:HFEngine", "vllm": "rlpack.rollout.vllm.vllm_engine:VLLMEngine"}
 
 
 class Engine(Protocol):

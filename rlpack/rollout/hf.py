@@ -20,6 +20,7 @@ from rlpack.models.loading import build_causal_lm
 from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.decoding import Decoder, choose_decoder
 from rlpack.rollout.errors import EngineError, SamplingError
+from rlpack.rollout.layout_check import check_layout
 from rlpack.rollout.sampling import sample, uniforms
 from rlpack.rollout.types import Generations, SamplingParams
 
@@ -146,13 +147,7 @@ class HFEngine:
         Raises:
             EngineError: a name or a shape does not fit the model.
         """
-        own, shapes = self._model.state_dict(), layout.shapes
-        sent = {own[name].data_ptr() for name in shapes if name in own}
-        missing = sorted(name for name in own if name not in shapes and own[name].data_ptr() not in sent)
-        unknown = sorted(name for name in shapes if name not in own)
-        misshapen = sorted(name for name in shapes if name in own and shapes[name] != tuple(own[name].shape))
-        if missing or unknown or misshapen:
-            raise EngineError(f"weights do not fit: missing {missing}, unknown {unknown}, wrong shape {misshapen}")
+        check_layout(self._model, layout)
 
     @torch.no_grad()
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:

@@ -243,7 +243,7 @@ CONFIGURATION = (
     key("0 checkpoints", "checkpoint.keep=0"),
     key("an override that isn't UTF-8", "run_dir=\udcff", words=("run_dir=",)),
     key("an override of a megabyte", f"run_dir={'a' * 2**20}", words=("run_dir=aaa", "over the limit of")),
-    key("a value of 50 kB", f"rollout.engine={TEXT_50_KB}", words=("rollout.engine is 'xxx", "choose one of hf")),
+    key("a value of 50 kB", f"rollout.engine={TEXT_50_KB}", words=("rollout.engine is 'xxx", "choose one of hf, vllm")),
     key("a word that is no override", "seed", words=("'seed' is not an override",)),
     key("an option", "--seed", "3", words=("unknown option --seed", "write seed=")),
     key("code that the operator doesn't allow", "reward.function=mine:score",

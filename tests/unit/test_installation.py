@@ -73,7 +73,8 @@ def test_an_installation_from_elsewhere_is_repeated_or_its_packages_are_named(di
 
 def test_a_hint_leaves_a_loaded_distutils_alone():
     code = "import distutils.util, sys, rlpack.installation as i; i.install_command('math'); sys.modules['distutils']"
-    ended = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    flags = ("-W", "error::UserWarning", "-W", "ignore::DeprecationWarning")
+    ended = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -10,7 +10,7 @@ from tests.builders import MODEL, tiny_tokenizer
 def test_every_engine_of_the_schema_is_registered_and_builds_itself_from_its_sections():
     assert set(get_args(Rollout.model_fields["engine"].annotation)) == set(ENGINES)
     tokenizer = tiny_tokenizer()
-    for name in ENGINES:
+    for name in set(ENGINES) - {"vllm"}:  # that one is in tests/vllm
         sections = Model(config=MODEL), Rollout(), tokenizer
         given: dict[str, Any] = {"device": torch.device("cpu"), "max_length": 64}
         engines = [engine_class(name).from_settings(*sections, **given, seed=seed) for seed in (1, 1, 2)]

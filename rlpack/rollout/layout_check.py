@@ -1,0 +1,43 @@
+"""Whether a stream of weights fits an engine's model, by names and shapes."""
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlpack.models.weight_stream import WeightLayout
+from rlpack.rollout.errors import EngineError
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return the further names of each weight that has several, by its first name."""
+    first: dict[int, str] = {}
+    further: dict[str, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(weight), name)) != name:
+            further.setdefault(known, []).append(name)
+    return further
+
+
+def check_layout(model: PreTrainedModel, layout: WeightLayout) -> None:
+    """Check names and shapes; weights tied to one that is sent may be missing.
+
+    Args:
+        model: of the engine; it may be on the meta device.
+        layout: of the stream.
+
+    Raises:
+        EngineError: a name or a shape does not fit the model.
+    """
+    own, shapes = _saved(model), layout.shapes
+    sent = {id(own[name]) for name in shapes if name in own}
+    missing = sorted(name for name in own if name not in shapes and id(own[name]) not in sent)
+    unknown = sorted(name for name in shapes if name not in own)
+    misshapen = sorted(name for name in shapes if name in own and shapes[name] != tuple(own[name].shape))
+    if missing or unknown or misshapen:
+        raise EngineError(f"weights do not fit: missing {missing}, unknown {unknown}, wrong shape {misshapen}")
+
+
+def _saved(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return all parameters and the buffers that a checkpoint holds, under each of their names."""
+    saved = model.state_dict().keys()
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor for name, tensor in named if name in saved}

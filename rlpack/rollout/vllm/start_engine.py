@@ -1,0 +1,84 @@
+"""Start vLLM with the environment that it needs."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.engine_log import EngineLog
+from rlpack.rollout.vllm.event_loop import EventLoop
+from rlpack.rollout.vllm.vllm_package import installation_problem
+
+# For the whole process, where the user has not set them.
+_DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores; each has its own number of threads
+}
+# vLLM's own deadline is for its process; ours is for all of the start.
+_START_S = 900.0
+
+
+class StartedEngine(NamedTuple):
+    """A running engine.
+
+    Attributes:
+        front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
+        log: what vLLM logs.
+    """
+
+    front_end: Any
+    log: EngineLog
+
+
+def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool) -> StartedEngine:
+    """Start an engine.
+
+    Args:
+        arguments: the engine arguments.
+        loop: where the front end's coroutines will run.
+        on_gpu: whether it runs on a GPU.
+
+    Raises:
+        EngineError: vLLM is missing, doesn't fit, or did not start.
+    """
+    if problem := installation_problem(on_gpu=on_gpu):
+        raise EngineError(f"rollout.engine=vllm: {problem}")
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    log = EngineLog()
+    variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_LOGGING_CONFIG_PATH": str(log.config)}
+    if not on_gpu:  # else vLLM for CPUs puts the model into a third process
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if arguments["enforce_eager"]:
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    with _environment(variables):
+        try:
+            return StartedEngine(loop.run(_start(arguments), _START_S, "start"), log)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {log.explain(error)}") from error
+
+
+async def _start(arguments: Mapping[str, Any]) -> Any:
+    """Make the front end inside the event loop, where its output handler runs."""
+    from rlpack.rollout.vllm import library
+
+    return library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**arguments))
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that a new process inherits, and restore them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

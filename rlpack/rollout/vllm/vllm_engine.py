@@ -1,0 +1,295 @@
+"""The `vllm` engine: vLLM's front end in this process, its model in a process of its own (EngineCore).
+
+Each row is a request of its own with its own seed and deadline; vLLM batches what is in flight token by token, so a
+short response makes room for the next one at once. New weights reach EngineCore through shared memory
+(`weight_files`, `shared_weights`).
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlpack.batch.ragged import Ragged
+from rlpack.config.schema import Model, Rollout
+from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.models.loading import build_causal_lm, build_meta_model
+from rlpack.models.weight_stream import WeightLayout
+from rlpack.rollout.errors import EngineError, SamplingError
+from rlpack.rollout.layout_check import check_layout, tied_names
+from rlpack.rollout.types import Generations, SamplingParams
+from rlpack.rollout.vllm.arguments import Shape, engine_arguments
+from rlpack.rollout.vllm.event_loop import EventLoop
+from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
+from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
+from rlpack.rollout.vllm.weight_files import written
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Shortest `max_model_len`: the canary's rows and a token have to fit.
+_SHORTEST = 32
+# Deadline of a call that changes or reads the engine's state, in seconds.
+_CONTROL_S = 300.0
+
+
+class VLLMEngine:
+    """Generates with vLLM; implements `rlpack.rollout.engine.Engine`."""
+
+    def __init__(
+        self,
+        engine: StartedEngine,
+        loop: EventLoop,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype,
+        max_length: int,
+        request_timeout_s: float,
+    ) -> None:
+        """Take a running engine.
+
+        Args:
+            engine: the front end, made in `loop`, and its log.
+            loop: runs its coroutines.
+            model: the same model in transformers, on the meta device, for names and shapes.
+            dtype: in which weights arrive.
+            max_length: longest prompt and response together, in tokens.
+            request_timeout_s: deadline of one response, in seconds.
+        """
+        self.dtype = dtype
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._engine: Any = engine.front_end
+        self._log = engine.log
+        self._loop, self._model = loop, model
+        self._max_length, self._request_timeout_s = max_length, request_timeout_s
+        self._aliases = tied_names(model)
+        self._next_request = 0
+        self._next_bucket: int | None = None
+        self._policy_version = 0
+        self.policy_version = 0
+
+    @classmethod
+    def from_settings(
+        cls,
+        model: Model,
+        settings: Rollout,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        seed: int,
+        max_length: int,
+    ) -> Self:
+        """Start vLLM with the model of the `model` section.
+
+        Raises:
+            EngineError: vLLM is missing, doesn't fit, or did not start.
+            ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
+        """
+        meta = build_meta_model(model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
+        dtype = settings.dtype or "fp32"
+        max_length = max(max_length, _SHORTEST)
+        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        loop = EventLoop("rlpack-vllm")
+        try:
+            with _weights_of(model, tokenizer, seed) as source:
+                arguments = engine_arguments(
+                    settings, Shape.of(meta.config), model=source, dtype=dtype, max_length=max_length, gpus=gpus
+                )
+                remote = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+                engine = start_engine(arguments | remote, loop, on_gpu=gpus > 0)
+        except BaseException:
+            loop.close()
+            raise
+        built = cls(
+            engine,
+            loop,
+            meta,
+            dtype=_DTYPES[dtype],
+            max_length=max_length,
+            request_timeout_s=settings.request_timeout_s,
+        )
+        built._open_transfer()
+        return built
+
+    @property
+    def policy_version(self) -> int:
+        """Return the number of weight publications; vLLM stamps it on every token."""
+        return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self._control(self._engine.update_weight_version(str(version)), "take a policy version")
+        self._policy_version = version
+
+    def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
+        """Return one response for each prompt, as documented at `Engine.generate`.
+
+        Raises:
+            SamplingError: a prompt is empty or too long, or there is not one seed per row.
+            EngineError: vLLM died, missed a deadline, or returned what is no response.
+        """
+        if len(seeds) != prompts.num_rows:
+            raise SamplingError(f"there are {len(seeds)} seeds for {prompts.num_rows} prompts; give one each")
+        if prompts.num_rows == 0:
+            return to_generations([], params)
+        shortest, longest = int(prompts.lengths.min()), int(prompts.lengths.max())
+        if shortest == 0:
+            raise SamplingError(f"prompt {int(prompts.lengths.argmin())} is empty; it needs at least one token")
+        if longest + params.max_new_tokens > self._max_length:
+            raise SamplingError(
+                f"prompt {int(prompts.lengths.argmax())} has {longest} tokens; with {params.max_new_tokens} new ones "
+                f"that is over the engine's {self._max_length}. Raise data.max_prompt_tokens, from which the engine's "
+                "length is derived"
+            )
+        requests = [
+            self._request(to_prompt(row.numpy(), self._policy_version), to_sampling(params, int(seed)))
+            for row, seed in zip(prompts.rows(), seeds.astype(np.uint64), strict=True)
+        ]
+        # The rows' own deadlines end the wait; this one is for an event loop that hangs.
+        waits = self._request_timeout_s * (1 + prompts.num_rows) + _CONTROL_S
+        outputs = self._answers(requests, waits)
+        return to_generations([output.outputs[0] for output in outputs], params)
+
+    def logprobs(self, token_ids: Tensor) -> Tensor:
+        """Return log p(token | tokens before it), f32 [R, L], as documented at `Engine.logprobs`."""
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False, "seed": 0}
+        requests = [self._request(to_prompt(row.numpy(), self._policy_version), sampling) for row in token_ids]
+        outputs = self._answers(requests, self._request_timeout_s + _CONTROL_S)
+        return torch.stack([prompt_logprobs(output, token_ids.shape[1]) for output in outputs])
+
+    def check_weights(self, layout: WeightLayout) -> None:
+        """Check names and shapes; weights tied to one that is sent may be missing.
+
+        Raises:
+            EngineError: a name or a shape does not fit the model.
+        """
+        check_layout(self._model, layout)
+
+    def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
+        """Send one bucket of weights to EngineCore.
+
+        Raises:
+            EngineError: the bucket did not arrive as it was sent, or the deadline passed.
+        """
+        from rlpack.rollout.vllm import library
+
+        if self._next_bucket is None:
+            self._control(self._engine.start_weight_update(), "begin an update of its weights")
+            self._next_bucket = 0
+        with written(self._checkpoint_names(weights), self._next_bucket) as note:
+            request = library.WeightTransferUpdateRequest(update_info={"note": asdict(note)})
+            self._control(self._engine.update_weights(request), f"load bucket {note.index} of the weights")
+        self._next_bucket += 1
+
+    def finish_update(self) -> None:
+        """Use the weights that arrived, and forget all cached keys and values of older ones.
+
+        Raises:
+            EngineError: no bucket arrived, weights are missing, or the deadline passed.
+        """
+        if self._next_bucket is None:
+            raise EngineError("no bucket of weights arrived before the update was to end")
+        self._next_bucket = None
+        self._control(self._engine.finish_weight_update(), "apply its new weights")
+        if not self._control(self._engine.reset_prefix_cache(), "reset its prefix cache"):
+            raise EngineError("vLLM kept cached keys and values of older weights: requests are in flight")
+
+    def close(self) -> None:
+        """End EngineCore; the engine can't be used afterwards."""
+        self._engine.shutdown()
+        self._engine = None
+        self._loop.close()
+
+    def _checkpoint_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights as a checkpoint has them: transformers' fused ones split, and tied ones under each name.
+
+        vLLM keeps a packed copy of a tied output layer, which it updates only if the weight comes under its own name.
+        """
+        named = dict(weights)
+        for name, aliases in self._aliases.items():
+            if name in weights:
+                named |= dict.fromkeys(aliases, weights[name])
+        return revert_weight_conversion(self._model, named)
+
+    def _open_transfer(self) -> None:
+        """Tell EngineCore which weights every update has."""
+        from rlpack.rollout.vllm import library
+
+        request = library.WeightTransferInitRequest()
+        self._control(self._engine.init_weight_transfer_engine(request), "open the transfer of weights")
+
+    async def _request(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
+        """Return the finished result of one request."""
+        from rlpack.rollout.vllm import library
+
+        self._next_request += 1
+        name = f"{self._next_request}"
+        final = None
+        sampling_params = library.SamplingParams(**sampling, output_kind=library.RequestOutputKind.FINAL_ONLY)
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                async for output in self._engine.generate(prompt, sampling_params, name):
+                    final = output
+        except TimeoutError:
+            raise EngineError(
+                f"request {name} got no response within rollout.request_timeout_s={self._request_timeout_s:g} s at "
+                f"policy version {self._policy_version}"
+            ) from None
+        if final is None:
+            raise EngineError(f"vLLM ended request {name} without a result")
+        return final
+
+    def _answers(self, requests: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
+        """Return the results of all requests, in their order."""
+        try:
+            return self._loop.run(_gather(requests), timeout_s, "answer its requests")
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vLLM failed at policy version {self._policy_version}: {self._log.explain(error)}"
+            ) from error
+
+    def _control(self, coroutine: Any, what: str) -> Any:
+        """Run a call that changes or reads the engine's state, and give its errors a name."""
+        try:
+            return self._loop.run(coroutine, _CONTROL_S, what)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not {what}: {self._log.explain(error)}") from error
+
+
+@contextmanager
+def _weights_of(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
+    """Yield the folder or hub name of the model; a new one is built and written, with the weights of every engine."""
+    if model.path is not None:
+        yield model.path
+        return
+    with tempfile.TemporaryDirectory(prefix="rlpack-vllm-") as folder:
+        built = build_causal_lm(
+            model,
+            vocab_size=len(tokenizer),
+            eos_token_id=eos_id(tokenizer),
+            pad_token_id=pad_id(tokenizer),
+            seed=seed,
+            attention_name="sdpa",
+        )
+        built.save_pretrained(folder)
+        yield folder
+
+
+async def _gather(requests: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Return all results; the first failure cancels the other requests, which aborts them in vLLM."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
