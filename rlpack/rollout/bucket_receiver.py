@@ -1,6 +1,6 @@
 """Checks the buckets of an update on arrival, before anything is copied from them.
 
-Invariants (tests/unit/rollout/test_bucket_receiver.py):
+Invariants (tests/unit/rollout/test_bucket_receiver.py, test_transport_faults.py):
 
 1. a bucket is unpacked only if it belongs to the update under way, is the next one of as many as were agreed on, and
    has the digest that its sender computed; one that is dropped, late, repeated, out of order or damaged is named;

@@ -7,7 +7,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
+from rlpack.batch.bucket import Bucket, pack_bucket, unpack_bucket
 from rlpack.distributed.context import RankContext
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import WeightStream
+from rlpack.rollout.errors import EngineError
+from rlpack.workers.build import build_model
 from rlpack.workers.critic import CriticWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 
@@ -31,3 +36,39 @@ def test_an_exported_critic_gives_the_same_values_by_transformers_alone(tmp_path
     expected = (hidden @ head["head.weight"].T + head["head.bias"])[:, 0]
     assert values[3:].tolist() == pytest.approx(expected[2:-1].tolist(), abs=1e-5)
     assert values[3:].std() > 0.01
+
+
+def critic_and_buckets() -> tuple[CriticWorker, list[Bucket]]:
+    """Return a new critic and the buckets of another model's weights for it."""
+    critic = CriticWorker.from_settings(RankContext(), tiny_config(recipe="ppo"), tiny_tokenizer())
+    policy = Policy(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=9))
+    stream = WeightStream(policy, critic.weights_dtype(), bucket_bytes=8000)
+    critic.check_weights(stream.layout)
+    count = len(stream.layout)
+    return critic, [pack_bucket(weights, index=at, count=count, version=1) for at, weights in enumerate(stream)]
+
+
+def test_a_transfer_to_the_critic_ends_with_all_buckets():
+    critic, buckets = critic_and_buckets()
+    for bucket in buckets[:-1]:
+        critic.load_bucket(bucket, 1)
+    number = len(buckets)
+    with pytest.raises(EngineError, match=rf"role critic: bucket {number} of {number} of policy version 1 has not"):
+        critic.finish_transfer(1)
+    critic, buckets = critic_and_buckets()
+    for bucket in buckets:
+        critic.load_bucket(bucket, 1)
+    critic.finish_transfer(1)
+    sent = {name: weight for bucket in buckets for name, weight in unpack_bucket(bucket).items()}
+    for name, weight in critic._critic.model.named_parameters():
+        assert weight.full_tensor().equal(sent[f"model.{name}"])
+
+
+def test_the_critic_copies_nothing_of_a_damaged_bucket():
+    critic, buckets = critic_and_buckets()
+    before = {name: weight.full_tensor().clone() for name, weight in critic._critic.model.named_parameters()}
+    array, _ = next(iter(buckets[0].arrays.values()))
+    array.reshape(-1)[0] += 1
+    with pytest.raises(EngineError, match=rf"role critic: bucket 1 of {len(buckets)} of policy version 1 was damaged"):
+        critic.load_bucket(buckets[0], 1)
+    assert all(weight.full_tensor().equal(before[name]) for name, weight in critic._critic.model.named_parameters())
