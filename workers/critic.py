@@ -161,7 +161,8 @@ class CriticWorker(Worker, Trainable):
         Raises:
             EngineError: it is not the bucket that is due, or was damaged; nothing is copied.
         """
-        copy_weights(self._critic, self._by_base_name(self._received.unpack(bucket, version)))
+        with self._received.receive(bucket, version) as weights:
+            copy_weights(self._critic, self._by_base_name(weights))
 
     @broadcast
     def finish_transfer(self, version: int) -> None:

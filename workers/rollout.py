@@ -109,9 +109,10 @@ class RolloutWorker(Worker):
         """Check one bucket of the actor's weights and copy it into the engine.
 
         Raises:
-            EngineError: it is not the bucket that is due, or was damaged; nothing is copied.
+            EngineError: it is not the bucket that is due or was damaged, so nothing is copied; or the engine failed.
         """
-        self._engine.load_bucket(self._received.unpack(bucket, version))
+        with self._received.receive(bucket, version) as weights:
+            self._engine.load_bucket(weights)
 
     @broadcast
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:

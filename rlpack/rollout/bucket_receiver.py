@@ -9,6 +9,8 @@ Invariants (tests/unit/rollout/test_bucket_receiver.py, test_transport_faults.py
 4. a failure is final: every later bucket is refused until `open` is called again.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from torch import Tensor
@@ -24,7 +26,9 @@ class BucketReceiver:
     >>> from rlpack.batch.bucket import pack_bucket
     >>> receiver = BucketReceiver("rollout")
     >>> receiver.open(num_buckets=1)
-    >>> receiver.unpack(pack_bucket({"scale": torch.tensor(2.0)}, index=0, count=1, version=1), version=1)
+    >>> sent = pack_bucket({"scale": torch.tensor(2.0)}, index=0, count=1, version=1)
+    >>> with receiver.receive(sent, version=1) as weights:
+    ...     weights
     {'scale': tensor(2.)}
     >>> receiver.check_complete(version=1)
     >>> receiver.close()
@@ -72,6 +76,21 @@ class BucketReceiver:
         self._version, self._arrived = version, header.index + 1
         self._unusable = f"{header} has arrived, and the update is not published"
         return unpack_bucket(bucket)
+
+    @contextmanager
+    def receive(self, bucket: Bucket, version: int) -> Iterator[dict[str, Tensor]]:
+        """Check the next bucket of an update, as `unpack` does, and yield its tensors to be loaded.
+
+        Raises:
+            EngineError: the bucket is not the one that is due, was damaged, or could not be loaded.
+        """
+        weights = self.unpack(bucket, version)
+        try:
+            yield weights
+        except Exception as error:
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            self._failure = self._unusable = f"{bucket.header} was not loaded: {reason}"
+            raise EngineError(f"role {self._role}: {self._failure}") from error
 
     def check_complete(self, version: int) -> None:
         """Raise unless all buckets of the update to `version` have arrived.

@@ -130,5 +130,16 @@ def test_opening_again_starts_over_but_does_not_make_failed_weights_usable():
     receiver.check_usable()
 
 
+@pytest.mark.parametrize("error", [EngineError("the second engine is full"), RuntimeError("sizes differ")], ids=repr)
+def test_a_bucket_that_can_not_be_loaded_is_named_and_ends_the_update(error: Exception):
+    receiver = opened(1)
+    words = rf"bucket 2 of 3 of policy version 1 was not loaded: .*{error}"
+    with pytest.raises(EngineError, match=f"^role rollout: {words}"), receiver.receive(bucket(1), 1):
+        raise error
+    for refused in (lambda: receiver.unpack(bucket(2), 1), lambda: receiver.check_complete(1), receiver.check_usable):
+        with pytest.raises(EngineError, match=words):
+            refused()
+
+
 def replace_digest(given: Bucket) -> Bucket:
     return given._replace(header=replace(given.header, digest=bytes(16)))

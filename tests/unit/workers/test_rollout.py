@@ -174,6 +174,26 @@ def test_an_update_is_finished_once_after_all_buckets_and_before_the_canary():
     assert calls == []
 
 
+class Full(HFEngine):
+    """Has no room for a norm."""
+
+    def load_bucket(self, weights: Mapping[str, torch.Tensor]) -> None:
+        if "model.norm.weight" in weights:
+            raise EngineError("no room")
+        super().load_bucket(weights)
+
+
+def test_a_bucket_that_the_engine_can_not_load_is_named_and_no_token_is_sampled():
+    config, tokenizer, device = tiny_config(), tiny_tokenizer(), torch.device("cpu")
+    engine = Full.from_settings(config.model, config.rollout, tokenizer, device=device, seed=5, max_length=64)
+    worker = RolloutWorker(RankContext(), engine, tokenizer, canary_tolerance=TOLERANCES[torch.float32])
+    with pytest.raises(EngineError, match=r"role rollout: bucket \d of \d of policy version 1 was not loaded: no room"):
+        send(policy_of(), worker, 1)
+    for refused in (lambda: worker.generate(prompts(), PARAMS), lambda: worker.publish(np.zeros(()), CANARY, 1)):
+        with pytest.raises(EngineError, match="was not loaded: no room"):
+            refused()
+
+
 def test_no_token_is_sampled_with_weights_that_are_unpublished_or_failed_the_canary():
     worker = RolloutWorker.from_settings(RankContext(), tiny_config(), tiny_tokenizer())
     send(policy_of(), worker, 1)
