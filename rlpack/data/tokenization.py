@@ -3,8 +3,10 @@
 Invariant: user text never becomes a special token; `<eos>` inside a prompt is five characters.
 """
 
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -42,6 +44,19 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
     )
+
+
+def holds_character_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds a saved `character_tokenizer`.
+
+    For some types of models, such as qwen2, transformers' AutoTokenizer replaces the class of any tokenizer by that of
+    the type, which drops spaces and unknown characters; PreTrainedTokenizerFast loads what was saved.
+    """
+    try:
+        saved = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        return saved["model"]["type"] == "WordLevel"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def tokenize_prompts(

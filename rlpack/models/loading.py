@@ -20,10 +20,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
+from rlpack.data.tokenization import holds_character_tokenizer
 from rlpack.models import attention, own_attention
 from rlpack.models.errors import (
     ModelError,
@@ -303,6 +305,8 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
         )
     try:
         folder = Path(name).expanduser()
+        if kind is AutoTokenizer and holds_character_tokenizer(folder):
+            kind = PreTrainedTokenizerFast
         with UserCode("its code"):
             return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
     except (

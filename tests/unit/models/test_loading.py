@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
+from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_causal_lm, build_meta_model, load_classifier, load_tokenizer
 from tests.unit.models.tiny import tiny_model
@@ -99,6 +100,15 @@ def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"model\.tokenizer is .*can't be loaded: there is no tokenizer\.json or"):
         load_tokenizer(Model(tokenizer=str(tmp_path)))
+
+
+def test_an_exported_character_tokenizer_keeps_spaces_and_marks_unknown_characters(tmp_path: Path):
+    # transformers' AutoTokenizer makes a Qwen2Tokenizer of it, because of the model next to it, and drops both.
+    tiny_model().save_pretrained(tmp_path)
+    character_tokenizer("ab +\n").save_pretrained(tmp_path)
+    loaded = load_tokenizer(Model(path=str(tmp_path)))
+    assert loaded("a + b\nX").input_ids == [3, 5, 6, 5, 4, 7, 2]
+    assert loaded.decode([3, 5, 6, 5, 4, 7]) == "a + b\n"
 
 
 @pytest.fixture
