@@ -19,6 +19,7 @@ def config_warnings(config: Config) -> list[str]:
     return [
         *recipe_texts(config, "warnings"),
         *_sampling(config),
+        *_untaught_model(config),
         *_unread_sections(config),
         *_unread_keys(config),
         *_unread_revisions(config),
@@ -34,6 +35,18 @@ def _sampling(config: Config) -> Iterator[str]:
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
     if size is not None and size > sequences:
         yield f"trainer.mini_batch_size is {size}: a rollout batch has only {sequences} sequences, so it is one step"
+
+
+def _untaught_model(config: Config) -> Iterator[str]:
+    """Yield a warning if a new model has to find rewards by chance."""
+    is_untaught = config.model.path is None and config.sft_warmup.steps == 0
+    # The built-in task's presets have a warm-up, so it is left out on purpose there.
+    if recipe_of(config).generates and is_untaught and config.data.source != "arithmetic":
+        yield (
+            "model.path is null and sft_warmup.steps is 0: a new model's responses are random, so hardly any earns a "
+            "reward and nothing is learned; start from a trained model (model=pretrained model.path=…), or teach the "
+            "new one first (sft_warmup.steps=500 data.completion_column=…)"
+        )
 
 
 def _unread_sections(config: Config) -> Iterator[str]:

@@ -30,6 +30,7 @@ from rlpack.config.redaction import without_secrets
 from rlpack.config.schema import Config
 from rlpack.observe.console import Console, ProgressBar, Sample
 from rlpack.observe.errors import RunTakenOverError
+from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.report.plan_record import PlanRecord, read_plan
 from rlpack.observe.run_dir import (
     LENGTHS,
@@ -106,6 +107,7 @@ class Run:
         self._pending_plan: MicrobatchPlan | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
         self._finished = False
+        self._steps_without_signal: list[Mapping[str, float]] | None = []  # None once it is decided whether to warn
         self._log: RunLog | None = None
         self._own_log = ExitStack()
 
@@ -143,7 +145,10 @@ class Run:
             remove_unstarted_run(run_dir)
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
-        return cls(run_dir, sinks, Console() if console is None else console, totals, lock)
+        run = cls(run_dir, sinks, Console() if console is None else console, totals, lock)
+        if point is not None and point.phase == "train" and point.step > 0:
+            run._steps_without_signal = None  # the run's first steps are in its records
+        return run
 
     def log(self, step: int, metrics: Mapping[str, float], phase: LogPhase = "train") -> None:
         """Write a step's metrics to every sink and the console.
@@ -164,6 +169,21 @@ class Run:
         # Warm-up steps are short and many; printing them all would scroll everything else away.
         if phase != "sft_warmup" or step in (1, total) or step % max(1, (total or 0) // WARMUP_LINES) == 0:
             self._console.line(step, phase, record, total)
+
+        if phase == "train":
+            self._check_signal(step, record)
+
+    def _check_signal(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once if the first training steps have equal rewards, and more steps follow."""
+        flat = self._steps_without_signal
+        if flat is None or not lacks_signal(metrics):
+            self._steps_without_signal = None
+            return
+        flat.append(metrics)
+        if len(flat) == NUM_STEPS:
+            self._steps_without_signal = None
+            if step < self._totals.get("train", 0):
+                logger.warning("%s", no_signal_text(flat))
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:

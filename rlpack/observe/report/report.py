@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from rlpack.config.redaction import without_secrets
 from rlpack.observe.errors import ReportError
+from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.metric_table import METRICS as METRIC_TABLE
 from rlpack.observe.report import plots
 from rlpack.observe.report.packing_picture import packing_picture
@@ -44,6 +45,7 @@ main { max-width: 1000px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 26px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 18px; margin: 0 0 4px; }
 p { margin: 2px 0 14px; color: var(--faint); }
 section { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 18px 22px; margin-top: 18px; }
+.warning { border-left: 4px solid #bf8700; }
 img { display: block; width: 100%; height: auto; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(215px, 1fr)); gap: 12px; margin-top: 18px; }
 .card { background: #fff; border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
@@ -72,6 +74,7 @@ def write_report(run_dir: Path) -> Path:
     with matplotlib.rc_context(SETTINGS):
         sections = [
             _cards(records, plans),
+            _signal_section(records),
             _reward_section(records),
             _packing_section(run_dir, plans),
             _figure_section("Time by part of a step", "", plots.time_by_part(records)),
@@ -115,6 +118,15 @@ def _cards(records: plots.Records, plans: PlanRecord | None) -> str:
         for row in summarize(records, plans)
     )
     return f'<div class="cards">{cards}</div>'
+
+
+def _signal_section(records: plots.Records) -> str:
+    """Return a warning if no training step had rewards to learn from."""
+    steps = [record for record in records if record["phase"] == "train"]
+    if len(steps) < NUM_STEPS or not all(map(lacks_signal, steps)):
+        return ""
+    text = _text(no_signal_text(steps))
+    return f'<section class="warning"><h2>Nothing to learn from</h2><p>{text[:1].upper()}{text[1:]}.</p></section>'
 
 
 def _reward_section(records: plots.Records) -> str:

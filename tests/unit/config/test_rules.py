@@ -201,6 +201,15 @@ def test_a_mini_batch_over_the_rollout_batch_is_one_step_and_spoken_of():
     assert "256 sequences" in config_warnings(validate(VALID | {"trainer": {"mini_batch_size": 257}}))[0]
 
 
+def test_a_new_model_without_warm_up_is_spoken_of_on_data_of_ones_own(tmp_path: Path):
+    own = VALID | {"data": {"source": "x.jsonl", "validation_source": "y.jsonl"}}
+    (text,) = config_warnings(validate(own))
+    assert text.startswith("model.path is null and sft_warmup.steps is 0: a new model's responses are random")
+    taught = own | {"sft_warmup": {"steps": 1}, "data": own["data"] | {"completion_column": "worked"}}
+    for config in (VALID, taught, own | {"model": {"path": str(tmp_path)}}):
+        assert config_warnings(validate(config)) == []
+
+
 def test_dropout_of_adapters_is_spoken_of_where_ratios_are_clipped():
     noisy = VALID | {"actor": {"lora": {"rank": 2, "dropout": 0.1}}}
     assert "actor.lora.dropout is 0.1" in config_warnings(validate(noisy))[0]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from rich.console import Console as RichConsole
 
-from rlpack.config.schema import Config, Logger
+from rlpack.config.schema import Config, Logger, Trainer
 from rlpack.observe.console import Console, Sample
 from rlpack.observe.errors import RunDirectoryError, RunTakenOverError, SinkError
 from rlpack.observe.run import Run
@@ -38,6 +38,43 @@ def test_a_run_leaves_config_metrics_and_report(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").exists()
     (record,) = read_records(tmp_path / "run" / "metrics.jsonl")
     assert record["reward/mean"] == 0.5
+
+
+def flat(reward: float = 0.0) -> dict[str, float]:
+    """Return the metrics of a step in which every response got the same reward."""
+    return {"reward/mean": reward, "reward/min": reward, "reward/max": reward}
+
+
+@pytest.mark.parametrize(
+    ("steps", "warns"),
+    [
+        ([flat(), flat(), flat(), flat()], True),
+        ([flat(1.0), {"reward/mean": 0.5, "reward/min": 0, "reward/max": 1, "advantage/zero_group_fraction": 1}], True),
+        ([flat(), {"reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0}, flat(), flat()], False),
+        ([{"reward/mean": 0.5, "reward/min": 0, "reward/max": 1, "advantage/zero_group_fraction": 0.9}] * 3, False),
+        ([{"actor/loss": 1.0}] * 3, False),  # supervised
+    ],
+)
+def test_first_steps_of_equal_rewards_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: list[dict[str, float]], warns: bool
+) -> None:
+    with start(tmp_path) as run:
+        for number, metrics in enumerate(steps, 1):
+            run.log(number, metrics)
+            run.log(number, flat(), phase="evaluation")
+    warnings = [record.getMessage() for record in caplog.records if "learning signal" in record.getMessage()]
+    assert len(warnings) == warns
+    assert all("no learning signal in 2 training steps" in text and "reward/mean" in text for text in warnings)
+
+
+def test_a_resumed_run_and_one_that_is_over_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with start(tmp_path, Config(trainer=Trainer(steps=2))) as run:
+        for step in (1, 2):
+            run.log(step, flat())
+    with start(tmp_path, Config(resume="auto"), resume_at=ResumePoint(2, "train")) as run:
+        for step in (3, 4):
+            run.log(step, flat())
+    assert "learning signal" not in caplog.text
 
 
 def test_timers_add_up_until_the_next_log(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
     assert "→" not in page
 
 
+def test_a_run_without_a_learning_signal_is_spoken_of(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "phase": "train", "time_s": 1.0, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0}
+        for step in (1, 2, 3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "No learning signal in 3 training steps: the rewards of each group are all equal (reward/mean is 0)" in (
+        write_report(tmp_path).read_text()
+    )
+    lines[2]["reward/max"] = 1.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "learning signal" not in write_report(tmp_path).read_text()
+
+
 @pytest.mark.parametrize(
     ("graded", "text", "noun"),
     [(0.0, "50.0% → 75.0%", "accuracy"), (3.0, "0.500 → 0.750", "mean reward"), (None, "0.500 → 0.750", "mean reward")],
