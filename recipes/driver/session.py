@@ -33,7 +33,7 @@ from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
-from rlpack.observe.run_dir import check_records, record_hashes
+from rlpack.observe.run_dir import MODEL, check_records, record_hashes
 from rlpack.observe.run_lock import RunLock, lock_run_dir
 from rlpack.packing import warm_up_jit
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
@@ -61,8 +61,6 @@ logger = logging.getLogger(__name__)
 Evaluate = Callable[["Session", StepContext], None]
 # Built-in roles that score.
 _SCORERS = ("reward", "reward_model")
-# The policy's folder in the run directory; other trained roles are exported to `<role>_model`.
-_POLICY_FOLDER = "model"
 
 
 @dataclass
@@ -223,7 +221,8 @@ class Session:
     def export(self) -> None:
         """Write each trained role's model as a Hugging Face folder, tokenizer included."""
         for name, group in self.trained.items():
-            folder = self.run.run_dir / (_POLICY_FOLDER if name == "actor" else f"{name}_model")
+            # Roles other than the policy have folders of their own names.
+            folder = self.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
             group.run(Trainable.export_model, str(folder))
             self.tokenizer.save_pretrained(folder)
             self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")

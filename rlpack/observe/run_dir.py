@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 CONFIG, METRICS, SAMPLES, LENGTHS = "config.yaml", "metrics.jsonl", "samples.jsonl", "packing.json"
 PICTURE, REPORT, EVENTS, CHECKPOINTS = "packing.png", "report.html", "tensorboard", "checkpoints"
 LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
+# The trained policy, a Hugging Face folder.
+MODEL = "model"
 # The folders of checkpoints to resume from; the reference policy is stored in another one.
 _PHASES = ("sft_warmup", "train")
 # Files that a run which never started, or Hydra, leaves in a directory without a run.

@@ -16,6 +16,7 @@ from rlpack.config.schema import Config
 from rlpack.data.hub import Repository
 from rlpack.models.errors import ModelError, no_end_problem
 from rlpack.models.hub_models import hub_model_problem
+from rlpack.observe.run_dir import CONFIG, METRICS, MODEL
 from rlpack.path_suggestions import suggest_path
 from rlpack.startup.dataset_checks import check_stop_ids
 
@@ -36,6 +37,8 @@ def check_model_files(config: Config) -> None:
     for key, source, revision in _sources(config):
         folder = Path(os.path.expanduser(source))
         if os.path.isdir(folder):
+            if hint := _hint_in_run(folder):
+                raise ModelError(f"{key} is {source!r}, which is a run's directory{hint}")
             for problem in _weight_problems(folder) if key != "model.tokenizer" else ():
                 raise ModelError(f"{key} is {source!r}: {problem}; copy or download the folder again")
         elif _is_path(source):
@@ -87,6 +90,15 @@ def _check_hub(key: str, name: str, revision: str | None) -> None:
             f"{key} is {name!r}: there is no such folder, {constants.ENDPOINT} can't be asked for it ({problem}), and "
             f"its cache has no such model{hint}; set a folder, or the name of a model that the hub has"
         )
+
+
+def _hint_in_run(folder: Path) -> str:
+    """Return which folder to use instead of a run's directory, "" if the folder isn't one."""
+    if (folder / "config.json").is_file() or not ((folder / METRICS).is_file() and (folder / CONFIG).is_file()):
+        return ""
+    if (folder / MODEL).is_dir():
+        return f"; did you mean {folder / MODEL}?"
+    return f" without a {MODEL} folder, which a run writes at its end: finish the run with resume=auto"
 
 
 def _weight_problems(folder: Path) -> Iterator[str]:

@@ -133,3 +133,17 @@ def test_a_model_in_the_cache_is_no_tokenizer(monkeypatch):
     check_model_files(Config(model=Model(path="some/thing")))
     with pytest.raises(ModelError, match=r"model.tokenizer is 'other/thing': .*its cache has no such model"):
         check_model_files(Config(model=Model(path="some/thing", tokenizer="other/thing")))
+
+
+def test_a_runs_directory_is_told_from_the_model_in_it(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    (run / "config.yaml").write_text("seed: 1")
+    (run / "metrics.jsonl").write_text("")
+    assert refusal(run).endswith(
+        "which is a run's directory without a model folder, which a run writes at its end: "
+        "finish the run with resume=auto"
+    )
+    folder.rename(run / "model")
+    assert refusal(run) == f"model.path is '{run}', which is a run's directory; did you mean {run / 'model'}?"
+    assert refusal(run, model=Model(tokenizer=str(run))).startswith("model.tokenizer is")
+    check(run / "model")
