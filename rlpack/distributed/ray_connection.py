@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ def connect(placement: Placement, preload: Sequence[str] = ()) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray otherwise hides GPUs from CPU actors by an environment variable and warns that this will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Ray colors the prefixes of ranks' output even in files
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # Ray warns when token authentication is on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     with _own_sigterm():

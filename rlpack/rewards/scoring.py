@@ -100,8 +100,9 @@ class RewardScorer:
         inputs = {name: columns[name] for name in columns if name in used}
         results = self._pool.run(inputs, num_rows, self._failure_rate.allowed(num_rows))
         rewards = combine_rewards(results, self._weights, self._count_output())
-        self._warn_of_quarantine(rewards.rows, rewards.counts)
-        self._failure_rate.record(rewards.rows, self._describe_first_failure(results))
+        first_failure = self._describe_first_failure(results)
+        self._warn_of_quarantine(rewards.rows, rewards.counts, first_failure)
+        self._failure_rate.record(rewards.rows, first_failure)
         return rewards
 
     def _describe_first_failure(self, results: Mapping[str, Sequence[RewardResult]]) -> str:
@@ -112,7 +113,7 @@ class RewardScorer:
             return f"{self._functions[name].target} on row {row}: {result.problem}{detail}"
         return ""
 
-    def _warn_of_quarantine(self, rows: Sequence[RewardResult], counts: Mapping[str, int]) -> None:
+    def _warn_of_quarantine(self, rows: Sequence[RewardResult], counts: Mapping[str, int], first_failure: str) -> None:
         """Log how many rows of a batch have no usable reward, and why."""
         quarantined = sum(counts.values())
         if not quarantined:
@@ -120,12 +121,9 @@ class RewardScorer:
         names = ", ".join(function.target for function in self._functions.values())
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
         share = f"all {len(rows)}" if quarantined == len(rows) else f"{quarantined} of {len(rows)}"
-        effect = (
-            "no row is left to train on; return finite numbers" if quarantined == len(rows) else "no loss counts them"
-        )
-        details = [row.detail for row in rows if row.failed and row.detail]
-        first = f"; the first failure: {details[0]}" if details else ""
-        logger.warning("reward function %s: %s rows are quarantined (%s); %s%s", names, share, reasons, effect, first)
+        effect = "no row is left to train on" if quarantined == len(rows) else "no loss counts them"
+        hint = f"fix the first failure: {first_failure}" if first_failure else "return finite numbers"
+        logger.warning("reward function %s: %s rows are quarantined (%s); %s; %s", names, share, reasons, effect, hint)
 
     def _count_output(self) -> int:
         """Return the bytes that functions wrote since the last batch; log the end of the output the first time."""

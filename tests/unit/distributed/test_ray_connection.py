@@ -1,12 +1,14 @@
 """Starting Ray on a busy machine, with Ray's own start replaced by one that registers late or never."""
 
 import re
+import sys
 from collections.abc import Iterator
 from itertools import chain, repeat
 
 import pytest
 import ray
 from ray._private import services
+from ray._private.worker import print_worker_logs
 
 from rlpack.config.schema import Placement
 from rlpack.distributed.errors import PlacementError
@@ -43,3 +45,11 @@ def test_a_node_that_never_registers_is_one_error_that_names_the_deadline(monkey
     limit = r"within placement.start_timeout_s=0.2 s; \d+ cores have a load of \d+: "
     with pytest.raises(PlacementError, match=limit + re.escape("wait until other programs have ended")):
         connect(Placement(start_timeout_s=0.2))
+
+
+def test_ray_colors_no_prefix_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv("RAY_COLOR_PREFIX", raising=False)
+    ray_that_registers(monkeypatch, repeat(True))
+    connect(Placement())
+    print_worker_logs({"pid": "12", "actor_name": "Rank", "lines": ["a line"]}, sys.stdout)
+    assert capsys.readouterr().out == "(Rank pid=12) a line\n"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 
 calls = []
 
@@ -65,6 +66,13 @@ def fails_on_some(completions):
     if any(text == "raise" for text in completions):
         raise ValueError("such a text")
     return [1.0] * len(completions)
+
+
+def slow_or_broken(completion):
+    """Take long for "slow", and raise for any other text."""
+    if completion == "slow":
+        time.sleep(30)
+    raise KeyError("no such key")
 
 
 def seldom(completion):

@@ -131,6 +131,19 @@ def test_the_rest_of_an_abandoned_batch_is_skipped(scorers):
     assert time.monotonic() - began < 20
 
 
+def test_the_warning_of_quarantined_rows_has_the_first_failure_and_not_a_skipped_row(scorers, caplog):
+    scorer = scorers("slow_or_broken", max_failures=0.1, processes=2, rows_per_call=1, batch_timeout_s=30.0)
+    with pytest.raises(TooManyFailuresError):
+        score(scorer, "slow", *["fast"] * 63)
+    (record,) = caplog.records
+    assert re.search(
+        r"all 64 rows are quarantined \(error: 64\); no row is left to train on; fix the first failure: "
+        r"tests.unit.rewards.samples:slow_or_broken on row 1: error \(KeyError: 'no such key'",
+        record.getMessage(),
+    )
+    assert "finite" not in record.getMessage()
+
+
 def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers):
     with pytest.raises(TooManyFailuresError, match=r"samples:short on row 0: invalid \(returned 1 rewards for \d+"):
         score(scorers("short", max_failures=0.1), *"abcdefghijklmnop")
