@@ -43,6 +43,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.models import attention, own_attention
+from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_isolation, check_model, check_scores, has_experts
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.heads import ScalarHeadModel, hidden_size
@@ -165,7 +166,8 @@ def _train(source: Path, role: str, mode: str, precision: str) -> str:
     packed = mode == "packed"
     model, classifier = _load(source, role, packed)
     name = {"policy": "actor", "critic": "critic", "reward model": "reward_model"}[role]
-    check_model(model, "cpu", VOCABULARY, role=name, packed=packed, longest=max(_LENGTHS))
+    limits = RowLimits(longest=max(_LENGTHS))
+    check_model(model, "cpu", VOCABULARY, role=name, packed=packed, limits=limits, trained=role != "reward model")
     if classifier is not None:
         check_scores(classifier, model, VOCABULARY, packed=packed)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))

@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.config.roles import longest_known_row, role_batching, role_compute
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import role_batching, role_compute
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.distributed.errors import PlacementError
 from rlpack.models import attention, own_attention
 from rlpack.models.adapters import add_adapters
+from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
@@ -129,27 +131,28 @@ def _shard_and_check(
     context: RankContext,
     classifier: PreTrainedModel | None = None,
 ) -> M:
-    """Check the model, checkpoint activations, shard, and check isolation, by the role's settings.
+    """Checkpoint activations, check the model, shard, and check isolation, by the role's settings.
 
-    Outputs are compared with transformers' own before the model is sharded, in fp32, and with each other afterwards, in
-    the compute dtype and with its kernels.
+    Outputs and gradients are compared with transformers' own before the model is sharded, in fp32; outputs are compared
+    with each other afterwards, in the compute dtype and with its kernels.
     """
     settings = role_compute(config, role)
     packed = role_batching(config, role).mode == "packed"
-    longest = longest_known_row(config)
-    if settings.isolation_check:
-        check_model(model, context.torch_device, len(tokenizer), role=role, packed=packed, longest=longest)
-        if classifier is not None:
-            assert isinstance(model, ScalarHeadModel)
-            check_scores(classifier, model, len(tokenizer), packed=packed, longest=longest)
+    limits, trained = RowLimits.of_role(config, role), role in recipe_of(config).trains
     if settings.gradient_checkpointing:
         model.checkpoint_activations(role)
+    if settings.isolation_check:
+        device, vocab_size = context.torch_device, len(tokenizer)
+        check_model(model, device, vocab_size, role=role, packed=packed, limits=limits, trained=trained)
+        if classifier is not None:
+            assert isinstance(model, ScalarHeadModel)
+            check_scores(classifier, model, vocab_size, packed=packed, longest=limits.longest)
     if context.layout.world_size > context.layout.dp_size:
         raise PlacementError(f"role {role}: no model has tensor, context or pipeline parallelism yet: {context.layout}")
     mesh = context.layout.device_mesh(context.device)
     shard_model(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
     if settings.isolation_check:
-        check_isolation(model, context.torch_device, len(tokenizer), role=role, packed=packed, longest=longest)
+        check_isolation(model, context.torch_device, len(tokenizer), role=role, packed=packed, longest=limits.longest)
         reshard(model)
     return model
 

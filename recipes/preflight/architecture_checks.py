@@ -15,7 +15,6 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     batching_key,
     gpus_per_rank,
-    longest_known_row,
     longest_rollout,
     role_batching,
     role_compute,
@@ -23,6 +22,7 @@ from rlpack.config.roles import (
 )
 from rlpack.config.schema import Config
 from rlpack.models import attention, own_attention
+from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_model
 from rlpack.models.errors import ModelError
 from rlpack.models.heads import ScalarHeadModel
@@ -66,7 +66,7 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
             )
         is_known = config.model.trust_remote_code or is_verified(model.config.model_type, packed=packed)
         if role_compute(config, role).isolation_check and not is_known:
-            _check_outputs(model, role, packed=packed, longest=longest_known_row(config))
+            _check_outputs(config, model, role, packed=packed)
 
 
 def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
@@ -103,7 +103,7 @@ def _roles(config: Config) -> Iterator[str]:
             yield role
 
 
-def _check_outputs(model: PreTrainedModel, role: str, *, packed: bool, longest: int | None) -> None:
+def _check_outputs(config: Config, model: PreTrainedModel, role: str, *, packed: bool) -> None:
     """Raise unless a small model of this configuration, with random weights, has the outputs of transformers' own.
 
     A larger one is left to the ranks. Noise on the weights makes up for a small initializer_range, at which a leak
@@ -119,7 +119,11 @@ def _check_outputs(model: PreTrainedModel, role: str, *, packed: bool, longest: 
             for weight in built.parameters():
                 weight.add_(_NOISE * torch.randn_like(weight))
     checked = ScalarHeadModel(language_model(built)) if role == "critic" else Policy(built)
-    check_model(checked, "cpu", built.config.get_text_config().vocab_size, role=role, packed=packed, longest=longest)
+    if role_compute(config, role).gradient_checkpointing:
+        checked.checkpoint_activations(role)
+    vocab_size, limits = built.config.get_text_config().vocab_size, RowLimits.of_role(config, role)
+    trained = role in recipe_of(config).trains
+    check_model(checked, "cpu", vocab_size, role=role, packed=packed, limits=limits, trained=trained)
 
 
 def _unpackable(model: PreTrainedModel) -> str | None:

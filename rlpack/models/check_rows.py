@@ -1,13 +1,18 @@
-"""The rows that the checks of a model run: random, and longer than the model's windows where that is affordable."""
+"""The rows that the checks of a model run: random, in the layouts and sizes of a run where that is affordable."""
 
 import re
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpack.models.rope import POSITION_LIMITS
+from rlpack.config.roles import longest_known_row, role_batching
+from rlpack.config.schema import Config
+from rlpack.models.rope import POSITION_LIMITS, frequency_limits
+from rlpack.packing.lengths import UNLIMITED
 
 # Eager attention over longer rows takes too much memory; the masks of longer windows are still compared.
 _MAX_LENGTH, MAX_MASK_LENGTH = 512, 8192
@@ -16,6 +21,45 @@ _LENGTHS = (23, 37, 11)
 # Config keys whose values bound how far a token sees, and how many tokens it sees.
 _WINDOW_KEY = re.compile(r"window|chunk|local_attention|local_size")
 _SELECTION_KEY = re.compile(r"index_topk")
+
+# A full microbatch has this many short rows, of these lengths in turn, and rows up to this length.
+_SHORT_ROWS, _SHORT_LENGTHS, _MAX_FULL_LENGTH = 300, (2, 1, 3, 2, 4), 1024
+# Recurrent layers without their kernels take a Python step for each token.
+_MAX_RECURRENT_LENGTH = 64
+# Slots of a full microbatch where the run's are not known, and the fewest that are checked.
+_DEFAULT_SLOTS, _LEAST_SLOTS = 1024, 96
+# Rows whose gradients are compared: of a large model these, else those of `draw_rows` and so many short ones.
+_FEW_LENGTHS, _SHORT_GRADIENT_ROWS = (3, 7, 3, 3, 7, 3), 40
+# Weights times slots of a full microbatch: four forward passes of it are to take about a second.
+_WORK = {"cpu": 6e9, "cuda": 1e13}
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What the microbatches of a run hold at most; None where not known.
+
+    Attributes:
+        longest: tokens of the longest row.
+        slots: token slots of a microbatch, padding included.
+        rows: rows of a microbatch.
+        keys: the configuration keys that bound `longest`, for errors.
+    """
+
+    longest: int | None = None
+    slots: int | None = None
+    rows: int | None = None
+    keys: str = "the longest row"
+
+    @classmethod
+    def of_role(cls, config: Config, role: str) -> "RowLimits":
+        """Return the limits of a role's microbatches."""
+        batching = role_batching(config, role)
+        longest, keys = longest_known_row(config), "data.max_prompt_tokens + rollout.max_new_tokens"
+        slots = None if batching.budget == UNLIMITED else batching.budget
+        rows = batching.micro_batch_size if batching.mode == "fixed" else None
+        if slots is not None and batching.overlong != "own_microbatch" and slots < (longest or UNLIMITED):
+            longest, keys = slots, "batching.max_tokens"
+        return cls(longest, slots, rows, keys)
 
 
 def draw_rows(model: PreTrainedModel, vocab_size: int, *, seed: int, longest: int | None = None) -> list[Tensor]:
@@ -27,17 +71,97 @@ def draw_rows(model: PreTrainedModel, vocab_size: int, *, seed: int, longest: in
         seed: of the tokens.
         longest: tokens of the longest row of the run; None if not known.
     """
-    generator = torch.Generator().manual_seed(seed)
+    return random_rows(three_lengths(model, longest), vocab_size, seed=seed)
+
+
+def three_lengths(model: PreTrainedModel, longest: int | None) -> list[int]:
+    """Return the lengths of `draw_rows`."""
     limit = max(4, min(longest_row(model), longest or MAX_MASK_LENGTH))
     most = _MAX_LENGTH if longest is None else min(_MAX_LENGTH, max(longest, max(_LENGTHS)))
     window = max((size for size in windows(model) + _sizes(model, _SELECTION_KEY) if size + 12 <= most), default=0)
     lengths = (max(_LENGTHS[0], window + 5), max(_LENGTHS[1], window + 12), _LENGTHS[2])
-    return [torch.randint(vocab_size, (min(length, limit),), generator=generator) for length in lengths]
+    return [min(length, limit) for length in lengths]
+
+
+def random_rows(lengths: list[int], vocab_size: int, *, seed: int) -> list[Tensor]:
+    """Return rows of random tokens below `vocab_size`, int64 [L] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def full_microbatches(model: PreTrainedModel, limits: RowLimits, *, packed: bool) -> list[list[int]]:
+    """Return the lengths of the rows of full microbatches: many short rows, and long ones that fill the slots.
+
+    Packed, one microbatch has both; padded, where all rows are as wide as the longest, each has its own. Large models
+    get fewer slots than the run has.
+
+    Args:
+        model: its size, positions and windows count.
+        limits: what the run's microbatches hold.
+        packed: whether the rows are packed.
+    """
+    slots = min(limits.slots or _DEFAULT_SLOTS, affordable_slots(model) // (1 if packed else 2))
+    longest = _longest_full_row(model, limits)
+    if not packed:
+        return [
+            _lengths_in_turn(_SHORT_LENGTHS, slots // 4, limits, longest),
+            _lengths_in_turn(_uneven(longest), slots // longest, limits, longest),
+        ]
+    lengths, short, long = [], cycle(_SHORT_LENGTHS), cycle(_uneven(longest))
+    while len(lengths) < _SHORT_ROWS and sum(lengths) < slots // 2:
+        lengths.append(min(next(short), longest))
+    while (rest := slots - sum(lengths)) > 0:
+        lengths.append(min(next(long), rest))
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))
+    return [[lengths[index] for index in order.tolist()]]
+
+
+def gradient_rows(model: PreTrainedModel, limits: RowLimits) -> list[int]:
+    """Return the lengths of the rows whose gradients are compared.
+
+    Each length costs a backward pass, which takes time even for few tokens: of a large model there are two lengths.
+    """
+    lengths = three_lengths(model, limits.longest)
+    short = [length for length, _ in zip(cycle(_SHORT_LENGTHS), range(_SHORT_GRADIENT_ROWS), strict=False)]
+    lengths = short[:20] + lengths + short[20:]
+    if sum(lengths) > affordable_slots(model) // 4:
+        lengths = [min(length, max(lengths)) for length in _FEW_LENGTHS]
+    return lengths[: max(3, limits.rows or len(lengths))]
+
+
+def affordable_slots(model: PreTrainedModel) -> int:
+    """Return the slots that a model of this size runs forward in a fraction of a second."""
+    weights = sum(weight.numel() for weight in model.parameters())
+    return max(_LEAST_SLOTS, int(_WORK["cpu" if model.device.type == "cpu" else "cuda"] / max(1, weights)))
 
 
 def windows(model: PreTrainedModel) -> list[int]:
     """Return the sizes of windows and chunks in the model's config."""
     return _sizes(model, _WINDOW_KEY)
+
+
+def _longest_full_row(model: PreTrainedModel, limits: RowLimits) -> int:
+    """Return the tokens of the longest row of a full microbatch."""
+    most = min(limits.longest or _MAX_FULL_LENGTH, longest_row(model), _MAX_FULL_LENGTH)
+    # Several rows fit, and rows longer than these change their rotary frequencies by design.
+    limits_of_ropes = [limit for _, limit in frequency_limits(model.config)]
+    most = min([most, affordable_slots(model) // 3, (limits.slots or _DEFAULT_SLOTS) // 2, *limits_of_ropes])
+    if model._is_stateful:
+        most = min(most, _MAX_RECURRENT_LENGTH)
+    if _sizes(model, _SELECTION_KEY):  # of many keys two can be equally good, and rounding selects one
+        most = min(most, max(three_lengths(model, limits.longest)))
+    return max(4, most)
+
+
+def _lengths_in_turn(lengths: tuple[int, ...], num_rows: int, limits: RowLimits, longest: int) -> list[int]:
+    """Return the lengths of padded rows, at least two of them."""
+    num_rows = max(2, min(num_rows, _SHORT_ROWS, limits.rows or _SHORT_ROWS))
+    return [min(length, longest) for _, length in zip(range(num_rows), cycle(lengths), strict=False)]
+
+
+def _uneven(longest: int) -> tuple[int, ...]:
+    """Return few lengths around `longest`: rows of equal length are scored together as the reference."""
+    return longest, longest * 2 // 3, longest // 2
 
 
 def _sizes(model: PreTrainedModel, pattern: re.Pattern[str]) -> list[int]:
@@ -60,6 +184,10 @@ def _sizes(model: PreTrainedModel, pattern: re.Pattern[str]) -> list[int]:
 
 def longest_row(model: PreTrainedModel) -> int:
     """Return the number of positions that the model has."""
+    return max(4, position_limit(model) or MAX_MASK_LENGTH)
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in the model's config, None without such a key."""
     settings = model.config.get_text_config().to_dict()
-    sizes = [settings[name] for name in POSITION_LIMITS if type(settings.get(name)) is int]
-    return max(4, min(sizes, default=MAX_MASK_LENGTH))
+    return min((settings[name] for name in POSITION_LIMITS if type(settings.get(name)) is int), default=None)

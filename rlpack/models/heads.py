@@ -61,9 +61,9 @@ class ScalarHeadModel(PackedModel):
         """
         return self.hidden_states(inputs)[inputs.slots].float()
 
-    def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return one row's hidden states [L, d] by the wrapped model's own forward."""
-        return self.model(input_ids=row.unsqueeze(0), use_cache=False).last_hidden_state[0].float()
+    def probe_wrapped_model(self, rows: Tensor) -> Tensor:
+        """Return the hidden states [R, L, d] of rows of equal length by the wrapped model's own forward."""
+        return self.model(input_ids=rows, use_cache=False).last_hidden_state.float()
 
 
 def hidden_size(model: PreTrainedModel) -> int:

@@ -45,11 +45,22 @@ class LayerMask:
         layer: the layer's class name.
         allowed: bool [L, L], true where a query (row) sees a key; None without a mask, which is plain causal attention.
         window: the `sliding_window` that the layer passes to its attention function.
+        rule: transformers' function of batch, head, query and key indices that the mask is made by; None if the model
+            made the mask itself, or by a function that reads tensors of the row.
     """
 
     layer: str
     allowed: Tensor | None
     window: int | None
+    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
+
+    def allows(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return bool [Q, K], true where a query sees a key, at positions of a row of any length."""
+        assert self.rule is not None
+        first = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=queries.device)
+        return self.rule(first, first, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)).expand(
+            1, 1, queries.shape[0], keys.shape[0]
+        )[0, 0]
 
 
 @torch.no_grad()
@@ -63,25 +74,52 @@ def layer_masks(model: PreTrainedModel, run: Callable[[], object]) -> list[Layer
     masks: list[LayerMask] = []
     # Layers share their masks, which are large.
     seen: dict[int, tuple[Tensor, Tensor]] = {}
+    rules: dict[int, Callable[..., Tensor]] = {}
+
+    def make_mask(*sizes: Any, **options: Any) -> Tensor:
+        mask = eager_mask(*sizes, **options)
+        rule = options.get("mask_function")
+        # transformers builds entry by entry (vmap) what may not be a function of indices alone.
+        by_index = options.get("attention_mask") is None and not options.get("use_vmap")
+        if rule is not None and by_index and not _reads_rows(rule):
+            rules[id(mask)] = rule
+            made.append(mask)
+        return mask
+
+    made: list[Tensor] = []  # kept, so that no other mask gets the id of one
 
     def record(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        allowed = None
+        allowed = rule = None
         if attention_mask is not None:
+            rule = rules.get(id(attention_mask))
             if id(attention_mask) not in seen:
                 # Of head 0: heads share their mask. Additive masks allow where they add 0.
                 entries = attention_mask[0, 0]
                 seen[id(attention_mask)] = attention_mask, entries if entries.dtype == torch.bool else entries >= 0
             allowed = seen[id(attention_mask)][1]
-        masks.append(LayerMask(type(module).__name__, allowed, options.get("sliding_window")))
+        masks.append(LayerMask(type(module).__name__, allowed, options.get("sliding_window"), rule))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(_RECORDING, record)
-    AttentionMaskInterface.register(_RECORDING, eager_mask)
+    AttentionMaskInterface.register(_RECORDING, make_mask)
     with attention_implementation(model, _RECORDING):
         run()
     return masks
+
+
+def _reads_rows(rule: Callable[..., Tensor]) -> bool:
+    """Return whether a mask function reads a tensor with an entry for each token, which longer rows don't have."""
+    if not inspect.isfunction(rule):
+        return True
+    for cell in rule.__closure__ or ():
+        for value in cell.cell_contents if isinstance(cell.cell_contents, tuple) else (cell.cell_contents,):
+            if isinstance(value, Tensor) and value.ndim > 1:
+                return True
+            if inspect.isfunction(value) and _reads_rows(value):
+                return True
+    return False
 
 
 def forward_arguments(model: nn.Module, **arguments: Any) -> dict[str, Any]:

@@ -65,8 +65,15 @@ class PackedModel(nn.Module):
         """Return the outputs that the isolation check compares, in row order: [T] or [T, d]."""
         raise NotImplementedError(f"{type(self).__name__} has no outputs to check; add probe")
 
-    def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return the outputs of one row, int64 [L], by the wrapped model's own forward, as ground truth."""
+    def probe_wrapped_model(self, rows: Tensor) -> Tensor:
+        """Return the outputs of rows of equal length by the wrapped model's own forward, as ground truth.
+
+        Args:
+            rows: int64 [R, L].
+
+        Returns:
+            What `probe` gives for each token: [R, L] or [R, L, d].
+        """
         raise NotImplementedError(f"{type(self).__name__} has no ground truth to check; add probe_wrapped_model")
 
     def train(self, mode: bool = True) -> Self:

@@ -100,14 +100,14 @@ class Policy(PackedModel):
         """Return the log-probs of all tokens, [T]."""
         return Policy.forward(self, inputs, entropy=False).logprobs
 
-    def probe_wrapped_model(self, row: Tensor) -> Tensor:
-        """Return one row's log-probs [L] by the wrapped model's own head.
+    def probe_wrapped_model(self, rows: Tensor) -> Tensor:
+        """Return the log-probs [R, L] of rows of equal length by the wrapped model's own head.
 
-        Holds [L, V]; for short rows only.
+        Holds [R, L, V]; for few tokens only.
         """
-        logits = self.model(input_ids=row.unsqueeze(0), use_cache=False).logits[0, :-1]
-        scores = logits.float().log_softmax(-1).gather(1, row[1:, None])[:, 0]
-        return torch.cat([scores.new_zeros(1), scores])
+        logits = self.model(input_ids=rows, use_cache=False).logits[:, :-1]
+        scores = logits.float().log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
+        return torch.cat([scores.new_zeros(rows.shape[0], 1), scores], 1)
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:

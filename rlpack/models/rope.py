@@ -32,7 +32,7 @@ def check_row_length(config: PreTrainedConfig, longest: int, keys: str) -> None:
     Raises:
         ModelError: the limit, and what to change.
     """
-    for kind, limit in _limits(config):
+    for kind, limit in frequency_limits(config):
         if longest > limit:
             raise ModelError(
                 f"the model ({config.model_type}) has rope_type={kind}, whose frequencies change for rows over {limit} "
@@ -64,7 +64,7 @@ def check_positions(model: PreTrainedModel, longest: int, keys: str) -> None:
         )
 
 
-def _limits(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+def frequency_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
     """Yield (rope type, longest row with constant frequencies) of each length-dependent rope of the model."""
     text = config.get_text_config()
     settings = text.to_dict()

@@ -18,8 +18,8 @@ class Compute(Section):
     logprob_chunk: Count = Field(default=1024, description="Most tokens whose logits exist at one time.")
     isolation_check: bool = Field(
         default=True,
-        description="At start, check that the model scores each row as transformers does for that row alone, and that "
-        "rows do not see each other.",
+        description="At start, check that the model scores each row as transformers does for that row alone, that rows "
+        "do not see each other, and that gradients of rows together are the sum of those of each row.",
     )
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from rlpack.config.schema import Actor, Config, Model, Reference
 from rlpack.config.sections.value_models import Critic
@@ -66,3 +67,22 @@ def test_the_isolation_check_of_each_role_is_its_own(monkeypatch: pytest.MonkeyP
         IsolationError, match=r"set reference\.batching\.mode=dynamic .*reference\.isolation_check=false"
     ):
         policy_of(config, "reference")
+
+
+def test_gradients_of_trained_roles_are_checked_with_their_activation_checkpointing(monkeypatch: pytest.MonkeyPatch):
+    forward = Qwen2MLP.forward
+
+    def differs_when_recomputed(self: Qwen2MLP, states: torch.Tensor) -> torch.Tensor:
+        # The graph task of a backward pass has a number; outside of one it is -1.
+        return forward(self, states * (1.0 if torch._C._current_graph_task_id() < 0 else 1.1))
+
+    monkeypatch.setattr(Qwen2MLP, "forward", differs_when_recomputed)
+    for checkpointing in (False, True):
+        config = tiny_config(recipe="ppo", actor=Actor(), critic=Critic(gradient_checkpointing=checkpointing))
+        policy_of(config, "actor")
+        policy_of(config, "reference")
+        if checkpointing:
+            with pytest.raises(ModelError, match=r"as the critic: .*set critic\.gradient_checkpointing=false"):
+                build_critic(config, tiny_tokenizer(), RankContext())
+        else:
+            build_critic(config, tiny_tokenizer(), RankContext())

@@ -46,7 +46,7 @@ def send(policy: Policy, worker: RolloutWorker, version: int, corrupt: str = "",
 def own_logprobs(policy: Policy) -> np.ndarray:
     """Return the policy's log-probs of the canary, each row by the wrapped model alone."""
     with torch.no_grad():
-        return torch.stack([policy.probe_wrapped_model(row) for row in CANARY]).numpy()
+        return torch.stack([policy.probe_wrapped_model(row[None])[0] for row in CANARY]).numpy()
 
 
 @pytest.fixture(scope="module")
