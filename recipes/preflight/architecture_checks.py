@@ -82,7 +82,7 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     """Raise if the generation engine can't run a model's attention.
 
     Raises:
-        ModelError: the size of the heads, and those that the engine takes.
+        ModelError: the size of the heads, and those that the engine takes; or the model has no heads.
     """
     if config.rollout.engine != "vllm":
         return

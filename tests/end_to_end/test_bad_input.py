@@ -13,6 +13,7 @@ import pytest
 import ray
 from hydra._internal.hydra import Hydra
 
+from rlpack.cli import environment
 from rlpack.cli.main import main
 from rlpack.distributed import ray_connection
 from tests.end_to_end.bad_input import BAD_INPUT, KINDS, RUN_DIR, SMALL, BadInput
@@ -123,6 +124,14 @@ def test_a_process_with_bad_input_ends_soon(tmp_path, bad):
         assert words in ended.stderr
     assert "Traceback" not in ended.stderr
     assert contents(tmp_path) == before
+
+
+def test_heads_that_vllm_cannot_run_end_the_command_before_any_process_starts(folder, imports, capsys, monkeypatch):
+    monkeypatch.setattr(environment, "installation_problem", lambda on_gpu: None)
+    heads = ("model.config.hidden_size=64", "model.config.num_attention_heads=4")
+    heard = said(capsys, 2, "train", f"run_dir={RUN_DIR}", *SMALL, "rollout=vllm", *heads)
+    assert "rollout.engine=vllm: the model's heads have 16 numbers, and vLLM's kernels for CPUs take 32, 64, " in heard
+    assert not (folder / RUN_DIR).exists()
 
 
 @pytest.mark.parametrize(("file", "test"), [pytest.param(*place, id=name) for name, place in TESTS.items()])

@@ -28,9 +28,11 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "max_num_seqs": "rollout.max_num_seqs",
     "enforce_eager": "rollout.compile",
     "kv_cache_memory_bytes": "rollout.kv_cache_gb",
-    "tensor_parallel_size": "placement.pools.<pool>.gpus_per_rank",
     **dict.fromkeys(
-        ("pipeline_parallel_size", "data_parallel_size", "nnodes", "distributed_executor_backend"),
+        (
+            *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"),
+            "distributed_executor_backend",
+        ),
         "placement.pools, where each rank is one engine",
     ),
     **dict.fromkeys(

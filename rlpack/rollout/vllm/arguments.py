@@ -11,6 +11,7 @@ import psutil
 from transformers import PreTrainedConfig
 
 from rlpack.config.schema import Rollout
+from rlpack.models.errors import ModelError
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.argument_names import CPU_BLOCK_SIZE
 from rlpack.rollout.vllm.shared_names import BACKEND, EXTENSION
@@ -43,14 +44,28 @@ class Shape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Shape":
-        """Return the shape of a causal language model."""
-        text = config.get_text_config().to_dict()
-        heads = int(text["num_attention_heads"])
+        """Return the shape of a causal language model.
+
+        Raises:
+            ModelError: the model has no attention heads.
+        """
+        text = config.get_text_config()
+        values = text.to_dict()
+        # Some configs have other names for these; GPT-2 calls its heads n_head.
+        heads, hidden, layers = (
+            values.get(text.attribute_map.get(name, name))
+            for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+        )
+        if not (isinstance(heads, int) and heads and hidden and layers):
+            raise ModelError(
+                f"rollout.engine=vllm: a {text.model_type} model has no attention heads, from which the size of vLLM's "
+                "cache is derived; set rollout.engine=hf"
+            )
         return cls(
-            head_size=int(text.get("head_dim") or text["hidden_size"] // heads),
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            layers=int(text["num_hidden_layers"]),
-            vocab_size=int(text["vocab_size"]),
+            head_size=int(values.get("head_dim") or hidden // heads),
+            kv_heads=int(values.get("num_key_value_heads") or heads),
+            layers=int(layers),
+            vocab_size=int(text.vocab_size),
         )
 
     def cache_bytes(self, tokens: int, dtype: str) -> int:
@@ -65,7 +80,7 @@ def shape_problem(shape: Shape, *, on_gpu: bool) -> str | None:
     sizes = ", ".join(map(str, CPU_HEAD_SIZES))
     return (
         f"the model's heads have {shape.head_size} numbers, and vLLM's kernels for CPUs take {sizes}; set "
-        "rollout.engine=hf, or change model.config.head_dim of a new model"
+        "rollout.engine=hf, or change model.config.num_attention_heads of a new model"
     )
 
 
@@ -114,8 +129,9 @@ def engine_arguments(
 
 def _cache_bytes(settings: Rollout, shape: Shape, dtype: str, max_length: int) -> int:
     """Return the size of the cache of keys and values, in bytes."""
-    blocks = -(-max_length // CPU_BLOCK_SIZE) + 1  # of a row; vLLM keeps one block for itself
-    row = shape.cache_bytes(blocks * CPU_BLOCK_SIZE, dtype)
+    block = settings.vllm.get("block_size", CPU_BLOCK_SIZE)
+    block = block if isinstance(block, int) and block > 0 else CPU_BLOCK_SIZE  # vLLM itself refuses other values
+    row = shape.cache_bytes((-(-max_length // block) + 1) * block, dtype)  # vLLM keeps one block for itself
     if settings.kv_cache_gb is None:
         available = psutil.virtual_memory().available
         return max(2 * row, min(settings.max_num_seqs * row, int(available * _MEMORY_SHARE)))

@@ -36,8 +36,11 @@ class EventLoop:
             what: what it does, for the error.
 
         Raises:
-            EngineError: the deadline passed; the coroutine has been cancelled.
+            EngineError: the deadline passed, and the coroutine has been cancelled; or the loop is closed.
         """
+        if not self._thread.is_alive():
+            coroutine.close()
+            raise EngineError(f"vLLM can't {what}: its engine is closed")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout=timeout_s)
@@ -53,6 +56,8 @@ class EventLoop:
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
         self._thread.join(timeout=_CANCEL_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _cancel_all() -> None:

@@ -76,6 +76,13 @@ def _finish_reason(row: int, output: Any, params: SamplingParams) -> FinishReaso
             f"vLLM ended the request of row {row} after {len(tokens)} tokens with {output.finish_reason!r}; "
             "a response ends with 'stop' or 'length'"
         )
+    if len(tokens) > params.max_new_tokens:
+        raise EngineError(
+            f"vLLM ended the response of row {row} after {len(tokens)} tokens, and {params.max_new_tokens} were asked "
+            "for"
+        )
+    if stops := [token for token in tokens[:-1] if token in params.stop_token_ids]:
+        raise EngineError(f"vLLM's response of row {row} went on after the stop token {stops[0]}")
     if tokens[-1] in params.stop_token_ids:
         return "stop"
     if len(tokens) < params.max_new_tokens:
@@ -107,6 +114,8 @@ def _versions(row: int, output: Any) -> torch.Tensor:
     count = len(output.token_ids)
     versions = torch.full((count,), -1, dtype=torch.int32)
     for span in output.weight_versions or ():
+        if not span.version.isdecimal():
+            raise EngineError(f"vLLM returned the policy version {span.version!r} for tokens of row {row}")
         versions[span.start : span.end] = int(span.version)
     if count and int(versions.min()) < 0:
         raise EngineError(f"vLLM returned no policy version for token {int(versions.argmin())} of row {row}")

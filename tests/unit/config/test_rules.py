@@ -69,6 +69,17 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ),
         ({"algorithm": {"aggregation": "seq_mean_token_sum_norm"}}, "set algorithm.aggregation_constant"),
         ({"algorithm": {"aggregation_constant": 5.0}}, "but algorithm.aggregation is token_mean"),
+        (
+            {"rollout": {"vllm": {"swap_space": 4}}},
+            "rollout.vllm is {'swap_space': 4}, which rollout.engine=hf doesn't read; set rollout.engine=vllm",
+        ),
+        ({"rollout": {"kv_cache_gb": 2.0}}, "rollout.kv_cache_gb is 2.0, which rollout.engine=hf doesn't read"),
+        ({"rollout": {"compile": False}}, "rollout.compile is False, which rollout.engine=hf doesn't read"),
+        ({"rollout": {"dtype": "bf16"}}, "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set roll"),
+        (
+            {"rollout": {"engine": "vllm"}, "placement": {"pools": {"main": {"ranks": 2, "gpus_per_rank": 0.5}}}},
+            "the pool of the role rollout has gpus_per_rank=0.5, and vLLM takes whole GPUs or none; set it to 1 or",
+        ),
         ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip is 0.5; it has to be more than 1"),
         (
             {"placement": {"object_store_gb": 1, "in_flight_gb": 2}},
@@ -169,6 +180,12 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
 )
 def test_keys_that_do_not_go_together_are_named(sections, message):
     assert message in broken(**sections)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_vllm_takes_whole_gpus_or_none_and_its_keys(gpus: int):
+    rollout = {"engine": "vllm", "vllm": {"swap_space": 4}, "kv_cache_gb": 2, "compile": True, "dtype": "bf16"}
+    validate(VALID | {"rollout": rollout, "placement": {"pools": {"main": {"ranks": 1, "gpus_per_rank": gpus}}}})
 
 
 def test_a_rise_may_take_all_steps_but_one_or_any_where_there_are_none():

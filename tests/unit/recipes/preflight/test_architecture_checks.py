@@ -73,6 +73,18 @@ def test_padded_rows_need_neither_our_attention_nor_borders(model):
     check(model, batching=Batching(mode="dynamic", max_tokens=256))
 
 
+@pytest.mark.parametrize(("heads", "fits"), [(4, False), (1, True)])
+def test_heads_that_vllm_cannot_run_are_refused_with_the_sizes_that_it_can(heads, fits):
+    model = {"model_type": "qwen2", **SIZES, "num_attention_heads": heads, "num_key_value_heads": heads}
+    check(model)
+    if fits:
+        check(model, rollout=Rollout(engine="vllm"))
+        return
+    words = r"rollout\.engine=vllm: the model's heads have 8 numbers, .* take 32, 64, .* set rollout\.engine=hf"
+    with pytest.raises(ModelError, match=words):
+        check(model, rollout=Rollout(engine="vllm"))
+
+
 def test_rows_on_both_sides_of_a_rope_limit_are_refused_with_their_keys():
     lengths = {"data": Data(max_prompt_tokens=20), "rollout": Rollout(max_new_tokens=12)}
     check(LONGROPE, **lengths)

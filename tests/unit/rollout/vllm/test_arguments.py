@@ -1,0 +1,258 @@
+"""vLLM's engine arguments from the `rollout` section: sizes calculated by hand, and names that can't be set."""
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from transformers import Gemma3Config, Gemma3TextConfig, GPT2Config, MambaConfig, Qwen2Config, Qwen3MoeConfig
+
+from rlpack.config.schema import Rollout
+from rlpack.models.errors import ModelError
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.argument_names import OWN_ARGUMENTS, argument_names, argument_problems
+from rlpack.rollout.vllm.arguments import Shape, engine_arguments, shape_problem
+
+SHAPE = Shape(head_size=32, kv_heads=3, layers=5, vocab_size=64)
+# Keys and values of one token: 2 · 5 layers · 3 heads · 32 numbers · 4 bytes.
+TOKEN_BYTES = 3840
+GB = 10**9
+
+ARG_UTILS = '''
+from dataclasses import dataclass
+@dataclass
+class Other:
+    not_an_argument: int = 1
+@dataclass
+class EngineArgs:
+    """All arguments."""
+    model: str = "some/model"
+    swap_space: float = 4
+    block_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    _private: int = 0
+    plain = 3
+    def method(self):
+        local: int = 1
+@dataclass
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+    scheduling_policy: str = "fcfs"
+'''
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that puts a source file in the place of the installed vLLM's engine arguments."""
+
+    def install(source: str | None) -> Path:
+        path = tmp_path / "engine" / "arg_utils.py"
+        path.parent.mkdir(exist_ok=True)
+        if source is not None:
+            path.write_text(source)
+        spec = importlib.machinery.ModuleSpec("vllm", None, is_package=True)
+        spec.submodule_search_locations = [str(tmp_path)]
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else find_spec(name))
+        return path
+
+    return install
+
+
+def arguments(*, dtype: str = "fp32", max_length: int = 100, gpus: int = 0, **rollout):
+    settings = Rollout(**({"engine": "vllm"} | rollout))
+    return engine_arguments(settings, SHAPE, model="m", dtype=dtype, max_length=max_length, gpus=gpus)
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+@pytest.mark.parametrize(
+    ("max_length", "rows", "dtype", "num_bytes"),
+    [
+        # 100 tokens take 4 blocks of 32, and vLLM keeps one: 160 tokens a row.
+        (100, 10, "fp32", 10 * 160 * TOKEN_BYTES),
+        (100, 10, "bf16", 10 * 160 * TOKEN_BYTES // 2),
+        (128, 10, "fp32", 10 * 160 * TOKEN_BYTES),
+        (129, 10, "fp32", 10 * 192 * TOKEN_BYTES),
+        (32, 256, "fp32", 256 * 64 * TOKEN_BYTES),
+        (32, 1, "fp32", 2 * 64 * TOKEN_BYTES),  # never less than two rows
+    ],
+)
+def test_the_cache_holds_the_rows_that_run_at_once(monkeypatch, max_length, rows, dtype, num_bytes):
+    with_memory(monkeypatch, 1000 * GB)
+    given = arguments(max_length=max_length, max_num_seqs=rows, dtype=dtype)
+    assert given["kv_cache_memory_bytes"] == num_bytes
+
+
+@pytest.mark.parametrize(("available", "num_bytes"), [(16_000_000, 2_000_000), (1000, 2 * 160 * TOKEN_BYTES)])
+def test_the_cache_takes_an_eighth_of_the_available_memory_but_two_rows_at_least(monkeypatch, available, num_bytes):
+    with_memory(monkeypatch, available)
+    assert arguments()["kv_cache_memory_bytes"] == num_bytes
+
+
+def test_the_cache_has_the_size_of_its_key_on_both_devices():
+    for gpus in (0, 1):
+        assert arguments(kv_cache_gb=0.25, gpus=gpus)["kv_cache_memory_bytes"] == GB // 4
+    assert "kv_cache_memory_bytes" not in arguments(gpus=1)  # vLLM takes its share of the GPU
+
+
+def test_a_cache_too_small_for_a_row_is_refused_with_the_size_that_it_needs():
+    needed = 2 * 160 * TOKEN_BYTES / GB
+    arguments(kv_cache_gb=needed)
+    with pytest.raises(EngineError) as caught:
+        arguments(kv_cache_gb=0.001)
+    assert str(caught.value) == (
+        "rollout.kv_cache_gb is 0.001, and the keys and values of a row of 100 tokens take up to 0.00123; raise it, or "
+        "lower data.max_prompt_tokens or rollout.max_new_tokens"
+    )
+
+
+def test_larger_blocks_count_in_the_size_of_the_cache(monkeypatch):
+    with_memory(monkeypatch, 1000 * GB)
+    # One block of 512 holds the row, and vLLM keeps one.
+    given = arguments(max_num_seqs=4, vllm={"block_size": 512})
+    assert (given["block_size"], given["kv_cache_memory_bytes"]) == (512, 4 * 1024 * TOKEN_BYTES)
+
+
+def test_rows_run_as_the_section_says():
+    given = arguments(max_length=5000, max_num_seqs=7, dtype="bf16")
+    assert (given["max_model_len"], given["max_num_seqs"], given["dtype"]) == (5000, 7, "bfloat16")
+    assert given["logprobs_mode"] == "processed_logprobs"
+    # On a CPU a prompt runs whole, however long it is.
+    assert (given["enable_chunked_prefill"], given["max_num_batched_tokens"]) == (False, 5000)
+    assert arguments()["max_num_batched_tokens"] == 4096
+    assert "enable_chunked_prefill" not in arguments(gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("compiles", "gpus", "is_eager"), [(None, 0, True), (None, 1, False), (True, 0, False), (False, 1, True)]
+)
+def test_models_are_compiled_on_gpus_alone_unless_the_key_says_otherwise(compiles, gpus, is_eager):
+    assert arguments(compile=compiles, gpus=gpus)["enforce_eager"] is is_eager
+
+
+def test_several_gpus_of_a_rank_share_the_model():
+    assert arguments(gpus=4)["tensor_parallel_size"] == 4
+    assert arguments(gpus=4)["distributed_executor_backend"] == "mp"
+    assert arguments(gpus=0)["tensor_parallel_size"] == 1
+
+
+def test_a_further_argument_replaces_a_default():
+    assert arguments(vllm={"max_num_batched_tokens": 64})["max_num_batched_tokens"] == 64
+
+
+@pytest.mark.parametrize("size", [8, 16, 20, 24, 48, 72, 100, 320])
+def test_heads_that_no_kernel_takes_are_refused_with_the_sizes_that_work(size: int):
+    problem = shape_problem(Shape(size, 1, 1, 8), on_gpu=False)
+    assert problem is not None
+    assert f"heads have {size} numbers" in problem
+    assert "32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512" in problem
+    assert "rollout.engine=hf" in problem
+    assert shape_problem(Shape(size, 1, 1, 8), on_gpu=True) is None
+
+
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512])
+def test_heads_of_the_other_sizes_pass(size: int):
+    assert shape_problem(Shape(size, 1, 1, 8), on_gpu=False) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (Qwen2Config(hidden_size=96, num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=2, vocab_size=9),
+            Shape(head_size=32, kv_heads=1, layers=2, vocab_size=9)),
+        (Gemma3TextConfig(hidden_size=96, num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=4,
+            head_dim=64, vocab_size=9), Shape(head_size=64, kv_heads=3, layers=4, vocab_size=9)),
+        (Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, head_dim=16,
+            vocab_size=9), Shape(head_size=16, kv_heads=2, layers=1, vocab_size=9)),
+        (GPT2Config(n_embd=64, n_head=2, n_layer=3, vocab_size=9), Shape(head_size=32, kv_heads=2, layers=3,
+            vocab_size=9)),
+        (Gemma3Config(text_config={"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3,
+            "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 9}), Shape(64, 3, 4, 9)),
+    ],
+    ids=["no head_dim", "head_dim", "experts", "other names", "a text config"],
+)  # fmt: skip
+def test_the_shape_is_that_of_the_models_config(config, shape):
+    assert Shape.of(config) == shape
+
+
+def test_a_model_without_heads_is_refused():
+    with pytest.raises(ModelError, match=r"a mamba model has no attention heads, .* set rollout\.engine=hf"):
+        Shape.of(MambaConfig())
+
+
+def test_the_names_are_those_of_the_installed_source(installed):
+    installed(ARG_UTILS)
+    names = {"model", "swap_space", "block_size", "kv_cache_dtype", "enable_log_requests", "scheduling_policy"}
+    assert argument_names() == names
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, r"can't be read from .*arg_utils\.py"),
+        ("def (", r"can't be read from .*arg_utils\.py"),
+        ("class EngineArgs:\n    swap_space: int = 1\n", "has no class EngineArgs with its arguments; rlpack works wi"),
+    ],
+)
+def test_a_source_of_another_form_is_refused(installed, source, words):
+    installed(source)
+    with pytest.raises(EngineError, match=words):
+        argument_names()
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("model", "set model.path instead"),
+        ("dtype", "set rollout.dtype instead"),
+        ("max_model_len", "set data.max_prompt_tokens and rollout.max_new_tokens instead"),
+        ("kv_cache_memory_bytes", "set rollout.kv_cache_gb instead"),
+        ("enforce_eager", "set rollout.compile instead"),
+        ("seed", "remove it"),
+        ("worker_extension_cls", "remove it"),
+    ],
+)
+def test_an_argument_that_rlpack_sets_is_refused_with_the_key_to_set(installed, name: str, instead: str):
+    installed(ARG_UTILS)
+    problems = list(argument_problems({name: 1}, on_gpu=False))
+    assert problems == [f"rollout.vllm.{name}: rlpack sets this argument of vLLM itself; {instead}"]
+
+
+def test_all_arguments_that_rlpack_gives_vllm_are_its_own_but_those_with_a_default():
+    given = arguments(gpus=0).keys()
+    assert given - OWN_ARGUMENTS.keys() == {"block_size", "max_num_batched_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("swap_spaces", "; did you mean rollout.vllm.swap_space?"),
+        ("kv_cache_typ", "; did you mean rollout.vllm.kv_cache_dtype?"),
+        ("modell", "; remove it"),  # the nearest name can't be set
+        ("qqqq", "; remove it"),
+        ("_private", "; remove it"),
+        ("not_an_argument", "; remove it"),
+    ],
+)
+def test_an_unknown_argument_is_named_with_the_nearest_one(installed, name: str, hint: str):
+    installed(ARG_UTILS)
+    problems = list(argument_problems({name: 1}, on_gpu=False))
+    assert problems == [f"rollout.vllm.{name} is no engine argument of the installed vLLM{hint}"]
+
+
+@pytest.mark.parametrize(("size", "on_gpu", "passes"), [(16, False, False), (16, True, True), (64, False, True)])
+def test_blocks_on_a_cpu_have_a_multiple_of_32_tokens(installed, size: int, on_gpu: bool, passes: bool):
+    installed(ARG_UTILS)
+    problems = list(argument_problems({"block_size": size}, on_gpu=on_gpu))
+    expected = [f"rollout.vllm.block_size is {size}; vLLM on CPUs takes multiples of 32"]
+    assert problems == ([] if passes else expected)
+
+
+def test_no_argument_needs_no_source(installed):
+    installed(None)
+    assert list(argument_problems({}, on_gpu=False)) == []

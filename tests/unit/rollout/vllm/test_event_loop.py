@@ -1,0 +1,128 @@
+"""Coroutines from synchronous code: every call ends at its deadline, and errors pass through."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.event_loop import EventLoop
+
+DEADLINE_S = 0.2
+LATEST_S = 5.0  # far below the 30 s that the coroutines take, far above what a slow machine adds
+
+
+@pytest.fixture
+def loop():
+    made = EventLoop("tested-loop")
+    yield made
+    made.close()
+
+
+async def sleeps():
+    await asyncio.sleep(30)
+
+
+async def ignores_cancellation():
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        try:
+            await asyncio.sleep(end - time.monotonic())
+        except asyncio.CancelledError:
+            continue
+
+
+async def blocks_its_thread():
+    time.sleep(3)
+
+
+async def waits_for_nothing():
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("work", [sleeps, ignores_cancellation, blocks_its_thread, waits_for_nothing])
+def test_the_deadline_is_kept_whatever_the_coroutine_does(loop, work):
+    start = time.monotonic()
+    with pytest.raises(EngineError, match=r"^vLLM did not load something within 0\.2 s$"):
+        loop.run(work(), DEADLINE_S, "load something")
+    assert DEADLINE_S <= time.monotonic() - start < 2.5
+
+
+def test_a_result_is_returned_and_the_coroutine_runs_in_the_loops_own_thread(loop):
+    async def name():
+        return threading.current_thread().name
+
+    assert loop.run(name(), LATEST_S, "answer") == "tested-loop"
+
+
+@pytest.mark.parametrize("error", [ValueError("a reason"), TimeoutError("vLLM's own"), EngineError("request 3")])
+def test_an_error_of_the_coroutine_passes_through(loop, error):
+    async def fails():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        loop.run(fails(), LATEST_S, "answer")
+    assert str(caught.value) == str(error)
+
+
+def test_a_coroutine_is_cancelled_at_its_deadline_and_the_loop_goes_on(loop):
+    cancelled = threading.Event()
+
+    async def waits():
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(EngineError):
+        loop.run(waits(), DEADLINE_S, "answer")
+    assert cancelled.wait(LATEST_S)
+
+    async def one():
+        return 1
+
+    assert loop.run(one(), LATEST_S, "answer") == 1
+
+
+def test_closing_cancels_what_still_runs_and_ends_the_thread():
+    loop, begun, ended = EventLoop("closed-loop"), threading.Event(), threading.Event()
+
+    async def in_background():
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+
+    async def start():
+        return asyncio.ensure_future(in_background())
+
+    task = loop.run(start(), LATEST_S, "start")
+    assert begun.wait(LATEST_S)
+    start_time = time.monotonic()
+    loop.close()
+    assert ended.is_set()
+    assert task.cancelled()
+    assert time.monotonic() - start_time < LATEST_S
+    assert "closed-loop" not in {thread.name for thread in threading.enumerate()}
+    loop.close()  # a second time changes nothing
+
+
+def test_a_closed_loop_refuses_at_once():
+    loop = EventLoop("tested-loop")
+    loop.close()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="vLLM can't load something: its engine is closed"):
+        loop.run(sleeps(), 30, "load something")
+    assert time.monotonic() - start < LATEST_S
+
+
+def test_closing_ends_in_time_even_if_a_coroutine_blocks_the_thread():
+    loop = EventLoop("tested-loop")
+    with pytest.raises(EngineError):
+        loop.run(blocks_its_thread(), 0.05, "answer")
+    start = time.monotonic()
+    loop.close()
+    assert time.monotonic() - start < 2.9
