@@ -20,6 +20,7 @@ from rlpack.config.schema import Config
 from rlpack.recipes import sft
 from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
+from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
@@ -27,7 +28,6 @@ from rlpack.recipes.driver.policy_stages import (
     compute_old_logprobs,
     initialize_reference,
     submit_reference_logprobs,
-    sync_weights,
     update_actor,
 )
 from rlpack.recipes.driver.session import Session, open_session

@@ -16,6 +16,7 @@ Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teac
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
@@ -23,7 +24,6 @@ from rlpack.recipes.driver.policy_stages import (
     compute_old_logprobs,
     initialize_reference,
     submit_reference_logprobs,
-    sync_weights,
     update_actor,
 )
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards

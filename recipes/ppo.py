@@ -26,6 +26,7 @@ from rlpack.recipes.driver.critic_stages import (
     update_actor_after_warmup,
     update_critic,
 )
+from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
     add_loss_weights,
@@ -33,7 +34,6 @@ from rlpack.recipes.driver.policy_stages import (
     compute_old_logprobs,
     initialize_reference,
     submit_reference_logprobs,
-    sync_weights,
 )
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate

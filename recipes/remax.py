@@ -15,6 +15,7 @@ for each step:
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
@@ -22,7 +23,6 @@ from rlpack.recipes.driver.policy_stages import (
     compute_old_logprobs,
     initialize_reference,
     submit_reference_logprobs,
-    sync_weights,
     update_actor,
 )
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_greedy_rewards, collect_rewards

@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from rlpack.config.schema import Config
 from rlpack.distributed.column_contract import TEXT_COLUMNS
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.dispatch import broadcast, rank_zero, sharded
+from rlpack.distributed.dispatch import broadcast, one_rank, rank_zero, sharded
 from rlpack.distributed.trainable import Trainable
 
-__all__ = ["TEXT_COLUMNS", "RankContext", "Trainable", "Worker", "broadcast", "rank_zero", "sharded"]
+__all__ = ["TEXT_COLUMNS", "RankContext", "Trainable", "Worker", "broadcast", "one_rank", "rank_zero", "sharded"]
 
 
 class Worker:

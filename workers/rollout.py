@@ -1,6 +1,10 @@
 """The rollout role: samples responses with its own copy of the policy."""
 
-from typing import Self
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -15,11 +19,19 @@ from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, canary_tolerance, check_canary
-from rlpack.rollout.engine import Engine, engine_class
-from rlpack.rollout.types import SamplingParams, TrajectoryBatch
-from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
+from rlpack.rollout.engine import STREAMING_ENGINES, Engine, StreamingEngine, engine_class
+from rlpack.rollout.errors import CanaryError
+from rlpack.rollout.in_flight import GroupsInFlight
+from rlpack.rollout.types import Generations, SamplingParams, TrajectoryBatch
+from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, sharded
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_COLUMNS = (
+    *("input_ids", "response_mask", "rollout_logprobs", "policy_version", "response_lengths"),
+    *("finish_reason", "completion", "group_ids", "uid"),
+)
 
 
 class RolloutWorker(Worker):
@@ -32,9 +44,21 @@ class RolloutWorker(Worker):
         tokenizer: PreTrainedTokenizerBase,
         *,
         canary_tolerance: CanaryTolerance,
+        rebuild: Callable[[], StreamingEngine] | None = None,
     ) -> None:
-        """Wrap an engine; `canary_tolerance` bounds the differences from the trainer's log-probs."""
+        """Wrap an engine.
+
+        Args:
+            context: the rank's place in the pool.
+            engine: the engine.
+            tokenizer: the policy's tokenizer.
+            canary_tolerance: bounds on the differences from the trainer's log-probs.
+            rebuild: starts another engine of the same kind; None for an engine that is not replaced.
+        """
         super().__init__(context)
+        self._rebuild = rebuild
+        self._in_flight: GroupsInFlight | None = None
+        self._is_unhealthy = False
         self._engine = engine
         self._tokenizer = tokenizer
         self._canary_tolerance = canary_tolerance
@@ -43,26 +67,21 @@ class RolloutWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the engine that `rollout.engine` names; the actor's weights reach it before the first call."""
-        build = engine_class(config.rollout.engine).from_settings
-        dtype = config.rollout.dtype or config.actor.precision
-        engine = build(
+        build = partial(
+            engine_class(config.rollout.engine).from_settings,
             config.model,
-            config.rollout.model_copy(update={"dtype": dtype}),
+            config.rollout.model_copy(update={"dtype": config.rollout.dtype or config.actor.precision}),
             tokenizer,
             device=context.torch_device,
             seed=config.seed,
             max_length=max(longest_rollout(config), CANARY_LENGTH),
         )
+        engine = build()
         tolerance = canary_tolerance(engine.dtype, _DTYPES[config.actor.precision])
-        return cls(context, engine, tokenizer, canary_tolerance=tolerance)
+        rebuild = cast(Callable[[], StreamingEngine], build) if config.rollout.engine in STREAMING_ENGINES else None
+        return cls(context, engine, tokenizer, canary_tolerance=tolerance, rebuild=rebuild)
 
-    @sharded(
-        reads=("input_ids", "seeds", "group_ids", "uid"),
-        returns=(
-            *("input_ids", "response_mask", "rollout_logprobs", "policy_version", "response_lengths"),
-            *("finish_reason", "completion", "group_ids", "uid"),
-        ),
-    )
+    @sharded(reads=("input_ids", "seeds", "group_ids", "uid"), returns=_COLUMNS)
     def generate(self, shard: BatchedDataDict, params: SamplingParams) -> BatchedDataDict:
         """Sample one response for each row.
 
@@ -78,16 +97,58 @@ class RolloutWorker(Worker):
         """
         self._received.check_usable()
         generations = self._engine.generate(shard["input_ids"], params, shard["seeds"].numpy())
+        return self._rows(shard, generations)
+
+    @one_rank(reads=("input_ids", "seeds", "group_ids", "uid"), returns=(*_COLUMNS, "engine_failure"))
+    def advance(
+        self, rows: BatchedDataDict, params: SamplingParams, generation: int, timeout_s: float
+    ) -> BatchedDataDict:
+        """Start more rows, and return the groups that have ended, as soon as there are some.
+
+        Args:
+            rows: as of `generate`, whole groups; may be none.
+            params: how tokens are sampled.
+            generation: number of the generation that the rows belong to; rows of an earlier one are aborted.
+            timeout_s: longest wait, in seconds.
+
+        Returns:
+            The columns of `generate`, and `engine_failure`: why a row has no response, "" if it has one.
+
+        Raises:
+            EngineError: an update of the weights is under way or failed, or a response has values that no model
+                returns.
+        """
+        self._received.check_usable()
+        if self._in_flight is None:
+            self._in_flight = GroupsInFlight(cast(StreamingEngine, self._engine))
+        self._in_flight.begin(rows, params, generation)
+        ended = self._in_flight.ended(timeout_s)
+        if any(ended.failures):
+            self._is_unhealthy = True
+        return self._rows(ended.rows, ended.generations).union({"engine_failure": ended.failures})
+
+    @broadcast
+    def replace_failed_engine(self) -> None:
+        """Start a new engine on this rank if its engine can't answer any more; weights have to follow."""
+        engine = cast(StreamingEngine, self._engine)
+        if self._rebuild is None or (engine.is_alive and not self._is_unhealthy):
+            return
+        logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
+        engine.close()
+        self._engine, self._in_flight, self._is_unhealthy = self._rebuild(), None, False
+
+    def _rows(self, rows: BatchedDataDict, generations: Generations) -> BatchedDataDict:
+        """Return the columns of a rollout batch, with the ids of the rows."""
         columns = assemble(
-            TrajectoryBatch.single_turn(shard["input_ids"], generations),
-            group_ids=shard["group_ids"],
-            uids=shard["uid"],
+            TrajectoryBatch.single_turn(rows["input_ids"], generations),
+            group_ids=rows["group_ids"],
+            uids=rows["uid"],
             vocab_size=self._engine.vocab_size,
             policy_version=self._engine.policy_version,
         )
         # Row by row: batch_decode returns one empty text for no rows, and a rank may have none.
         texts = [self._tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in generations.token_ids.rows()]
-        return shard.keep([]).union(dict(columns) | {"completion": texts})
+        return rows.keep([]).union(dict(columns) | {"completion": texts})
 
     @rank_zero
     def weights_dtype(self) -> torch.dtype:
@@ -115,13 +176,15 @@ class RolloutWorker(Worker):
             self._engine.load_bucket(weights)
 
     @broadcast
-    def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:
+    def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool = False) -> float:
         """Check that all buckets arrived, and the canary; then sample with them as policy version `version`.
 
         Args:
             expected: the trainer's log-probs of the canary, f32 [R, L].
             token_ids: the canary, int64 [R, L].
             version: number of weight publications, this one included.
+            may_replace: return infinity if the engine fails the canary and can be replaced
+                (`replace_failed_engine`); it refuses to sample until the weights are published again.
 
         Returns:
             The largest difference between the engine's and the trainer's log-probs, in nats.
@@ -132,13 +195,20 @@ class RolloutWorker(Worker):
         """
         self._received.check_complete(version)
         self._engine.finish_update()
-        gap = check_canary(
-            self._engine.logprobs(token_ids),
-            torch.tensor(expected),
-            token_ids,
-            tolerance=self._canary_tolerance,
-            version=version,
-        )
+        try:
+            gap = check_canary(
+                self._engine.logprobs(token_ids),
+                torch.tensor(expected),
+                token_ids,
+                tolerance=self._canary_tolerance,
+                version=version,
+            )
+        except CanaryError as error:
+            if not may_replace or self._rebuild is None:
+                raise
+            logger.warning("%s; the engine of rank %d is replaced", error, self.context.rank)
+            self._is_unhealthy = True
+            return math.inf
         self._engine.policy_version = version
         self._received.close()
         return gap

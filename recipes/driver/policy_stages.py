@@ -19,7 +19,6 @@ from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_we
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
-from rlpack.rollout.canary import canary_tokens
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
@@ -222,14 +221,3 @@ def initialize_reference(session: Session) -> None:
             session.reference_hashes = store_reference(directory, partial(session.actor.run, ActorWorker.export_model))
     if session.reference is not None:
         session.reference.run(ReferenceWorker.load_model, str(reference_model(directory)))
-
-
-def sync_weights(session: Session, step: StepContext | None = None) -> None:
-    """Send the actor's weights to the rollout role, unless `step` left them unchanged."""
-    if step is not None and step.progress.optimizer_steps == session.progress.optimizer_steps:
-        return
-    timer = session.run.timer if step is None else step.timer
-    with timer("sync"):
-        gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
-    if step is not None:
-        step.metrics["rollout/canary_gap"] = gap

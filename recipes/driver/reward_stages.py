@@ -56,19 +56,22 @@ class _Part(NamedTuple):
 class PendingRewards:
     """The rewards of one batch, computed by scoring roles in the background.
 
-    The batch may be submitted in parts. A role whose method runs in the background, or has its own processes, scores
-    while more is generated and while log-probs are computed.
+    The batch may be submitted in parts, in any order: results come in the order of the rows' ids, if these are
+    distinct, else in the order of submission. A role whose method runs in the background, or has its own processes,
+    scores while more is generated and while log-probs are computed.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup[RewardWorker]]) -> None:
         """Keep the scoring roles; nothing is submitted yet."""
         self._groups = groups
         self._parts: list[list[_Part]] = [[] for _ in groups]
+        self._row_ids: list[np.ndarray] = []
         self._names: set[str] = set()
 
     def submit(self, rollouts: BatchedDataDict) -> None:
         """Submit rows to all roles."""
         self._names.update(rollouts)
+        self._row_ids.append(rollouts.row_ids)
         for group, parts in zip(self._groups, self._parts, strict=True):
             plan = group.plan(rollouts)
             parts.append(_Part(group.with_plan(plan).submit(RewardWorker.score, rollouts), plan))
@@ -88,7 +91,7 @@ class PendingRewards:
         role_columns = [f"{_OF_ROLE}{group.role}" for group in self._groups]
         reserved = {*FIELDS, *self._names, *names, *Algorithm.model_fields, *role_columns}
         for group, parts in zip(self._groups, self._parts, strict=True):
-            of_roles.append(_rewards_of_role(group, parts, reserved))
+            of_roles.append(_rewards_of_role(group, parts, reserved, self._row_ids))
             reserved |= set(of_roles[-1].extras)
         valid = torch.stack([result.valid for result in of_roles]).all(0)
         rewards = torch.stack([result.rewards for result in of_roles]).sum(0)
@@ -158,8 +161,19 @@ def report_rewards(step: StepContext, rollouts: BatchedDataDict) -> None:
     }
 
 
-def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[str]) -> RowRewards:
-    """Return one role's rewards of all parts; rows that the role's plans dropped are not valid."""
+def _rewards_of_role(
+    group: WorkerGroup[Any], parts: list[_Part], reserved: set[str], row_ids: Sequence[np.ndarray]
+) -> RowRewards:
+    """Return one role's rewards of all parts, in order; rows that the role's plans dropped are not valid.
+
+    Args:
+        group: the role.
+        parts: its calls; they are removed as they end.
+        reserved: names that columns added by the role can't have.
+        row_ids: of the rows of each part, int64.
+    """
+    ids = np.concatenate(row_ids)
+    numbers = ids if np.unique(ids).size == ids.size else np.arange(ids.size)
     method = RewardWorker.score.__name__
     results: list[BatchedDataDict] = []
     planned: list[np.ndarray] = []
@@ -167,8 +181,9 @@ def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[
         pending, plan = parts.pop(0)  # drops the reference to the submitted rows
         results.append(pending.result())
         first_row = sum(map(len, planned))
-        check_scores(group.role, method, results[-1], plan, reserved, layout=group.layout, first_row=first_row)
         planned.append(plan.step_of_row >= 0)
+        part_numbers = numbers[first_row : first_row + len(planned[-1])].tolist()
+        check_scores(group.role, method, results[-1], plan, reserved, layout=group.layout, row_numbers=part_numbers)
     pairs = list(zip(results, planned, strict=True))
     # A part without scored rows gets placeholders, of the column types of a part that has some.
     example = next((rows for rows, scored in pairs if scored.any()), results[0])
@@ -182,7 +197,8 @@ def _rewards_of_role(group: WorkerGroup[Any], parts: list[_Part], reserved: set[
     valid = ~columns["quarantined"] & torch.from_numpy(np.concatenate(planned))
     counted = [name for name in _COUNTED if name in columns]
     extras = columns.drop(["rewards", "quarantined", *counted])
-    return RowRewards(columns["rewards"], valid, extras, _count_metrics(columns))
+    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
+    return RowRewards(columns["rewards"][order], valid[order], extras.select(order), _count_metrics(columns))
 
 
 def _count_metrics(columns: BatchedDataDict) -> dict[str, float]:

@@ -11,10 +11,14 @@ import numpy as np
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.columns import positions_of
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenization import eos_id
+from rlpack.recipes.driver.engine_weights import replace_engines
+from rlpack.recipes.driver.router import Router
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.engine import STREAMING_ENGINES
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.rollout import RolloutWorker
 
@@ -59,10 +63,13 @@ def generate(
     `on_part` the batch is generated in parts of whole groups, and `on_part` gets each part before the next begins.
     """
     settings = session.config
+    repeated = session.repeated_rows
     with step.timer("generate"):
         rollouts = sample_responses(
             session, drawn, settings.trainer.group_size, temperature=settings.rollout.temperature, on_part=on_part
         )
+    if settings.rollout.engine in STREAMING_ENGINES:
+        step.metrics["rollout/repeated_rows"] = float(session.repeated_rows - repeated)
     report_lengths(step, rollouts)
     return rollouts
 
@@ -96,6 +103,8 @@ def sample_responses(
     seeds = row_seeds(session.config.seed, drawn.step, drawn.positions, samples)
     prompts["seeds"] = torch.from_numpy(seeds.view(np.int64))
     params = _sampling_params(session, temperature)
+    if session.config.rollout.engine in STREAMING_ENGINES:
+        return _stream(session, prompts, params, on_part)
     sizes = [prompts.num_rows] if on_part is None else _part_rows(session, drawn.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):
@@ -104,6 +113,27 @@ def sample_responses(
         if on_part is not None:
             on_part(parts[-1])
     return BatchedDataDict.concat(parts) if len(parts) > 1 else parts[0]
+
+
+def _stream(
+    session: Session, prompts: BatchedDataDict, params: SamplingParams, on_part: OnPart | None
+) -> BatchedDataDict:
+    """Return a response to each prompt, in the order of the prompts; `on_part` gets groups as soon as they end."""
+    router = Router(
+        session.rollout,
+        params,
+        capacity=session.config.rollout.max_num_seqs,
+        replace_engines=lambda: replace_engines(session),
+    )
+    parts: list[BatchedDataDict] = []
+    for ended in router.run(prompts):
+        given = prompts.select(positions_of(prompts.row_ids, ended.row_ids))
+        parts.append(ended.union(dict(given.drop(["seeds", *(name for name in given if name in ended)]))))
+        if on_part is not None:
+            on_part(parts[-1])
+    session.repeated_rows += router.repeated
+    batch = BatchedDataDict.concat(parts)
+    return batch.select(np.argsort(batch.row_ids))
 
 
 def _sampling_params(session: Session, temperature: float) -> SamplingParams:

@@ -80,6 +80,7 @@ class Session:
         evaluated: phase and step of the last evaluation.
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
         reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
+        repeated_rows: responses that were generated again so far, because an engine failed.
     """
 
     config: Config
@@ -94,6 +95,7 @@ class Session:
     evaluated: tuple[Phase, int] | None = None
     completed: tuple[Phase, int] | None = None
     reference_hashes: Mapping[str, str] | None = None
+    repeated_rows: int = 0
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:

@@ -99,6 +99,7 @@ _TABLE = (
     Field("trains", "per-row", torch.bool),
     Field("completion", "list", None),
     Field("finish_reason", "list", None, is_name=True),
+    Field("engine_failure", "list", None, is_name=True),
     Field("uid", "list", None, is_name=True),
 )
 FIELDS = {field.name: field for field in _TABLE}

@@ -35,19 +35,31 @@ def first_answer(refs: list[ray.ObjectRef], deadline: float) -> Answer | None:
     Raises:
         ClusterError: a daemon of Ray ended.
     """
-    done: list[ray.ObjectRef] = []
-    while not done:
-        raise_if_ray_ended()
-        left = max(0.0, deadline - time.monotonic())
-        done, _ = ray.wait(refs, timeout=min(left, _LOOK_S))
-        if not done and not left:
-            return None
+    done = answered(refs, deadline)
+    if not done:
+        return None
     try:
         return Answer(done[0], ray.get(done[0], timeout=max(_FETCH_S, deadline - time.monotonic())), None)
     except GetTimeoutError:
         return None
     except RayError as error:
         return Answer(done[0], None, error)
+
+
+def answered(refs: list[ray.ObjectRef], deadline: float) -> list[ray.ObjectRef]:
+    """Return those that have been answered, as soon as there are some; [] at the `time.monotonic()` time `deadline`.
+
+    Raises:
+        ClusterError: a daemon of Ray ended.
+    """
+    while True:
+        raise_if_ray_ended()
+        left = max(0.0, deadline - time.monotonic())
+        done, waiting = ray.wait(refs, timeout=min(left, _LOOK_S))
+        if done:
+            return [*done, *(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else [])]
+        if not left:
+            return []
 
 
 def ask_ray(question: Callable[[], R], timeout_s: float | None = None) -> R:

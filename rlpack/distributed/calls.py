@@ -13,17 +13,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a method on ranks 0, 1, … of a role.
+    """One call of a method on ranks of a role.
 
     Attributes:
         role: name of the role.
         method: name of the method.
-        args_of_rank: positional arguments of each rank that is called, in rank order.
+        args_of_rank: positional arguments of each rank that is called, in the order of `ranks`.
         kwargs: keyword arguments, the same for all.
         returns_rows: the method returns a batch; its token-sized columns go to the object store, not to the driver.
         output_ranks: ranks whose results are returned, in this order; None for all that are called. The others run the
             method for its effects (collectives with the output ranks).
         background: it runs in the role's own thread, while the ranks answer other calls.
+        ranks: the ranks that are called; None for ranks 0, 1, …
     """
 
     role: str
@@ -33,11 +34,17 @@ class Call:
     returns_rows: bool = False
     output_ranks: tuple[int, ...] | None = None
     background: bool = False
+    ranks: tuple[int, ...] | None = None
+
+    @property
+    def called(self) -> tuple[int, ...]:
+        """Return the ranks that run the method."""
+        return tuple(range(len(self.args_of_rank))) if self.ranks is None else self.ranks
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """Return the ranks whose results are returned."""
-        return tuple(range(len(self.args_of_rank))) if self.output_ranks is None else self.output_ranks
+        return self.called if self.output_ranks is None else self.output_ranks
 
     @property
     def name(self) -> str:
@@ -67,8 +74,14 @@ class Pending(Generic[R]):
     (3, 3)
     """
 
-    def __init__(self, wait: Callable[[], R]) -> None:
-        """Take the function that waits; it is called once, by the first `result`."""
+    def __init__(self, wait: Callable[[], R], answers: Sequence[Any] = ()) -> None:
+        """Take the function that waits; it is called once, by the first `result`.
+
+        Args:
+            wait: waits for the call and returns its result.
+            answers: what the ranks answer with, for `Ranks.wait_any`.
+        """
+        self.answers = tuple(answers)
         self._wait: Callable[[], R] | None = wait
         self._outcome: R | None = None
         self._error: BaseException | None = None

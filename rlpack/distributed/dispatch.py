@@ -6,6 +6,8 @@ The decorator of a method declares on which ranks it runs and what they receive:
   the plan attached, and the ranks' results become one: rows in the batch's order, or the result of `merge`.
 - `@broadcast`: every rank runs it with the same arguments (a collective, for example); the driver gets rank 0's result.
 - `@rank_zero`: only rank 0 runs it.
+- `@one_rank`: the rank that the driver names runs it (`WorkerGroup.submit_to`); its first argument is a batch, and it
+  returns rows of its own choice.
 
 The decorators only record this on the function; called directly, in one process, a method is plain Python.
 """
@@ -28,7 +30,7 @@ class Dispatch:
     """How the driver calls a method.
 
     Attributes:
-        kind: `sharded`, `broadcast` or `rank_zero`.
+        kind: `sharded`, `broadcast`, `rank_zero` or `one_rank`.
         mini_batches: whether a sharded call splits its batch into optimizer steps.
         merge: combines the results of the output ranks; None restores rows.
         background: whether it runs in a thread, while its rank answers other calls.
@@ -37,7 +39,7 @@ class Dispatch:
             must be in one microbatch.
     """
 
-    kind: Literal["sharded", "broadcast", "rank_zero"]
+    kind: Literal["sharded", "broadcast", "rank_zero", "one_rank"]
     mini_batches: bool = False
     merge: Callable[[list[Any]], Any] | None = None
     background: bool = False
@@ -103,6 +105,18 @@ def broadcast(method: Callable[P, R]) -> Callable[P, R]:
 def rank_zero(method: Callable[P, R]) -> Callable[P, R]:
     """Mark a method that only rank 0 runs."""
     return _mark(Dispatch("rank_zero"))(method)
+
+
+def one_rank(*, reads: Sequence[str], returns: Sequence[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark a method that one rank runs with rows of a batch, and that returns rows with the ids that it was given.
+
+    The rows that it returns may be those of earlier calls, as they get ready.
+
+    Args:
+        reads: columns that the batch must have; nothing else is sent.
+        returns: columns that the result must have.
+    """
+    return _mark(Dispatch("one_rank", columns=ColumnContract(as_names(reads), (), as_names(returns))))
 
 
 def declared_columns(method: Callable[..., Any]) -> ColumnContract:

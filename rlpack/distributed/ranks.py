@@ -23,7 +23,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch
 from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
-from rlpack.distributed.answers import ask_ray, first_answer
+from rlpack.distributed.answers import answered, ask_ray, first_answer
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import ClusterError, RoleError, StoreFullError
@@ -165,7 +165,7 @@ class RayRanks:
         self._wait(_rank_calls(refs, role, "start"), self._start_s)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Start a call on as many ranks as it has argument tuples.
+        """Start a call on the ranks that it names.
 
         Results come in the order of the output ranks; token-sized columns of rows stay in the object store. If a
         foreground call fails before its result is requested, the next wait for a later call raises its error.
@@ -176,7 +176,16 @@ class RayRanks:
         call_id = next(_CALL_IDS)
         calls = self._submit_to_ranks(call, call_id)
         self._submitted.add(call_id, call, calls)
-        return Pending(partial(self._result, call, call_id, calls))
+        return Pending(partial(self._result, call, call_id, calls), [one.ref for one in calls])
+
+    def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
+        """Return which calls have answered, by their positions; [] if none has within `timeout_s` seconds.
+
+        Raises:
+            ClusterError: a daemon of Ray ended.
+        """
+        place_of = {ref: place for place, one in enumerate(pending) for ref in one.answers}
+        return sorted({place_of[ref] for ref in answered(list(place_of), time.monotonic() + timeout_s)})
 
     def _result(self, call: Call, call_id: int, calls: list[RankCall]) -> list[Any]:
         """Wait for a submitted call and return the results of its output ranks."""
@@ -185,10 +194,10 @@ class RayRanks:
             self._wait(calls, self._call_s)
             refs = [self._actors[one.rank].result.remote(call_id) for one in calls]
             calls = _rank_calls(refs, call.role, call.method)
-        results = self._wait(calls, self._call_s)
+        results = dict(zip(call.called, self._wait(calls, self._call_s), strict=True))
         if not call.returns_rows:
             return [results[rank] for rank in call.outputs]
-        for rank in set(range(len(calls))) - set(call.outputs):
+        for rank in set(call.called) - set(call.outputs):
             self._actors[rank].discard.remote(call_id)
         return self._store_rows(call, call_id, {rank: results[rank] for rank in call.outputs})
 
@@ -231,7 +240,7 @@ class RayRanks:
         for call_id, submitted in discarded.items():
             self._wait(list(submitted.unfinished.values()), self._call_s)
             if submitted.call.returns_rows:
-                for rank in range(len(submitted.call.args_of_rank)):
+                for rank in submitted.call.called:
                     self._actors[rank].discard.remote(call_id)
         return [submitted.call.name for submitted in discarded.values()]
 
@@ -291,7 +300,8 @@ class RayRanks:
 
     def _submit_to_ranks(self, call: Call, call_id: int) -> list[RankCall]:
         """Start a call on its ranks; ranks with the same arguments read one object."""
-        places = list(zip(self._actors, self._nodes, call.args_of_rank, strict=False))
+        called = [(self._actors[rank], self._nodes[rank]) for rank in call.called]
+        places = [(*place, args) for place, args in zip(called, call.args_of_rank, strict=True)]
         # Copy the rows that other nodes need before any rank starts its call: a busy rank can't copy rows.
         shared = SharedArguments(call.args_of_rank)
         args_of_rank = [[shared.for_node(arg, node) for arg in args] for _, node, args in places]
@@ -299,8 +309,8 @@ class RayRanks:
             {name: argument_on_node(value, node) for name, value in call.kwargs.items()} for _, node, _ in places
         ]
         refs = []
-        for rank, (actor, _, _) in enumerate(places):
-            target = (call.role, call.method, kwargs_of_rank[rank], *args_of_rank[rank])
+        for place, (rank, (actor, _, _)) in enumerate(zip(call.called, places, strict=True)):
+            target = (call.role, call.method, kwargs_of_rank[place], *args_of_rank[place])
             if call.background:
                 refs.append(actor.submit.remote(call_id, *target))
             elif rank not in call.outputs:
@@ -309,7 +319,7 @@ class RayRanks:
                 refs.append(actor.call_rows.remote(call_id, *target))
             else:
                 refs.append(actor.call.remote(*target))
-        return _rank_calls(refs, call.role, call.method, background=call.background)
+        return _rank_calls(refs, call.role, call.method, ranks=call.called, background=call.background)
 
     def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RayRanks") -> list[Any]:
         """Wait for calls and return their results.

@@ -163,7 +163,7 @@ def check_scores(
     reserved: Collection[str] = (),
     *,
     layout: ParallelLayout,
-    first_row: int = 0,
+    row_numbers: Sequence[int] | None = None,
 ) -> None:
     """Raise unless `scores` is a valid result of a scoring role.
 
@@ -174,7 +174,7 @@ def check_scores(
         plan: plan that the batch was sharded by.
         layout: layout of the role's ranks.
         reserved: names that columns added by the role can't have.
-        first_row: number of the first row, for messages, where these rows are a part of a batch.
+        row_numbers: number of each row, for messages, where these rows are a part of a batch; None for 0, 1, …
 
     Raises:
         RoleError: a column is missing, an added one has a reserved name, or a reward is not a finite number and its row
@@ -195,7 +195,8 @@ def check_scores(
     if broken:
         row = broken[0]
         value = scores["rewards"][row].item()
-        problem = f"row {first_row + row} has the reward {value} and is not quarantined; {_SCORES}"
+        number = row if row_numbers is None else row_numbers[row]
+        problem = f"row {number} has the reward {value} and is not quarantined; {_SCORES}"
         raise RoleError(role, _rank_of(plan, layout, row), method, problem)
 
 

@@ -91,10 +91,11 @@ class PublishTarget(WeightTarget, Protocol):
     """A target that checks the canary before it uses new weights."""
 
     @broadcast
-    def publish(self, expected: np.ndarray, token_ids: Tensor, version: int) -> float:
+    def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool) -> float:
         """Use the weights as policy version `version`; return the largest gap to the canary.
 
-        Raises unless all buckets have arrived and the canary's log-probs agree.
+        Raises unless all buckets have arrived and the canary's log-probs agree; infinity if `may_replace` and a target
+        that can be replaced fails the canary.
         """
         ...
 
@@ -124,7 +125,7 @@ class WeightChannel(Generic[S, T]):
         dtype = target.run(WeightTarget.weights_dtype)
         layout = source.run(WeightSource.open_weights, dtype)
         target.run(WeightTarget.check_weights, layout)
-        self._dtype, self._num_buckets = dtype, len(layout)
+        self._dtype, self._layout = dtype, layout
 
     def transfer(self: "WeightChannel[S, TransferT]") -> None:
         """Load the source's weights into all ranks of the target.
@@ -144,17 +145,30 @@ class WeightChannel(Generic[S, T]):
             canary: the fixed prompt, token ids, int64 [R, L].
 
         Returns:
-            The largest difference of a log-prob between an engine and the trainer, in nats.
+            The largest difference of a log-prob between an engine and the trainer, in nats; infinity if an engine
+            failed the canary and can be replaced, after which comes `publish_again`.
 
         Raises:
             RoleError: a rank raised, died or missed the deadline, a bucket did not arrive as it was sent, or an engine
                 failed the canary.
         """
-        version = self.version + 1
+        return self._publish(canary, self.version + 1, may_replace=True)
+
+    def publish_again(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor) -> float:
+        """Load the weights into all engines under the version that they have, for engines that were replaced.
+
+        The source's weights must be those of the last `publish`. Arguments and errors are as there; an engine that
+        fails the canary is an error.
+        """
+        self._target.run(WeightTarget.check_weights, self._layout)
+        return self._publish(canary, self.version, may_replace=False)
+
+    def _publish(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor, version: int, *, may_replace: bool) -> float:
+        """Load the weights as policy version `version`, and check the canary."""
         check = Relay(
             owner=0,
             export=(self._source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
-            load=(self._target.role, PublishTarget.publish.__name__, (canary, version)),
+            load=(self._target.role, PublishTarget.publish.__name__, (canary, version, may_replace)),
         )
         gaps = self._source.ranks.relay([*self._buckets(version), check], self._target.ranks)
         self.version = version
@@ -169,5 +183,5 @@ class WeightChannel(Generic[S, T]):
                 export=(source.role, WeightSource.export_bucket.__name__, (index, self._dtype, version)),
                 load=(target.role, WeightTarget.load_bucket.__name__, (version,)),
             )
-            for index in range(self._num_buckets)
+            for index in range(len(self._layout))
         ]

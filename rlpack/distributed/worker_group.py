@@ -67,10 +67,14 @@ class Ranks(Protocol):
         ...
 
     def submit(self, call: Call) -> Pending[list[Any]]:
-        """Start a call on as many ranks as it has argument tuples.
+        """Start a call on the ranks that it names.
 
         Results are in the order of its output ranks.
         """
+        ...
+
+    def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
+        """Return which calls have answered, by their positions; [] if none has within `timeout_s` seconds."""
         ...
 
     def discard_submitted(self) -> list[str]:
@@ -200,6 +204,31 @@ class WorkerGroup(Generic[W]):
         args_of_rank = [tuple(args)] * num_called
         pending = self.ranks.submit(Call(self.role, method.__name__, args_of_rank, dict(kwargs), output_ranks=(0,)))
         return Pending(lambda: pending.result()[0])
+
+    def submit_to(
+        self, rank: int, method: Callable[..., BatchedDataDict], batch: BatchedDataDict, *args: Any
+    ) -> Pending[BatchedDataDict]:
+        """Start a method that is marked `@one_rank` on a rank, with all rows of a batch.
+
+        Raises:
+            RoleError: raised by `Pending.result`: the rank raised, died or missed its deadline, or its rows lack a
+                column.
+            MissingColumnError: the batch lacks a column that the method reads.
+        """
+        columns = self._dispatch(method).columns
+        call = f"{self.role}.{method.__name__}"
+        names = columns.columns_to_send(batch, args, {}, call=call, producers=self._producers)
+        rows = BatchedDataDict(dict(batch.keep(names)), row_ids=batch.row_ids)
+        pending = self.ranks.submit(
+            Call(self.role, method.__name__, [(rows, *args)], {}, returns_rows=True, ranks=(rank,))
+        )
+
+        def result_rows() -> BatchedDataDict:
+            (result,) = pending.result()
+            check_columns(result, columns, call=(self.role, method.__name__))
+            return result
+
+        return Pending(result_rows, pending.answers)
 
     def discard_submitted(self) -> list[str]:
         """Drop the results that have not been requested, and return the names of their calls.

@@ -51,6 +51,9 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),
     "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
     "rollout/truncated_fraction": Metric("fraction", "Responses cut off at rollout.max_new_tokens."),
+    "rollout/repeated_rows": Metric(
+        "rows", "Responses that were generated again from the same seeds, because an engine failed (vllm)."
+    ),
     "rollout/canary_gap": Metric(
         "nats",
         "Largest difference between the engine's and the trainer's log-probs of a fixed prompt (the canary) after "

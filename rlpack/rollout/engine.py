@@ -5,8 +5,8 @@ Token ids go in and token ids come out, with no text in between. A new engine is
 """
 
 import importlib
-from collections.abc import Mapping
-from typing import Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -98,6 +98,67 @@ class Engine(Protocol):
             EngineError: the weights could not be applied.
         """
         ...
+
+
+class FinishedRow(NamedTuple):
+    """A row that an engine has answered, or can't answer.
+
+    Attributes:
+        key: of the row, as it was begun.
+        response: what the engine returned, for `StreamingEngine.to_generations`; None if it failed.
+        failure: why there is no response; "" if there is one.
+    """
+
+    key: int
+    response: Any
+    failure: str
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine that answers rows as they get ready, while others run."""
+
+    def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
+        """Start rows and return at once.
+
+        Args:
+            keys: names the rows; distinct among those that are in flight.
+            prompts: as of `generate`.
+            params: as of `generate`.
+            seeds: as of `generate`.
+
+        Raises:
+            SamplingError: a prompt is empty or too long.
+        """
+        ...
+
+    def finished(self, timeout_s: float) -> list[FinishedRow]:
+        """Return the rows that are answered since the last call, as soon as there are some; [] at the deadline."""
+        ...
+
+    def to_generations(self, responses: Sequence[Any], params: SamplingParams) -> Generations:
+        """Return the rows' tokens.
+
+        Raises:
+            EngineError: a response has values that no model returns.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Forget all rows that are in flight."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the engine can answer requests."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes; it can't be used afterwards."""
+        ...
+
+
+# Engines that implement `StreamingEngine`.
+STREAMING_ENGINES = frozenset({"vllm"})
 
 
 def engine_class(name: str) -> type[Engine]:

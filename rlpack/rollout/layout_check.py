@@ -17,6 +17,12 @@ def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return further
 
 
+def weights_and_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return what a checkpoint holds, a tied weight under its first name only."""
+    saved = model.state_dict().keys()
+    return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in saved}
+
+
 def check_layout(model: PreTrainedModel, layout: WeightLayout) -> None:
     """Check names and shapes; weights tied to one that is sent may be missing.
 

@@ -20,7 +20,8 @@ RECIPE = '''
 
     from rlpack.config.recipes import RecipeSpec, recipe_section
     from rlpack.config.sections.section import Section
-    from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, sync_weights, update_actor
+    from rlpack.recipes.driver.engine_weights import sync_weights
+    from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, update_actor
     from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
     from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
     from rlpack.recipes.driver.session import open_session

@@ -41,6 +41,7 @@ BOUNDED = {
         "recipes/driver/evaluation.py: pending.result()",
         "recipes/driver/policy_stages.py: pending.result()",
         "recipes/driver/reward_stages.py: pending.result()",
+        "recipes/driver/router.py: calls.pop(ranks[place]).result()",
         "recipes/preflight/reward_smoke_test.py: rewards.result()",
         "rlpack/testing/local_ranks.py: self.submit(Call(role, method, [args] * self.num_ranks, {})).result()",
         "rlpack/testing/local_ranks.py: "

@@ -6,14 +6,17 @@ short response makes room for the next one at once. New weights reach EngineCore
 """
 
 import asyncio
+import queue
 import tempfile
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -23,8 +26,9 @@ from rlpack.config.schema import Model, Rollout
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm, build_meta_model
 from rlpack.models.weight_stream import WeightLayout
+from rlpack.rollout.engine import FinishedRow
 from rlpack.rollout.errors import EngineError, SamplingError
-from rlpack.rollout.layout_check import check_layout, tied_names
+from rlpack.rollout.layout_check import check_layout, tied_names, weights_and_buffers
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 from rlpack.rollout.vllm.event_loop import EventLoop
@@ -70,7 +74,10 @@ class VLLMEngine:
         self._max_length, self._request_timeout_s = max_length, request_timeout_s
         self._aliases = tied_names(model)
         self._next_request = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
         self._next_bucket: int | None = None
+        self._cause: str | None = None
         self._policy_version = 0
         self.policy_version = 0
 
@@ -134,10 +141,22 @@ class VLLMEngine:
             SamplingError: a prompt is empty or too long, or there is not one seed per row.
             EngineError: vLLM died, missed a deadline, or returned what is no response.
         """
+        self.begin(range(prompts.num_rows), prompts, params, seeds)
+        responses: dict[int, Any] = {}
+        while len(responses) < prompts.num_rows:
+            for row in self.finished(_CONTROL_S):
+                if row.failure:
+                    self.abort()
+                    raise EngineError(f"row {row.key}: {row.failure}")
+                responses[row.key] = row.response
+        return self.to_generations([responses[row] for row in range(prompts.num_rows)], params)
+
+    def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
+        """Start a request for each row; see `StreamingEngine.begin`."""
         if len(seeds) != prompts.num_rows:
             raise SamplingError(f"there are {len(seeds)} seeds for {prompts.num_rows} prompts; give one each")
         if prompts.num_rows == 0:
-            return to_generations([], params)
+            return
         shortest, longest = int(prompts.lengths.min()), int(prompts.lengths.max())
         if shortest == 0:
             raise SamplingError(f"prompt {int(prompts.lengths.argmin())} is empty; it needs at least one token")
@@ -148,13 +167,33 @@ class VLLMEngine:
                 "length is derived"
             )
         requests = [
-            self._request(to_prompt(row.numpy(), self._policy_version), to_sampling(params, int(seed)))
-            for row, seed in zip(prompts.rows(), seeds.astype(np.uint64), strict=True)
+            (key, to_prompt(row.numpy(), self._policy_version), to_sampling(params, int(seed)))
+            for key, row, seed in zip(keys, prompts.rows(), seeds.astype(np.uint64), strict=True)
         ]
-        # The rows' own deadlines end the wait; this one is for an event loop that hangs.
-        waits = self._request_timeout_s * (1 + prompts.num_rows) + _CONTROL_S
-        outputs = self._answers(requests, waits)
-        return to_generations([output.outputs[0] for output in outputs], params)
+        self._loop.run(self._begin(requests), _CONTROL_S, "take new requests")
+
+    def finished(self, timeout_s: float) -> list[FinishedRow]:
+        """Return the rows that ended; see `StreamingEngine.finished`."""
+        rows: list[FinishedRow] = []
+        with suppress(queue.Empty):
+            rows.append(self._done.get(timeout=timeout_s))
+            while True:
+                rows.append(self._done.get_nowait())
+        return rows
+
+    def to_generations(self, responses: Sequence[Any], params: SamplingParams) -> Generations:
+        """Return the rows' tokens; see `StreamingEngine.to_generations`."""
+        return to_generations([response.outputs[0] for response in responses], params)
+
+    def abort(self) -> None:
+        """Cancel all requests, and forget what they returned."""
+        self._loop.run(self._cancel(), _CONTROL_S, "cancel its requests")
+        self._done = queue.SimpleQueue()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether EngineCore runs."""
+        return self._engine is not None and not self._engine.errored
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Return log p(token | tokens before it), f32 [R, L], as documented at `Engine.logprobs`."""
@@ -202,6 +241,8 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End EngineCore; the engine can't be used afterwards."""
+        if self._engine is None:
+            return
         self._engine.shutdown()
         self._engine = None
         self._loop.close()
@@ -224,6 +265,41 @@ class VLLMEngine:
         request = library.WeightTransferInitRequest()
         self._control(self._engine.init_weight_transfer_engine(request), "open the transfer of weights")
         self.policy_version = 0  # vLLM's own first version is a word
+
+    async def _begin(self, requests: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> None:
+        """Make a task for each request, in the event loop."""
+        for key, prompt, sampling in requests:
+            task = asyncio.ensure_future(self._respond(key, prompt, sampling, self._done))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _respond(
+        self, key: int, prompt: dict[str, Any], sampling: dict[str, Any], done: queue.SimpleQueue[FinishedRow]
+    ) -> None:
+        """Put the result of a request, or its failure, into a queue."""
+        try:
+            row = FinishedRow(key, await self._request(prompt, sampling), "")
+        except EngineError as error:
+            row = FinishedRow(key, None, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is a failure of the row
+            row = FinishedRow(
+                key, None, f"vLLM failed at policy version {self._policy_version}: {self._explain(error)}"
+            )
+        done.put(row)
+
+    async def _cancel(self) -> None:
+        """Cancel all requests, which aborts them in vLLM."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CONTROL_S / 2)
+
+    def _explain(self, error: Exception) -> str:
+        """Return the cause of an error of vLLM; its log is read once."""
+        if self._cause is None:
+            self._cause = self._log.explain(error)
+        return self._cause
 
     async def _request(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
         """Return the finished result of one request."""
@@ -254,7 +330,7 @@ class VLLMEngine:
             raise
         except Exception as error:
             raise EngineError(
-                f"vLLM failed at policy version {self._policy_version}: {self._log.explain(error)}"
+                f"vLLM failed at policy version {self._policy_version}: {self._explain(error)}"
             ) from error
 
     def _control(self, coroutine: Any, what: str) -> Any:
@@ -264,7 +340,7 @@ class VLLMEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"vLLM could not {what}: {self._log.explain(error)}") from error
+            raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error
 
 
 @contextmanager
@@ -282,7 +358,16 @@ def _weights_of(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> 
             seed=seed,
             attention_name="sdpa",
         )
-        built.save_pretrained(folder)
+        # Not by save_pretrained, which writes nothing on ranks other than 0.
+        built.config.architectures = [type(built).__name__]
+        built.config.save_pretrained(folder)
+        weights = revert_weight_conversion(built, weights_and_buffers(built))
+        save_file(
+            {name: weight.detach().contiguous() for name, weight in weights.items()},
+            Path(folder) / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        del built, weights
         yield folder
 
 

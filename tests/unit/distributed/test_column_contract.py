@@ -147,7 +147,7 @@ def test_rows_are_truncated_by_the_plan_where_token_ids_are_not_read():
 
 def test_what_built_in_roles_read_and_return():
     contracts = {f"rollout.{name}": call.columns for name, call in dispatched_methods(RolloutWorker).items()}
-    assert producers_of(contracts)["rollout_logprobs"] == ["rollout.generate"]
+    assert producers_of(contracts)["rollout_logprobs"] == ["rollout.advance", "rollout.generate"]
     train = dispatched_methods(ActorWorker)["train_step"].columns
     settings = tiny_config().algorithm
     rows = (

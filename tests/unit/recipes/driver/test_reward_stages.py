@@ -110,6 +110,12 @@ def test_a_batch_that_is_scored_in_parts_has_the_rewards_of_the_whole(tmp_path: 
     for name in ("rewards", "valid", "length"):
         assert torch.equal(parts[name], whole[name])
     assert parts["valid"].tolist() == [True, True, True, False, True]
+    pending = PendingRewards(session.scorers)
+    for rows in ([4, 1], [2], [3, 0]):  # as groups end
+        pending.submit(rollouts.select(rows))
+    ended = collect_rewards(session, session.begin_step(1), rollouts, pending)
+    for name in ("rewards", "valid", "length"):
+        assert torch.equal(ended[name], whole[name])
 
 
 def test_columns_that_come_with_one_part_only_are_an_error_of_the_role(tmp_path: Path):

@@ -1,0 +1,41 @@
+"""The actor's weights in the generation engines, and new engines in place of those that failed."""
+
+import math
+
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.canary import canary_tokens
+from rlpack.rollout.engine import STREAMING_ENGINES
+from rlpack.workers.rollout import RolloutWorker
+
+
+def sync_weights(session: Session, step: StepContext | None = None) -> None:
+    """Send the actor's weights to the rollout role, unless `step` left them unchanged.
+
+    Engines that failed are replaced first. One that fails the canary is replaced once.
+
+    Raises:
+        RoleError: a rank raised, died or missed its deadline, or an engine failed the canary again.
+    """
+    if step is not None and step.progress.optimizer_steps == session.progress.optimizer_steps:
+        return
+    timer = session.run.timer if step is None else step.timer
+    with timer("sync"):
+        if session.config.rollout.engine in STREAMING_ENGINES:
+            session.rollout.run(RolloutWorker.replace_failed_engine)
+        gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
+        if math.isinf(gap):
+            gap = _replace_and_publish(session)
+    if step is not None:
+        step.metrics["rollout/canary_gap"] = gap
+
+
+def replace_engines(session: Session) -> None:
+    """Start a new engine for each that failed, with the weights that all engines have."""
+    _replace_and_publish(session)
+
+
+def _replace_and_publish(session: Session) -> float:
+    """Replace engines that failed, publish the last weights again, and return the canary's largest gap."""
+    session.rollout.run(RolloutWorker.replace_failed_engine)
+    return session.rollout_weights.publish_again(canary_tokens(len(session.tokenizer)))

@@ -1,0 +1,168 @@
+"""The router: sends groups of requests to the engines of streaming rollout ranks, and again where an engine fails.
+
+    driver                                   rank r (one engine)
+    ------                                   -------------------
+    groups ─► rank with the fewest tokens ─► advance(new groups): begin them, wait until some groups end
+           ◄─ groups that ended ───────────  rows, and why a row failed
+
+One call per rank is under way; it returns as soon as a group ends, and the next call brings new groups. Ranks never
+wait for each other. A rank waits for a group that ends, for at most `_CALL_S`; the driver waits for the first rank that
+returns.
+
+Invariants (tests/unit/recipes/driver/test_router.py):
+
+1. every group is returned once, whole; all its rows come from one engine;
+2. a rank has at most `capacity` rows in flight, or a single larger group;
+3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together;
+4. a group that fails is sent again, to another engine if there is one, at most `MOST_ATTEMPTS` times in all. An engine
+   that failed gets no more groups until it is replaced.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.columns import lengths_of
+from rlpack.distributed.calls import Pending
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.rollout.types import SamplingParams
+from rlpack.workers.rollout import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 3
+# Longest wait of a call for a group that ends, in seconds: how late a rank with work gets the groups of a failed one.
+_CALL_S = 1.0
+# Longest wait of the driver for any rank, beyond which the calls' own deadline decides.
+_WAIT_S = 10.0
+_GENERATIONS = count()
+
+
+class Router:
+    """Generates one batch."""
+
+    def __init__(
+        self,
+        group: WorkerGroup[RolloutWorker],
+        params: SamplingParams,
+        *,
+        capacity: int,
+        replace_engines: Callable[[], None],
+    ) -> None:
+        """Take the engines.
+
+        Args:
+            group: the rollout role.
+            params: how tokens are sampled.
+            capacity: rows that an engine runs at once.
+            replace_engines: starts new engines for those that failed, with the same weights; called if none is left.
+
+        Attributes:
+            repeated: how many rows were sent again.
+        """
+        self.repeated = 0
+        self._group, self._params, self._capacity = group, params, capacity
+        self._replace_engines = replace_engines
+        self._generation = next(_GENERATIONS)
+        self._healthy = set(range(group.num_ranks))
+
+    def run(self, prompts: BatchedDataDict) -> Iterator[BatchedDataDict]:
+        """Yield whole groups as they end, with the ids of their rows in `prompts`.
+
+        Args:
+            prompts: `input_ids`, `seeds`, `group_ids` (rows of a group are adjacent) and `uid`.
+
+        Raises:
+            RoleError: a rank raised, died or missed its deadline, or a group failed `MOST_ATTEMPTS` times.
+        """
+        self._prompts = prompts
+        ids = prompts["group_ids"].numpy()
+        starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1)) if ids.size else np.zeros(0, dtype=np.int64)
+        self._rows = dict(enumerate(np.split(np.arange(ids.size), starts[1:]))) if ids.size else {}
+        lengths = lengths_of(prompts["input_ids"])
+        assert lengths is not None, "prompts are rows of tokens"
+        self._tokens = lengths.numpy() + self._params.max_new_tokens
+        self._group_of = np.repeat(np.arange(len(self._rows)), [rows.size for rows in self._rows.values()])
+        self._place_of = {row_id: place for place, row_id in enumerate(prompts.row_ids.tolist())}
+        self._attempts: Counter[int] = Counter()
+        self._waiting = deque(self._rows)
+        self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
+        calls: dict[int, Pending[BatchedDataDict]] = {}
+        while self._waiting or any(self._in_flight.values()):
+            if not self._healthy and not calls:
+                self._replace_engines()
+                self._healthy = set(self._in_flight)
+            outboxes = self._assign(free=self._healthy - calls.keys())
+            for rank in self._in_flight:
+                if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
+                    calls[rank] = self._advance(rank, outboxes[rank])
+            ranks = list(calls)
+            for place in self._group.ranks.wait_any(list(calls.values()), _WAIT_S) or [0]:
+                ended = calls.pop(ranks[place]).result()
+                yield from self._accept(ranks[place], ended)
+
+    def _assign(self, free: set[int]) -> dict[int, list[int]]:
+        """Assign waiting groups to ranks that have no call under way, and return the groups of each rank."""
+        outboxes: dict[int, list[int]] = {rank: [] for rank in self._in_flight}
+        while self._waiting:
+            group = self._waiting[0]
+            size = self._rows[group].size
+            open_ranks = [
+                rank for rank in free if not self._in_flight[rank] or self._num_rows(rank) + size <= self._capacity
+            ]
+            if not open_ranks:
+                break
+            rank = min(open_ranks, key=lambda rank: (self._num_tokens(rank), rank))
+            self._waiting.popleft()
+            self._in_flight[rank].add(group)
+            outboxes[rank].append(group)
+        return outboxes
+
+    def _advance(self, rank: int, groups: list[int]) -> Pending[BatchedDataDict]:
+        """Start a call that brings groups to a rank and returns those that end."""
+        places = [self._rows[group] for group in groups]
+        rows = self._prompts.select(np.concatenate(places) if places else np.zeros(0, dtype=np.int64))
+        return self._group.submit_to(rank, RolloutWorker.advance, rows, self._params, self._generation, _CALL_S)
+
+    def _accept(self, rank: int, ended: BatchedDataDict) -> Iterator[BatchedDataDict]:
+        """Yield the groups that a rank answered, and queue those that failed."""
+        places = np.array([self._place_of[row_id] for row_id in ended.row_ids.tolist()], dtype=np.int64)
+        self._in_flight[rank] -= set(self._group_of[places].tolist())
+        has_failed = np.array([bool(failure) for failure in ended["engine_failure"]], dtype=bool)
+        if has_failed.any():
+            failure = next(filter(None, ended["engine_failure"]))
+            self._repeat(rank, np.unique(self._group_of[places[has_failed]]).tolist(), failure)
+        if not has_failed.all():
+            yield ended.select(np.flatnonzero(~has_failed)).drop(["engine_failure"])
+
+    def _repeat(self, rank: int, groups: list[int], failure: str) -> None:
+        """Queue groups that failed on a rank, before all others.
+
+        Raises:
+            RoleError: one of them failed too often.
+        """
+        self._healthy.discard(rank)
+        rows = sum(self._rows[group].size for group in groups)
+        self.repeated += rows
+        for group in reversed(groups):
+            self._attempts[group] += 1
+            if self._attempts[group] == MOST_ATTEMPTS:
+                uid = self._prompts["uid"][self._rows[group][0]]
+                text = f"prompt {uid} failed {MOST_ATTEMPTS} times on its engines, the last time with: {failure}"
+                raise RoleError(self._group.role, rank, RolloutWorker.advance.__name__, text)
+            self._waiting.appendleft(group)
+        logger.warning(
+            "the engine of role %s, rank %d, failed: %s; %d rows are generated again from the same seeds",
+            *(self._group.role, rank, failure, rows),
+        )
+
+    def _num_rows(self, rank: int) -> int:
+        return sum(self._rows[group].size for group in self._in_flight[rank])
+
+    def _num_tokens(self, rank: int) -> int:
+        return sum(int(self._tokens[self._rows[group]].sum()) for group in self._in_flight[rank])

@@ -1,0 +1,142 @@
+"""The router sends whole groups to ranks, and again where an engine fails."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching
+from rlpack.recipes.driver.router import MOST_ATTEMPTS, Router
+from rlpack.rollout.canary import canary_tolerance
+from rlpack.rollout.types import SamplingParams
+from rlpack.testing.local_ranks import LocalRanks
+from rlpack.workers.build import build_model
+from rlpack.workers.rollout import RolloutWorker
+from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.unit.rollout.streaming import StreamingHF
+
+PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=(1,))
+
+
+class Ranks:
+    """Rollout ranks with streaming engines of the same weights."""
+
+    def __init__(self, count: int) -> None:
+        self.model = build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=3, attention_name="sdpa")
+        self.engines: list[StreamingHF] = []
+        self.workers: list[RolloutWorker] = []
+        self.group = WorkerGroup("rollout", LocalRanks([self._worker] * count), Batching(max_tokens=64))
+
+    def engine(self) -> StreamingHF:
+        self.engines.append(StreamingHF(self.model))
+        return self.engines[-1]
+
+    def _worker(self, context: RankContext) -> RolloutWorker:
+        tolerance = canary_tolerance(torch.float32)
+        worker = RolloutWorker(
+            context, self.engine(), tiny_tokenizer(), canary_tolerance=tolerance, rebuild=self.engine
+        )
+        self.workers.append(worker)
+        return worker
+
+    def replace(self) -> None:
+        self.group.run(RolloutWorker.replace_failed_engine)
+
+    def run(self, prompts: BatchedDataDict, capacity: int = 64, **given: Any) -> tuple[BatchedDataDict, Router]:
+        router = Router(self.group, PARAMS, capacity=capacity, replace_engines=given.get("replace", self.replace))
+        parts = list(router.run(prompts))
+        for part in parts:
+            sizes = prompts["group_ids"].bincount()
+            ids = part["group_ids"]
+            assert (ids.bincount(minlength=sizes.numel())[ids] == sizes[ids]).all(), "whole groups"
+        rows = BatchedDataDict.concat(parts)
+        return rows.select(np.argsort(rows.row_ids)), router
+
+
+def prompts(groups: int, samples: int = 4) -> BatchedDataDict:
+    rows = tiny_rollouts([(1 + group % 7, 0) for group in range(groups)], group=1).keep(["input_ids", "uid"])
+    rows = rows.repeat_interleave(samples)
+    ids = torch.arange(groups).repeat_interleave(samples)
+    return rows.union({"group_ids": ids, "seeds": torch.arange(groups * samples) + 17})
+
+
+def expected(ranks: Ranks, batch: BatchedDataDict) -> BatchedDataDict:
+    return ranks.workers[0].generate(batch, PARAMS)
+
+
+def same(rows: BatchedDataDict, other: BatchedDataDict) -> bool:
+    names = ("input_ids", "response_mask", "policy_version")
+    lists = ("finish_reason", "completion", "uid")
+    return all(rows[name].values.equal(other[name].values) for name in names) and all(
+        rows[name] == other[name] for name in lists
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 5, 13])
+def test_rows_are_those_of_a_single_call_whatever_the_engines_do(count: int, groups: int):
+    ranks, batch = Ranks(count), prompts(groups)
+    rows, router = ranks.run(batch)
+    assert same(rows, expected(ranks, batch))
+    assert router.repeated == 0
+
+
+def test_no_engine_has_more_rows_in_flight_than_it_runs_at_once():
+    ranks = Ranks(2)
+    ranks.run(prompts(12, samples=3), capacity=7)
+    assert [engine.most for engine in ranks.engines] == [6, 6]
+    ranks.run(prompts(2, samples=9), capacity=7)  # a group that is larger runs by itself
+    assert max(engine.most for engine in ranks.engines) == 9
+
+
+def test_groups_go_to_the_rank_with_the_fewest_tokens_in_flight():
+    ranks = Ranks(2)
+    rows = tiny_rollouts([(30, 0), (2, 0), (3, 0), (4, 0)], group=1).keep(["input_ids", "uid"])
+    batch = rows.union({"group_ids": torch.arange(4), "seeds": torch.arange(4)})
+    ranks.run(batch)
+    assert [vars(engine)["begun"] for engine in ranks.engines] == [[[0]], [[1, 2, 3]]]
+
+
+def test_groups_of_a_dead_engine_are_generated_elsewhere_from_the_same_seeds():
+    ranks, batch = Ranks(2), prompts(9)
+    ranks.engines[1].fails = 1
+    rows, router = ranks.run(batch)
+    assert same(rows, expected(ranks, batch))
+    assert 0 < router.repeated <= batch.num_rows
+    assert len(ranks.engines) == 2, "no engine was replaced while another could answer"
+
+
+def test_the_last_engine_is_replaced_and_its_groups_generated_again():
+    ranks, batch = Ranks(1), prompts(5)
+    ranks.engines[0].fails = 1
+    rows, _ = ranks.run(batch)
+    assert same(rows, expected(ranks, batch))
+    assert len(ranks.engines) == 2
+
+
+def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reason():
+    ranks = Ranks(1)
+
+    def replace() -> None:
+        ranks.replace()
+        ranks.engines[-1].fails = 1
+
+    ranks.engines[0].fails = 1
+    with pytest.raises(RoleError, match=rf"prompt \S+ failed {MOST_ATTEMPTS} times .* the engine died") as raised:
+        ranks.run(prompts(1), replace=replace)
+    assert (raised.value.role, raised.value.rank) == ("rollout", 0)
+    assert len(ranks.engines) == MOST_ATTEMPTS
+
+
+def test_what_an_abandoned_generation_left_is_forgotten():
+    ranks, batch = Ranks(2), prompts(9)
+    router = Router(ranks.group, PARAMS, capacity=64, replace_engines=ranks.replace)
+    next(iter(router.run(batch)))  # the step failed here
+    other = prompts(4)
+    rows, _ = ranks.run(other)
+    assert same(rows, expected(ranks, other))

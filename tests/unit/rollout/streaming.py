@@ -1,0 +1,71 @@
+"""A streaming engine for tests: an `hf` engine that answers a few rows at a time, and fails where it is told to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlpack.batch.ragged import Ragged
+from rlpack.rollout.engine import FinishedRow
+from rlpack.rollout.hf import HFEngine
+from rlpack.rollout.types import Generations, SamplingParams
+
+
+class StreamingHF(HFEngine):
+    """Answers rows in a random order, `at_once` at a time.
+
+    Attributes:
+        fails: how many of the next answers are failures; an engine that failed is dead.
+        most: the most rows that were in flight together.
+        begun: groups of keys, in the order in which they were begun.
+    """
+
+    at_once = 3
+    fails = 0
+    most = 0
+
+    def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
+        rows = vars(self).setdefault("rows", {})
+        generations = self.generate(prompts, params, seeds)
+        rows |= {key: (generations, place) for place, key in enumerate(keys)}
+        self.most = max(self.most, len(rows))
+        vars(self).setdefault("begun", []).append(list(keys))
+
+    def finished(self, timeout_s: float) -> list[FinishedRow]:
+        rows: dict[int, Any] = vars(self).setdefault("rows", {})
+        if not self.is_alive:
+            rows, failed = {}, rows
+            self.rows = rows
+            return [FinishedRow(key, None, "the engine is dead") for key in failed]
+        keys = np.random.default_rng(len(rows)).permutation(list(rows))[: self.at_once].tolist()
+        answers = []
+        for key in keys:
+            if self.fails:
+                self.is_alive = False
+                answers.append(FinishedRow(key, None, "the engine died"))
+                rows.pop(key)
+                break
+            answers.append(FinishedRow(key, rows.pop(key), ""))
+        return answers
+
+    def to_generations(self, responses: Sequence[Any], params: SamplingParams) -> Generations:
+        tokens, logprobs, versions = [], [], []
+        for generations, place in responses:
+            row = torch.tensor([place])
+            tokens.append(generations.token_ids.select(row))
+            logprobs.append(generations.logprobs.select(row))
+            versions.append(generations.policy_versions.select(row))
+        if not responses:
+            empty = Ragged.from_rows([], torch.int64)
+            return Generations(empty, empty.with_values(torch.zeros(0)), empty.with_values(torch.zeros(0).int()), [])
+        reasons = [generations.finish_reasons[place] for generations, place in responses]
+        return Generations(Ragged.concat(tokens), Ragged.concat(logprobs), Ragged.concat(versions), reasons)
+
+    def abort(self) -> None:
+        self.rows = {}
+
+    is_alive = True
+
+    def close(self) -> None:
+        self.is_alive = False
