@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 from rlpack.config.foreign_names import foreign_answer, foreign_answer_by_last_part
 from rlpack.config.recipes import builtin_sections
 from rlpack.config.schema import Config
+from rlpack.config.usual_names import USUAL_NAMES
 
 ANY_NAME = "<name>"
 
@@ -124,12 +125,13 @@ def unknown_key_problem(path: str, root: Key | None = None) -> str:
     where, unknown, below = _known_part(path, root)
     if not below:
         return f"{path} is not a key; {where} is a value and has no keys below it"
-    nearest = _nearest(unknown[0], where, below, root)
+    usual, note = USUAL_NAMES.get(path, (None, ""))
+    nearest = usual or _nearest(unknown[0], where, below, root)
     place, _, name = (nearest or "").rpartition(".")
     is_near = nearest is not None and len(unknown) == 1 and (place == where or name == unknown[0])
-    if not is_near and (answer := foreign_answer_by_last_part(path)):
+    if usual is None and not is_near and (answer := foreign_answer_by_last_part(path)):
         return f"{path} is not a key; {answer}"
-    hint = f"; did you mean {nearest}?" if nearest else ";"
+    hint = f"; did you mean {nearest}?" + (f" ({note})" if note else "") if nearest else ";"
     return f"{path} is not a key{hint} {where or 'the top level'} has: {', '.join(below)}"
 
 
@@ -155,7 +157,11 @@ def how_to_set(path: str, root: Key | None = None) -> str:
 
 
 def _nearest(name: str, where: str, below: Mapping[str, Key], root: Key) -> str | None:
-    """Return the most likely key's path: a sibling with a similar name, else a key of that name elsewhere."""
+    """Return the most likely key's path: one of that name below, a sibling with a similar name, or one elsewhere."""
+    if where and (
+        same := [key.path for key in walk(find(where, root)) if key.name == name and ANY_NAME not in key.path]
+    ):
+        return same[0]
     if close := get_close_matches(name, below, n=1):
         return _join(where, close[0])
     everywhere = {key.name: key.path for key in reversed(list(walk(root))) if ANY_NAME not in key.path}

@@ -27,6 +27,8 @@ _TEXTS: dict[SignatureKind, tuple[str, ...]] = {
     "verl": ("data_source", "solution_str", "ground_truth"),
 }
 _EXAMPLES = "def f(prompts, completions, answer), def f(prompt, completion, answer) or verl's compute_score"
+# What other libraries and data sets call the column `answer`; `solution` would look like `completion`.
+_ANSWERS = {"solution", "solutions", "ground_truth", "label", "labels", "target", "targets", "reference", "gold"}
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -136,7 +138,8 @@ def check_signature(
     names = list(columns)
     missing = _missing_parameters(signature, parameters, set(names), set(arguments))
     if missing:
-        suggestion = _suggest(missing[0], [*signature.texts, *names]) or f"set {key}.{missing[0]}"
+        similar = "did you mean 'answer'?" if missing[0] in _ANSWERS and "answer" in names else ""
+        suggestion = similar or _suggest(missing[0], [*signature.texts, *names]) or f"set {key}.{missing[0]}"
         raise RewardError(
             f"{function_key}={describe(function)} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, "
             f"and {key} has {sorted(arguments)}; {suggestion}"

@@ -1,6 +1,8 @@
 import pytest
 
+from rlpack.config.foreign_names import foreign_answer
 from rlpack.config.keys import find, unknown_key_problem, walk
+from rlpack.config.usual_names import USUAL_NAMES
 
 # Sections that only those read who choose the recipe, the role or the command that they belong to.
 CHOSEN = ("actor.lora.", "critic.", "dapo.", "job.", "judge.", "reference.", "reward_model.")
@@ -41,10 +43,28 @@ def test_a_key_that_does_not_exist_is_not_found(path):
         ("actor.optimizer.learning_rat", "actor.optimizer.learning_rate"),
         ("placement.pools.big.rank", "placement.pools.big.ranks"),
         ("modle", "model"),
+        ("trainer.learning_rate", "actor.optimizer.learning_rate"),
+        ("actor.learning_rate", "actor.optimizer.learning_rate"),
+        ("critic.learning_rate", "critic.optimizer.learning_rate"),
+        ("lr", "actor.optimizer.learning_rate"),
+        ("data.path", "data.source"),
+        ("data.train_file", "data.source"),
+        ("model.name", "model.path"),
+        ("trainer.epochs", "trainer.steps"),
+        ("trainer.num_epochs", "trainer.steps"),
+        ("algorithm.kl", "algorithm.kl_coef"),
+        ("gpus", "placement.pools.main.ranks"),
     ],
 )
 def test_the_message_names_the_nearest_key(path, nearest):
     assert f"did you mean {nearest}?" in unknown_key_problem(path)
+
+
+def test_usual_names_are_no_keys_and_are_answered_by_keys_that_no_other_framework_answers():
+    for name, (key, _) in USUAL_NAMES.items():
+        assert (find(name), find(key) is None, foreign_answer(name)) == (None, False, ""), name
+        assert f"did you mean {key}?" in unknown_key_problem(name)
+    assert "did you mean trainer.steps? (one step trains on" in unknown_key_problem("epochs")
 
 
 def test_the_message_lists_the_valid_keys_beside_the_wrong_one():

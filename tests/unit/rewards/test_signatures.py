@@ -54,6 +54,7 @@ def test_a_signature_that_follows_no_convention_or_two_is_refused(function, text
         ),
         (lambda completions: [], {"scale": 2}, r"reward\.arguments\.scale is not an argument .*; remove it$"),
         (final_answer, {"maker": "="}, r"reward\.arguments\.maker is not .*:final_answer; did you mean 'marker'\?$"),
+        (lambda completion, solution: 0.0, {}, r"^reward\.function=.* needs 'solution'; .*; did you mean 'answer'\?$"),
         (lambda completion, answr: 0.0, {}, r"^reward\.function=.* needs 'answr'; .*; did you mean 'answer'\?$"),
         (samples.single, {"prompt": "x"}, r"reward\.arguments\.prompt is filled from the response"),
     ],

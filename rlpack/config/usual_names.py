@@ -1,0 +1,21 @@
+"""Names that users guess for keys of the schema, where no key of a similar name is the right one."""
+
+from collections.abc import Mapping
+
+_RATE = "actor.optimizer.learning_rate"
+_EPOCHS = ("trainer.steps", "one step trains on trainer.prompts_per_step prompts; there are no epochs")
+_GPUS = ("placement.pools.main.ranks", "one rank per GPU; placement=one_gpu and placement=eight_gpus are presets")
+
+# The key that is meant, and a remark or "", by the path that a user wrote.
+USUAL_NAMES: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("lr", "actor.lr", "trainer.lr", "trainer.learning_rate", "optimizer.lr"), (_RATE, "")),
+    "critic.lr": ("critic.optimizer.learning_rate", ""),
+    **dict.fromkeys(("epochs", "num_epochs", "trainer.epoch", "trainer.epochs", "trainer.num_epochs"), _EPOCHS),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "trainer.gpus", "trainer.num_gpus", "placement.gpus"), _GPUS),
+    **dict.fromkeys(("data.path", "data.file", "data.files", "data.train", "data.name"), ("data.source", "")),
+    **dict.fromkeys(("data.train_file", "data.dataset", "dataset"), ("data.source", "")),
+    **dict.fromkeys(("data.val_file", "data.validation_file", "data.test_file"), ("data.validation_source", "")),
+    **dict.fromkeys(("model.name", "model.name_or_path"), ("model.path", "")),
+    **dict.fromkeys(("algorithm.kl", "algorithm.kl_beta"), ("algorithm.kl_coef", "")),
+    "max_tokens": ("batching.max_tokens", "rollout.max_new_tokens limits a response"),
+}
