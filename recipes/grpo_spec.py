@@ -8,10 +8,14 @@ from rlpack.config.schema import Config
 
 def small_groups(config: Config) -> Iterator[str]:
     """Yield warnings about groups that are too small to compare."""
-    size = config.trainer.group_size
-    if size == 1:
-        yield "trainer.group_size is 1: a group of one has no advantage, so only the KL term is trained"
-    if size == 2 and config.algorithm.scale == "std":
+    size, algorithm = config.trainer.group_size, config.algorithm
+    compares = algorithm.advantage in ("group_relative", "opo") or algorithm.advantage_arguments.get("center_groups")
+    if size == 1 and compares:
+        yield (
+            "trainer.group_size is 1: a group of one has no advantage, so nothing but a KL term is trained; set it to "
+            "2 or more, or choose recipe=remax or recipe=reinforce_plus_plus, which need no groups"
+        )
+    if size == 2 and algorithm.scale == "std":
         yield "trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1"
 
 

@@ -70,9 +70,10 @@ _PLUGINS = ("hydra/launcher=", "hydra/sweeper=")
 
 @dataclass(frozen=True)
 class Job:
-    """A run: its config and, in a sweep, its number, the directory that Hydra chose and its overrides."""
+    """A run: its config, the keys that the command sets and, in a sweep, number, Hydra's directory and overrides."""
 
     config: Config
+    given: frozenset[str] = frozenset()
     number: int | None = None
     sweep_dir: str = ""
     overrides: str = ""
@@ -100,7 +101,7 @@ def train(arguments: list[str]) -> int:
         if job.number is not None:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
         with attached_log("driver", _print_failure):
-            for warning in config_warnings(job.config):
+            for warning in config_warnings(job.config, job.given):
                 log.warning("%s", warning)
             if code := run(job.config):
                 return code
@@ -195,7 +196,11 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
             problems.extend(label + problem for problem in error.problems)
             return
         sweep_dir = HydraConfig.get().runtime.output_dir
-        jobs.append(Job(config, job.num, sweep_dir, job.override_dirname) if in_sweep else Job(config))
+        given = frozenset(override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task)
+        if in_sweep:  # else Hydra has no number
+            jobs.append(Job(config, given, job.num, sweep_dir, job.override_dirname))
+        else:
+            jobs.append(Job(config, given))
 
     flags, overrides = _split(arguments)
     names = list(_values_of(flags, _NAME_FLAGS))

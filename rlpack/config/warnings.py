@@ -1,7 +1,7 @@
 """Warnings about configs that are valid but will hardly do what was intended."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.roles import started_roles
@@ -9,8 +9,12 @@ from rlpack.config.schema import Algorithm, Config
 from rlpack.config.sections.value_models import Critic, RewardModel
 
 
-def config_warnings(config: Config) -> list[str]:
+def config_warnings(config: Config, given: Collection[str] | None = None) -> list[str]:
     """Return warnings about valid choices that will hardly do what was intended.
+
+    Args:
+        config: a valid configuration.
+        given: keys that the command sets, for warnings that don't concern a preset's values; None for all.
 
     >>> from rlpack.config.schema import Trainer
     >>> config_warnings(Config(trainer=Trainer(group_size=1)))[0].partition(":")[0]
@@ -19,6 +23,7 @@ def config_warnings(config: Config) -> list[str]:
     return [
         *recipe_texts(config, "warnings"),
         *_sampling(config),
+        *_mini_batches(config, given),
         *_untaught_model(config),
         *_unread_sections(config),
         *_unread_keys(config),
@@ -32,9 +37,23 @@ def _sampling(config: Config) -> Iterator[str]:
             f"actor.lora.dropout is {config.actor.lora.dropout:g}: updates drop inputs but rollouts don't, so ratios "
             "differ from 1 from the first update on"
         )
+
+
+def _mini_batches(config: Config, given: Collection[str] | None) -> Iterator[str]:
+    """Yield a warning if mini-batches don't divide a rollout batch, or exceed it because the command says so."""
     size, sequences = config.trainer.mini_batch_size, config.trainer.prompts_per_step * config.trainer.group_size
-    if size is not None and size > sequences:
-        yield f"trainer.mini_batch_size is {size}: a rollout batch has only {sequences} sequences, so it is one step"
+    if size is None:
+        return
+    if size > sequences:
+        if given is None or "trainer.mini_batch_size" in given:
+            yield (
+                f"trainer.mini_batch_size is {size}: a rollout batch has only {sequences} sequences, so it is one step"
+            )
+    elif rest := sequences % size:
+        yield (
+            f"trainer.mini_batch_size is {size}: a rollout batch has {sequences} sequences, so the last of its "
+            f"optimizer steps has only {rest}"
+        )
 
 
 def _untaught_model(config: Config) -> Iterator[str]:

@@ -48,6 +48,14 @@ def test_a_command_runs_its_recipe_once_with_its_config(ran):
     assert ran[0].model_copy(update={"run_dir": None}) == compose(["recipe=sft", "trainer.steps=3"])
 
 
+def test_a_mini_batch_over_the_rollout_batch_is_spoken_of_only_if_the_command_sets_it(ran, caplog):
+    small = ["trainer.prompts_per_step=4", "trainer.group_size=8"]
+    assert main(["train", *small]) == 0  # the preset has mini-batches of 64
+    assert "mini_batch_size" not in caplog.text
+    assert main(["train", *small, "trainer.mini_batch_size=64"]) == 0
+    assert "trainer.mini_batch_size is 64: a rollout batch has only 32 sequences" in caplog.text
+
+
 def test_composing_leaves_nothing_behind_and_does_not_change_directory(ran, tmp_path):
     main(["train"])
     assert (list(tmp_path.iterdir()), Path.cwd()) == ([], tmp_path)
@@ -269,4 +277,4 @@ def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):
 
 
 def test_a_job_is_plain_data():
-    assert [field.name for field in dataclasses.fields(Job)] == ["config", "number", "sweep_dir", "overrides"]
+    assert [field.name for field in dataclasses.fields(Job)] == ["config", "given", "number", "sweep_dir", "overrides"]

@@ -218,6 +218,20 @@ def test_a_mini_batch_over_the_rollout_batch_is_one_step_and_spoken_of():
     assert "256 sequences" in config_warnings(validate(VALID | {"trainer": {"mini_batch_size": 257}}))[0]
 
 
+def test_a_mini_batch_of_a_preset_over_the_rollout_batch_is_not_spoken_of():
+    config = validate(VALID | {"trainer": {"mini_batch_size": 257}})
+    assert config_warnings(config, {"trainer.prompts_per_step"}) == []
+    assert len(config_warnings(config, {"trainer.mini_batch_size"})) == 1
+
+
+@pytest.mark.parametrize("given", [None, {"trainer.group_size"}])
+def test_mini_batches_of_unequal_sizes_are_spoken_of(given: set[str] | None):
+    (text,) = config_warnings(validate(VALID | {"trainer": {"mini_batch_size": 100}}), given)
+    assert text.startswith("trainer.mini_batch_size is 100: a rollout batch has 256 sequences, so the last")
+    assert text.endswith("only 56")
+    assert config_warnings(validate(VALID | {"trainer": {"mini_batch_size": 128}}), given) == []
+
+
 def test_a_new_model_without_warm_up_is_spoken_of_on_data_of_ones_own(tmp_path: Path):
     own = VALID | {"data": {"source": "x.jsonl", "validation_source": "y.jsonl"}}
     (text,) = config_warnings(validate(own))
@@ -234,7 +248,15 @@ def test_dropout_of_adapters_is_spoken_of_where_ratios_are_clipped():
 
 
 def test_a_group_of_one_can_run_but_is_spoken_of():
-    assert "a group of one" in config_warnings(validate(VALID | {"trainer": {"group_size": 1}}))[0]
+    (text,) = config_warnings(validate(VALID | {"trainer": {"group_size": 1}}))
+    assert "a group of one" in text
+    assert text.endswith("choose recipe=remax or recipe=reinforce_plus_plus, which need no groups")
+    for recipe in ("remax", "reinforce_plus_plus"):
+        assert config_warnings(compose([f"recipe={recipe}", "trainer.group_size=1"]), set()) == []
+    assert (
+        "a group of one"
+        in config_warnings(compose(["recipe=reinforce_plus_plus_baseline", "trainer.group_size=1"]), set())[0]
+    )
 
 
 @pytest.mark.parametrize(
