@@ -1,13 +1,20 @@
 """Write docs/reference/config.md from the schema: `python -m rlpack.config.reference_page`."""
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
+from pydantic import BaseModel
+
+from rlpack.config.compose import CONFIG_NAME, PRESETS
 from rlpack.config.keys import ROOT, Key, children, find, root_key
+from rlpack.config.preset_files import GLOBAL
 from rlpack.config.recipes import builtin_recipes, builtin_target, config_class, find_recipe
+from rlpack.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 
@@ -16,8 +23,10 @@ _HEAD = """\
 
 Generated from the models in `rlpack/config/` by `python -m rlpack.config.reference_page`; don't edit it by hand.
 
-These are the schema's defaults. Presets in `configs/` override some of them for the built-in task;
-`rlpack train --cfg job` shows the values that a command uses. `<name>` is a name that you choose.
+The default is the value that `rlpack train` uses if nothing else is chosen. Where a preset in `configs/` sets it, the
+preset is named, together with the value without it: `rlpack train` starts from recipe=grpo, model=tiny, data=arithmetic
+and further presets, and another choice, such as recipe=ppo, brings its own values. `rlpack train --cfg job` shows the
+values of a command. `<name>` is a name that you choose.
 A section of a single recipe, such as `dapo`, exists only with that recipe; so do those of your own recipes.
 """
 _WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", NoneType: "null"}
@@ -26,6 +35,33 @@ _WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text"
 def render() -> str:
     """Return the page's text: the top level's table, each section's, and those of built-in recipes' own sections."""
     return "\n".join([_HEAD, *_tables()])
+
+
+@functools.cache
+def preset_values() -> dict[str, tuple[Any, str]]:
+    """Return the keys that the presets of `rlpack train` set: the value, and the preset as `group=choice`."""
+    values: dict[str, tuple[Any, str]] = {}
+    for entry in yaml.safe_load((PRESETS / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))["defaults"]:
+        if not isinstance(entry, dict):
+            continue
+        ((group, choice),) = entry.items()
+        if choice is None or group.startswith("override "):
+            continue
+        text = (PRESETS / group / f"{choice}.yaml").read_text(encoding="utf-8")
+        preset = yaml.safe_load(text) or {}
+        for path, value in _leaves(preset if GLOBAL in text else {group: preset}):
+            values[path] = (value, f"{group}={choice}")
+    return values
+
+
+def _leaves(preset: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of each key that a preset sets."""
+    for name, value in preset.items():
+        key = find(f"{prefix}{name}")
+        if key is not None and not key.is_leaf and isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def main() -> int:
@@ -62,9 +98,28 @@ def _table(section: Key, rows: list[Key]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key in rows:
-        default = "required" if key.required else f"`{_as_yaml(key.default)}`"
-        yield f"| `{key.name}` | {_cell(type_text(key))} | {default} | {_cell(_meaning(key))} |"
+        yield f"| `{key.name}` | {_cell(type_text(key))} | {_default(key)} | {_cell(_meaning(key))} |"
     yield ""
+
+
+def _default(key: Key) -> str:
+    """Return the value that `rlpack train` uses, and where a preset sets it, the preset and the schema's default."""
+    own = "required" if key.required else _code(_schema_default(key))
+    if key.path not in preset_values():
+        return own
+    value, preset = preset_values()[key.path]
+    used = _code(value)
+    return own if used == own else f"{used} by {preset}, else {own}"
+
+
+def _schema_default(key: Key) -> Any:
+    """Return a key's default; that of a section may differ from its class's, such as the critic's learning rate."""
+    value: Any = Config()
+    for part in key.path.split("."):
+        if not isinstance(value, BaseModel) or part not in type(value).model_fields:
+            return key.default
+        value = dict(value)[part]
+    return value
 
 
 def _meaning(key: Key) -> str:
@@ -108,7 +163,13 @@ def _as_yaml(value: Any) -> str:
         return "{" + ", ".join(f"{name}: {_as_yaml(item)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(_as_yaml(item) for item in value) + "]"
-    return str(value)
+    return str(value).replace("\n", "\\n")
+
+
+def _code(value: Any) -> str:
+    """Return a value as code in a cell of a table."""
+    text = _as_yaml(value).replace("|", "\\|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 def _cell(text: str) -> str:
