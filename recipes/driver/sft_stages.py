@@ -28,7 +28,7 @@ def sft_step(session: Session, step: StepContext, batch: BatchedDataDict, learni
         PackingError: a demonstration exceeds the token budget.
     """
     plan = session.actor.plan(batch)
-    step.report_plan(plan)
+    step.report_plan(plan, keep=step.progress.phase == "train")  # a warm-up's lengths are not the run's
     counts = planned_response_lengths(batch, plan, session.store)
     batch = batch.union(step_weights(counts, plan, session.config.algorithm))
     with step.timer("update"):

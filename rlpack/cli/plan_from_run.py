@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rlpack.batch.errors import DataError
 from rlpack.observe.report.plan_record import PlanRecord
-from rlpack.observe.run_dir import LENGTHS
+from rlpack.observe.run_dir import LENGTHS, METRICS
+from rlpack.observe.sinks import read_records
 
 # Options without effect on each batching mode.
 _UNREAD = {
@@ -22,11 +23,23 @@ def read_record(run_dir: Path) -> PlanRecord:
         DataError: the directory has no such record, or it has no lengths.
     """
     if not (run_dir / LENGTHS).exists():
-        raise DataError(f"{run_dir} has no {LENGTHS}; give a run's directory, or a file of lengths")
+        raise DataError(f"{run_dir} has no {LENGTHS}{_why_no_lengths(run_dir)}")
     record = PlanRecord.read(run_dir / LENGTHS)
     if not record.lengths:
         raise DataError(f"{run_dir / LENGTHS} has no lengths; give a run that took a step, or a file of lengths")
     return record
+
+
+def _why_no_lengths(run_dir: Path) -> str:
+    """Return why a directory has no lengths, and what to do."""
+    if not (run_dir / METRICS).is_file():
+        return "; give a run's directory, or a file of lengths"
+    if any(record["phase"] == "train" for record in read_records(run_dir / METRICS)):
+        return ", in which a recipe stores the lengths of its training steps; give a file of lengths"
+    return (
+        ": the run took no training step, and lengths are stored from the first one on, after the warm-up; continue it "
+        f"with run_dir={run_dir} resume=auto, or give a file of lengths"
+    )
 
 
 def apply_record(arguments: argparse.Namespace, record: PlanRecord) -> str:

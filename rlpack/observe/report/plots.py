@@ -116,6 +116,23 @@ def sft_warmup_loss(records: Records) -> Figure | None:
     return figure
 
 
+def supervised_loss(records: Records) -> Figure | None:
+    """Plot training and held-out loss of supervised fine-tuning; None without held-out losses."""
+    held_out = Series.of(records, "evaluation/loss", "evaluation")
+    if not len(held_out):
+        return None
+    figure = Figure(figsize=SIZE)
+    axes = figure.add_subplot()
+    training = Series.of(records, "actor/loss", "train")
+    axes.plot(training.steps, training.values, color=LOSS, linewidth=1.4, alpha=0.6, label="loss of a step, training")
+    axes.plot(held_out.steps, held_out.values, "o-", color=SAMPLED, markersize=5, linewidth=1.8, label="held-out loss")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylim(bottom=0)
+    _format_steps(axes)
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0)
+    return figure
+
+
 def seconds_by_part(records: Records) -> dict[str, float]:
     """Return the total seconds of each timed part of a step, longest first."""
     totals: dict[str, float] = {}

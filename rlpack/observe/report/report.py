@@ -4,7 +4,7 @@ All text is escaped, model output included; a content security policy in the pag
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def write_report(run_dir: Path) -> Path:
         sections = [
             _cards(records, plans),
             _signal_section(records),
-            _reward_section(records),
+            *_curve_sections(records),
             _packing_section(run_dir, plans),
             _figure_section("Time by part of a step", "", plots.time_by_part(records)),
             _figure_section(
@@ -129,14 +129,15 @@ def _signal_section(records: plots.Records) -> str:
     return f'<section class="warning"><h2>Nothing to learn from</h2><p>{text[:1].upper()}{text[1:]}.</p></section>'
 
 
-def _reward_section(records: plots.Records) -> str:
-    """Return the curves of training and held-out rewards, or a note."""
+def _curve_sections(records: plots.Records) -> Iterator[str]:
+    """Yield the curves of rewards and of supervised losses, or a note if there are neither."""
     noun = plots.held_out_noun(records)
     title = f"Reward and held-out {noun}"
-    figure = plots.rewards(records)
-    if figure is None:
-        return f"<section><h2>{title}</h2><p>No reward and no evaluation were logged.</p></section>"
-    return _figure_section(title, f"Held-out {noun} is measured on the whole validation split.", figure)
+    reward, loss = plots.rewards(records), plots.supervised_loss(records)
+    yield _figure_section(title, f"Held-out {noun} is measured on the whole validation split.", reward)
+    yield _figure_section("Loss", "Held-out loss is measured on the demonstrations of the validation split.", loss)
+    if reward is None and loss is None:
+        yield f"<section><h2>{title}</h2><p>No reward and no evaluation were logged.</p></section>"
 
 
 def _packing_section(run_dir: Path, plans: PlanRecord | None) -> str:

@@ -30,7 +30,7 @@ class SummaryRow:
 
 
 def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
-    """Return rewards, wasted slots, steps and time.
+    """Return rewards, held-out losses, wasted slots, steps and time.
 
     Rewards are the first and last ones, slots those of padding and of the run's batching.
     """
@@ -38,15 +38,15 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     value_format = mean_reward_format(is_accuracy=are_accuracies(records))
     for name, label, *_ in held_out_curves(records):
         rows += _curve(records, name, "evaluation", label, "before and after", value_format)
+    rows += _curve(records, "evaluation/loss", "evaluation", "held-out loss", "before and after", "{:.3f}")
+    rows += _curve(records, "evaluation/perplexity", "evaluation", "held-out perplexity", "before and after", "{:.2f}")
     if plans is not None:
         padded, used = (layout_boxes(plan, 0).waste for plan in (plans.plan("fixed"), plans.plan()))
         rows.append(SummaryRow(f"wasted slots, padded and {plans.batching.mode}", f"{padded:.1%}", f"{used:.1%}"))
     steps = {record["step"] for record in records if record["phase"] == "train"}
     rows.append(SummaryRow("training steps", None, f"{max(steps, default=0):,}"))
     if records:
-        rows.append(
-            SummaryRow("time until the last record", None, duration(max(record["time_s"] for record in records)))
-        )
+        rows.append(SummaryRow("run time", None, duration(max(record["time_s"] for record in records))))
     return rows
 
 

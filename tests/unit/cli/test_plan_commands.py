@@ -116,7 +116,15 @@ def test_what_can_not_be_planned_is_one_line(
 
 def test_a_directory_without_a_plan_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = run(capsys, "plan", str(tmp_path))
-    assert (code, "has no packing.json" in err) == (3, True)
+    assert (code, "has no packing.json; give a run's directory" in err) == (3, True)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "phase": "sft_warmup", "time_s": 1.0}\n')
+    code, _, err = run(capsys, "plan", str(tmp_path))
+    assert (code, "has no packing.json: the run took no training step" in err) == (3, True)
+    assert f"run_dir={tmp_path} resume=auto" in err
+    metrics.write_text('{"step": 1, "phase": "train", "time_s": 1.0}\n')
+    code, _, err = run(capsys, "plan", str(tmp_path))
+    assert (code, "has no packing.json, in which a recipe stores the lengths" in err) == (3, True)
 
 
 def test_sequences_over_the_budget_and_several_optimizer_steps_are_spoken_of(

@@ -110,6 +110,26 @@ def test_a_run_of_no_step_and_a_crashed_one_still_give_a_page(tmp_path: Path) ->
     assert "→" not in page
 
 
+def test_a_supervised_run_shows_its_held_out_losses(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as stream:
+        for step, loss in ((0, 2.0), (5, 1.0)):
+            held_out = {"evaluation/loss": loss, "evaluation/perplexity": 4.0 * loss}
+            stream.write(json.dumps({"step": step, "phase": "evaluation", "time_s": 1.0, **held_out}) + "\n")
+            stream.write(json.dumps({"step": step + 1, "phase": "train", "time_s": 1.0, "actor/loss": loss}) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert re.findall(r'<div class="card"><b>(.*?)</b><span>(.*?)</span>', page)[:2] == [
+        ("2.000 → 1.000", "held-out loss, before and after"),
+        ("8.00 → 4.00", "held-out perplexity, before and after"),
+    ]
+    assert '<img alt="Loss"' in page
+    assert "evaluation were logged" not in page
+    figure = plots.supervised_loss([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()])
+    assert figure is not None
+    training, held_out = figure.axes[0].get_lines()
+    assert (list(training.get_xdata()), list(training.get_ydata())) == ([1, 6], [2.0, 1.0])
+    assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([0, 5], [2.0, 1.0])
+
+
 def test_a_run_without_a_learning_signal_is_spoken_of(tmp_path: Path) -> None:
     lines = [
         {"step": step, "phase": "train", "time_s": 1.0, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0}

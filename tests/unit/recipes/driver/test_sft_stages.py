@@ -9,7 +9,8 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import SFTWarmup
 from rlpack.recipes import sft
 from rlpack.recipes.driver.evaluation import evaluate_loss
-from rlpack.recipes.driver.sft_stages import draw_demonstrations
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.sft_stages import draw_demonstrations, sft_step
 from rlpack.workers.actor import ActorWorker
 from tests.unit.recipes.driver.sessions import session_of, set_group
 
@@ -48,3 +49,16 @@ def test_a_warm_up_takes_its_steps_and_resets_the_optimizer_at_its_end(tmp_path:
     sft.sft_warmup(session)
     assert actor.called == ["train_step", "train_step", "reset_optimizer"]
     assert (session.saved, session.progress.demonstrations_trained) == ((2,), 6)
+
+
+def test_supervised_fine_tuning_keeps_its_plan_for_the_report_and_a_warm_up_does_not(tmp_path: Path):
+    session = session_of(tmp_path)
+    set_group(session, "actor", train_step=[{"actor/skipped_steps": 0.0}])
+    for phase in ("sft_warmup", "train"):
+        session.progress = Progress(phase)
+        step = session.begin_step(1)
+        batch = draw_demonstrations(session, step, 6)
+        sft_step(session, step, batch, 1e-3)
+        assert (step.plan is not None) == (phase == "train")
+        if step.plan is not None:
+            assert step.plan.lengths.tolist() == batch["input_ids"].lengths.tolist()
