@@ -112,6 +112,7 @@ def _cell(settings: dict[str, Result], role: str, layout: str) -> str:
 def _generation(result: Result) -> str:
     """Return the decoder that generates."""
     ways = {
+        "PreparedMaskDecoder": "cache",
         "PaddedDecoder": "cache",
         "EqualLengthDecoder": "cache, prompts of one length together",
         "RecomputingDecoder": "whole rows, no cache",

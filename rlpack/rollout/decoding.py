@@ -1,8 +1,9 @@
-"""How the `hf` engine runs a model token by token: the fastest of three ways that is exact for the model.
+"""How the `hf` engine runs a model token by token: the fastest of four ways that is exact for the model.
 
 | decoder | rows that run together | cost of a token |
 |---|---|---|
-| `PaddedDecoder` | prompts of any lengths, padded on the left | one column |
+| `PreparedMaskDecoder` | prompts of any lengths, padded on the left | one column |
+| `PaddedDecoder` | the same; the model builds its masks | one column, and masks |
 | `EqualLengthDecoder` | prompts of one length | one column |
 | `RecomputingDecoder` | prompts of any lengths | the whole row |
 
@@ -16,12 +17,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlpack.batch.ragged import Ragged
 from rlpack.models.check_rows import longest_row, windows
 from rlpack.models.own_attention import forward_arguments
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.kv_cache import BufferedCache, mask_windows
 
 _log = logging.getLogger(__name__)
 
@@ -72,19 +74,19 @@ class PaddedDecoder:
         self._model, self._pad_token_id = model, pad_token_id
         self._prompts = prompts.to(model.device)
         self._width = int(prompts.lengths.max())
-        self._positions = self._prompts.lengths.clone()
-        columns = torch.arange(self._width + limit, device=model.device)
-        self._mask = columns >= self._width - self._positions[:, None]  # [R, width + limit]
-        self._cache = DynamicCache(config=model.config)
+        self._positions = self._prompts.lengths.clone()[:, None]  # of the next token, [R, 1]
+        self._padding = self._width - self._positions  # columns before the prompt, [R, 1]
+        self._columns = torch.arange(self._width + limit, device=model.device)
+        self._cache = BufferedCache(model, self._width + limit)
+        self._arguments = frozenset(forward_arguments(model, position_ids=None, logits_to_keep=None))
 
     def prefill(self) -> Tensor:
         """Run the prompts; see `Decoder`."""
-        lengths = self._prompts.lengths
-        tokens = torch.full(self._mask[:, : self._width].shape, self._pad_token_id, device=lengths.device)
-        tokens[self._mask[:, : self._width]] = self._prompts.values
+        lengths, columns = self._prompts.lengths, self._columns[: self._width]
+        tokens = torch.full((len(lengths), self._width), self._pad_token_id, device=lengths.device)
+        tokens[columns >= self._padding] = self._prompts.values
         # The length tells prompts apart whose padded rows are equal because prompts contain the padding id.
         unique, copies = torch.unique(torch.cat([lengths[:, None], tokens], 1), dim=0, return_inverse=True)
-        columns = torch.arange(self._width, device=lengths.device)
         padding = self._width - unique[:, :1]
         logits = self._forward(unique[:, 1:], (columns - padding).clamp(min=0), columns >= padding)
         self._cache.batch_select_indices(copies)
@@ -93,22 +95,58 @@ class PaddedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token to each row; see `Decoder`."""
         self._width += 1
-        logits = self._forward(tokens[:, None], self._positions[:, None], self._mask[:, : self._width])
+        logits = self._forward(tokens[:, None], self._positions, self._step_mask())
         self._positions += 1
         return logits
 
     def keep(self, rows: Tensor) -> None:
         """Drop rows; see `Decoder`."""
-        self._cache.batch_select_indices(rows)
-        self._mask, self._positions = self._mask[rows], self._positions[rows]
+        self._cache.keep(rows)
+        self._positions, self._padding = self._positions[rows], self._padding[rows]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def _step_mask(self) -> Any:
+        """Return what the model takes as the mask of the newest column: here bool [R, width], true for tokens."""
+        return self._columns[: self._width] >= self._padding
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Any) -> Tensor:
         """Run the model on the newest columns; return the logits of the last."""
-        extra = forward_arguments(self._model, position_ids=positions, logits_to_keep=1)
+        extra = {"position_ids": positions, "logits_to_keep": 1}
         output = self._model(
-            input_ids=tokens, attention_mask=mask, past_key_values=self._cache, use_cache=True, **extra
+            input_ids=tokens,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **{name: extra[name] for name in self._arguments},
         )
         return output.logits[:, -1]
+
+
+class PreparedMaskDecoder(PaddedDecoder):
+    """`PaddedDecoder` with masks that are ready for attention; the model would build them from bools in each step."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Ragged, limit: int, pad_token_id: int) -> None:
+        super().__init__(model, prompts, limit, pad_token_id)
+        self._windows = mask_windows(model, self._cache)
+        self._mask = self._additive_mask()
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop rows; see `Decoder`."""
+        super().keep(rows)
+        self._mask = self._mask[rows]
+
+    def _step_mask(self) -> Any:
+        """Return additive masks [R, 1, 1, L] of the columns that each kind of layer sees; one alone without a dict."""
+        if self._mask.shape[-1] < self._width:
+            self._mask = self._additive_mask()
+        first = {kind: max(0, self._width - window) if window else 0 for kind, window in self._windows.items()}
+        masks = {kind: self._mask[..., start : self._width] for kind, start in first.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _additive_mask(self) -> Tensor:
+        """Return a mask for this step and, since later columns are never hidden, for steps after it."""
+        hidden = self._columns[: self._width + self._width // 2 + 1] < self._padding
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None, None]
 
 
 class EqualLengthDecoder:
@@ -191,7 +229,7 @@ class RecomputingDecoder:
         return torch.cat(logits)
 
 
-DECODERS: tuple[type[Decoder], ...] = (PaddedDecoder, EqualLengthDecoder, RecomputingDecoder)
+DECODERS: tuple[type[Decoder], ...] = (PreparedMaskDecoder, PaddedDecoder, EqualLengthDecoder, RecomputingDecoder)
 
 
 @torch.inference_mode()
@@ -209,17 +247,20 @@ def choose_decoder(model: PreTrainedModel, pad_token_id: int) -> type[Decoder]:
     for decoder in DECODERS:
         try:
             gap = _largest_gap(model, decoder, pad_token_id)
+            reason = f"logits differ from those of whole rows by {gap:.1e} of the largest"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - architectures fail in their own ways
-            reason = (str(error).splitlines() or ["no message"])[0]
-            reasons.append(f"{decoder.__name__}: {type(error).__name__}: {reason:.200}")
-            continue
+            gap, text = float("inf"), (str(error).splitlines() or ["no message"])[0]
+            reason = f"{type(error).__name__}: {text:.200}"
         if gap <= _TOLERANCE:
             if reasons:
                 _log.warning("%s generates by %s (%s)", type(model).__name__, decoder.__name__, "; ".join(reasons))
             return decoder
-        reasons.append(f"{decoder.__name__}: logits differ from those of whole rows by {gap:.1e} of the largest")
+        if decoder is PreparedMaskDecoder:  # `PaddedDecoder` is as good but for some milliseconds, or says why not
+            _log.debug("%s builds its own masks: %s", type(model).__name__, reason)
+        else:
+            reasons.append(f"{decoder.__name__}: {reason}")
     raise EngineError(f"{type(model).__name__} can't generate: {'; '.join(reasons)}; use another model")
 
 

@@ -98,17 +98,16 @@ class HFEngine:
         for rows in self._batches(order, prompts.lengths[order]):
             decoder = self._decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             responses = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
-            # Copied outside of inference mode: inference tensors must not reach autograd.
-            lengths = responses.lengths.clone()
-            tokens.append(Ragged.from_padded(responses.tokens, lengths))
-            logprobs.append(Ragged.from_padded(responses.logprobs, lengths))
-            is_stopped[rows.numpy(force=True)] = responses.stopped.numpy(force=True)
+            lengths = torch.from_numpy(responses.lengths)
+            tokens.append(Ragged.from_padded(torch.from_numpy(responses.tokens), lengths))
+            logprobs.append(Ragged.from_padded(torch.from_numpy(responses.logprobs), lengths))
+            is_stopped[rows.numpy(force=True)] = responses.stopped
         inverse = torch.argsort(order)
-        token_ids = _concat(tokens, torch.int64).select(inverse).to("cpu")
+        token_ids = _concat(tokens, torch.int64).select(inverse)
         versions = torch.full(token_ids.values.shape, self.policy_version, dtype=torch.int32)
         return Generations(
             token_ids=token_ids,
-            logprobs=_concat(logprobs, torch.float32).select(inverse).to("cpu"),
+            logprobs=_concat(logprobs, torch.float32).select(inverse),
             policy_versions=token_ids.with_values(versions),
             finish_reasons=["stop" if stopped else "length" for stopped in is_stopped],
         )
@@ -161,37 +160,61 @@ class HFEngine:
 
 
 class _Responses(NamedTuple):
-    """Responses of a batch of rows; entries after a row's length are undefined."""
+    """Responses of a batch of rows, on the CPU; entries after a row's length are undefined."""
 
-    tokens: Tensor  # int64 [B, limit]
-    logprobs: Tensor  # f32 [B, limit]
-    lengths: Tensor  # int64 [B]
-    stopped: Tensor  # bool [B]
+    tokens: np.ndarray  # int64 [B, limit]
+    logprobs: np.ndarray  # f32 [B, limit]
+    lengths: np.ndarray  # int64 [B]
+    stopped: np.ndarray  # bool [B]
 
 
 @torch.inference_mode()
 def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device: torch.device) -> _Responses:
-    """Generate until every row has stopped or is at the limit."""
-    shape = (len(seeds), params.max_new_tokens)
-    tokens, logprobs = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
-    lengths = torch.full((len(seeds),), params.max_new_tokens, device=device)
-    stops = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
-    running = torch.arange(len(seeds), device=device)
-    stopped = torch.zeros(len(seeds), dtype=torch.bool, device=device)
+    """Generate until every row has stopped or is at the limit.
+
+    The CPU keeps track of the rows; from the device it needs only each step's tokens.
+    """
+    limit = params.max_new_tokens
+    tokens, logprobs = np.zeros((len(seeds), limit), dtype=np.int64), np.zeros((len(seeds), limit), dtype=np.float32)
+    lengths, stopped = np.full(len(seeds), limit), np.zeros(len(seeds), dtype=bool)
     logits = decoder.prefill()
-    for position in range(params.max_new_tokens):
-        sampled, scores = sample(logits, params, uniforms(seeds[running.numpy(force=True)], position))
-        tokens[running, position], logprobs[running, position] = sampled, scores
-        ending = running[torch.isin(sampled, stops) & ~stopped[running]]
-        lengths[ending], stopped[ending] = position + 1, True
-        alive = (~stopped[running]).nonzero().squeeze(1)
-        if alive.numel() == 0 or position + 1 == params.max_new_tokens:
-            break
-        if alive.numel() <= (1 - _COMPACT_SHARE) * running.numel():
-            decoder.keep(alive)
-            running, sampled = running[alive], sampled[alive]
-        logits = decoder.step(sampled)
+    is_stop = np.zeros(logits.shape[-1], dtype=bool)
+    is_stop[[token for token in params.stop_token_ids if token < len(is_stop)]] = True
+    running = np.arange(len(seeds))
+    steps: list[tuple[np.ndarray, Tensor]] = []  # the rows of each step, and their log-probs
+    for position in range(limit):
+        sampled, scores = sample(logits, params, uniforms(seeds[running], position))
+        steps.append((running, scores))
+        chosen = sampled.numpy(force=True)
+        tokens[running, position] = chosen
+        ending = is_stop[chosen] & ~stopped[running]
+        if ending.any():
+            stopped[running[ending]] = True
+            lengths[running[ending]] = position + 1
+            alive = ~stopped[running]
+            if not alive.any():
+                break
+            if alive.sum() <= (1 - _COMPACT_SHARE) * len(running):
+                kept = torch.from_numpy(_filled(alive))
+                decoder.keep(kept.to(device))
+                running, sampled = running[kept.numpy()], sampled[kept.to(device)]
+        if position + 1 < limit:
+            logits = decoder.step(sampled)
+    for position, (rows, scores) in enumerate(steps):
+        logprobs[rows, position] = scores.numpy(force=True)
     return _Responses(tokens, logprobs, lengths, stopped)
+
+
+def _filled(alive: np.ndarray) -> np.ndarray:
+    """Return the rows that are alive, the last of them in the places of those that are not, so that few rows move.
+
+    >>> _filled(np.array([True, False, True, False, True, True]))
+    array([0, 5, 2, 4])
+    """
+    order = np.arange(np.count_nonzero(alive))
+    holes = np.flatnonzero(~alive[: len(order)])
+    order[holes] = np.flatnonzero(alive)[::-1][: len(holes)]
+    return order
 
 
 def _concat(parts: list[Ragged], dtype: torch.dtype) -> Ragged:

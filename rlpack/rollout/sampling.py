@@ -8,6 +8,8 @@ Invariants (tests/unit/rollout/test_sampling.py):
    sampled.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,8 +17,10 @@ from torch import Tensor
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import SamplingParams
 
-# Largest number of float64 entries of the cumulative distribution in memory: 128 MiB.
+# Largest number of probabilities in memory at once: 64 MiB for each copy.
 _MAX_ENTRIES = 1 << 24
+# Tokens of a block, of which one is drawn first.
+_BLOCK = 128
 
 
 def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
@@ -59,6 +63,8 @@ def sample(logits: Tensor, params: SamplingParams, numbers: np.ndarray) -> tuple
         return tokens, torch.zeros_like(highest)
     targets = torch.from_numpy(numbers).to(logits.device)
     rows = max(1, _MAX_ENTRIES // logits.shape[-1])
+    if len(logits) <= rows:
+        return _sample_chunk(logits, params, targets)
     chunks = zip(logits.split(rows), targets.split(rows), strict=True)
     sampled = [_sample_chunk(chunk, params, numbers) for chunk, numbers in chunks]
     return torch.cat([tokens for tokens, _ in sampled]), torch.cat([logprobs for _, logprobs in sampled])
@@ -70,7 +76,14 @@ def filtered_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
     >>> filtered_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), SamplingParams(top_k=2)).exp()
     tensor([[0.7311, 0.2689, 0.0000]])
     """
-    scaled = logits.float() / params.temperature
+    return _filtered(logits, params).log_softmax(-1)
+
+
+def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the logits after temperature and filters, f32 [B, V]; filtered tokens have -inf."""
+    scaled = logits.float()
+    if params.temperature != 1:
+        scaled = scaled / params.temperature
     if 0 < params.top_k < scaled.shape[-1]:
         smallest = scaled.topk(params.top_k, dim=-1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < smallest, -torch.inf)
@@ -79,24 +92,54 @@ def filtered_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
         # The mass before a token decides, so the most likely one is always kept.
         is_beyond = ordered.cumsum(-1) - ordered >= params.top_p
         scaled = scaled.masked_fill(is_beyond.scatter(-1, tokens, is_beyond), -torch.inf)
-    return scaled.log_softmax(-1)
+    return scaled
 
 
 def _sample_chunk(logits: Tensor, params: SamplingParams, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the cumulative distribution at `targets` [B]."""
-    logprobs = filtered_logprobs(logits, params)
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    _check_finite(total, logits)
-    # No target reaches the total: the largest number is 1 - 2^-53, and for a total near 1 the product rounds to less.
-    # So with `right` the token always has a positive probability.
-    tokens = torch.searchsorted(cumulative, (targets * total)[:, None], right=True)
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    """Invert the cumulative distribution at `targets` [B].
+
+    In large vocabularies a block of tokens is drawn first, then a token of it: a cumulative sum over all tokens takes
+    longer than everything else here.
+    """
+    probabilities = _filtered(logits, params).softmax(-1)
+    if probabilities.shape[-1] <= 2 * _BLOCK:
+        tokens, _ = _invert(probabilities.cumsum(-1, dtype=torch.float64), targets[:, None], logits)
+    else:
+        padding = -probabilities.shape[-1] % _BLOCK
+        padded = torch.nn.functional.pad(probabilities, (0, padding)) if padding else probabilities
+        blocks = padded.unflatten(1, (-1, _BLOCK))
+        sums = blocks.sum(-1)
+        chosen, missing = _invert(sums.cumsum(-1, dtype=torch.float64), targets[:, None], logits)
+        # How far into the block the target lies; rounding may leave [0, 1) by an ulp.
+        shares = (1 - missing / sums.gather(1, chosen)).clamp(0, 1 - 2.0**-53)
+        block = blocks.gather(1, chosen[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1)
+        tokens = chosen * _BLOCK + _invert(block.cumsum(-1, dtype=torch.float64), shares, logits)[0]
+    return tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1)
+
+
+def _invert(cumulative: Tensor, shares: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where cumulative sums pass a share of their total, int64 [B, 1], and by how much, float64 [B, 1].
+
+    Args:
+        cumulative: sums of entries of 0 or more, float64 [B, n].
+        shares: in [0, 1), float64 [B, 1].
+        logits: from which the entries come, for the error.
+
+    Raises:
+        EngineError: sums of a row are not finite.
+    """
+    total = cumulative[:, -1:]
+    _check_finite(total.squeeze(1), logits)
+    # No target reaches the total: the largest share is 1 - 2^-53, whose product with any total rounds to less. So with
+    # `right` the entry is always positive.
+    targets = shares * total
+    entries = torch.searchsorted(cumulative, targets, right=True)
+    return entries, cumulative.gather(1, entries) - targets
 
 
 def _check_finite(summary: Tensor, logits: Tensor) -> None:
     """Raise on logits that cannot be sampled from; `summary` [B] is not finite for such rows."""
-    if not summary.isfinite().all():
+    if not math.isfinite(summary.sum(dtype=torch.float64).item()):
         row = int((~summary.isfinite()).nonzero()[0])
         broken = int((~logits[row].isfinite()).sum())
         raise EngineError(

@@ -109,6 +109,36 @@ def test_large_vocabularies_are_sampled_in_chunks_with_the_same_result(monkeypat
     assert whole[1].equal(chunked[1])
 
 
+@pytest.mark.parametrize("vocabulary", [255, 256, 257, 384, 1000])
+def test_tokens_of_a_large_vocabulary_invert_the_cumulative_distribution(vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(4, vocabulary, generator=generator)
+    params = SamplingParams(temperature=1.5, top_k=vocabulary // 2)
+    cumulative = (logits.double() / 1.5).masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+    cumulative = cumulative.softmax(-1).cumsum(-1).numpy()
+    seen = set()
+    for number in np.linspace(0, 1, 400, endpoint=False):
+        tokens, logprobs = sample(logits, params, np.full(4, number))
+        for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+            below = cumulative[row, token - 1] if token else 0.0
+            # float32 probabilities move the borders between tokens by about 1e-7
+            assert below - 1e-6 <= number <= cumulative[row, token] + 1e-6
+            assert cumulative[row, token] > below
+            assert logprob == pytest.approx(math.log(cumulative[row, token] - below), abs=1e-4)
+            seen.add(token)
+    assert len(seen) > 50
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+@pytest.mark.parametrize("allowed", [[0], [127], [128], [999], [200, 700]])
+def test_the_ends_of_a_large_vocabulary_sample_tokens_of_positive_probability(number, allowed):
+    logits = torch.full((1, 1000), -torch.inf)
+    logits[0, allowed] = torch.arange(1.0, len(allowed) + 1)
+    token, logprob = sample(logits, SamplingParams(), np.array([number]))
+    assert token.item() == (allowed[0] if number == 0 else allowed[-1])
+    assert logprob.isfinite().all()
+
+
 def test_greedy_selects_the_most_likely_token_with_log_prob_0():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, -1.0, 2.0]])
     tokens, logprobs = sample(logits, SamplingParams(temperature=0.0), np.zeros(2))
