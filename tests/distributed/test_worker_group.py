@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
 
 from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import eos_id
+from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.weights import WeightChannel
@@ -61,6 +63,13 @@ def prompt_failure() -> Iterator[pytest.ExceptionInfo[RoleError]]:
     with pytest.raises(RoleError) as failure:
         yield failure
     assert time.monotonic() - started < PROMPT_S
+
+
+def test_ranks_have_the_priority_of_the_driver(cluster: Cluster, groups: Groups):
+    # Ray by itself runs its workers at nice 15.
+    pids = cluster.open_pools([])["main"].process_ids()
+    assert len(pids) == 2
+    assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process().nice()}
 
 
 def test_a_broadcast_call_runs_on_all_ranks_of_one_process_group(groups: Groups):
