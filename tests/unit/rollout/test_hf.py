@@ -6,6 +6,8 @@ import torch
 
 from rlpack.batch.ragged import Ragged
 from rlpack.models.weight_stream import TensorSpec, WeightLayout
+from rlpack.rollout import decoding
+from rlpack.rollout.decoding import DECODERS
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
@@ -61,6 +63,25 @@ def test_logprobs_equal_a_plain_forward_of_each_row_alone(kind):
         expected = plain_logprobs(decoder(kind), prompt, response.tolist(), temperature=1.5)
         expected = expected.gather(1, response[:, None]).squeeze(1)
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_prepared_for_models_with_plain_and_sliding_attention(kind):
+    assert HFEngine(decoder(kind)).decoder_name == "PreparedMaskDecoder"
+
+
+@pytest.mark.parametrize("way", DECODERS)
+def test_every_decoder_gives_the_logprobs_of_a_plain_forward(way, monkeypatch):
+    monkeypatch.setattr(decoding, "DECODERS", (way,))
+    prompts = prompts_of(6)
+    for kind in ("qwen2", "qwen2_sliding"):
+        engine = HFEngine(decoder(kind))
+        assert engine.decoder_name == way.__name__
+        column = Ragged.from_rows(prompts, torch.int64)
+        responses = engine.generate(column, SamplingParams(max_new_tokens=30, stop_token_ids=(1,)), seeds_of(6))
+        for prompt, tokens, own in zip(prompts, responses.token_ids.rows(), responses.logprobs.rows(), strict=True):
+            expected = plain_logprobs(decoder(kind), prompt, tokens.tolist()).gather(1, tokens[:, None]).squeeze(1)
+            torch.testing.assert_close(own.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_sliding"])
