@@ -1,7 +1,7 @@
 """Time the `hf` engine against that of another commit in one process; print the ratio of their tokens per second.
 
-    git worktree add /tmp/baseline COMMIT
-    python -m benchmarks.generation --baseline /tmp/baseline [--models tiny 17M] [--threads 1 2] [--rows 64 256]
+    git worktree add --detach .baseline COMMIT
+    python -m benchmarks.generation --baseline .baseline [--models tiny 17M] [--threads 1 2] [--rows 64 256]
 
 Both engines generate from the same model, prompts and seeds, in turns, so that a slow moment of the machine meets both.
 Wall-clock time counts; CPU time of the process is printed, too, since other programs change it less. Lengths are

@@ -1,8 +1,8 @@
 """The `hf` engine: batched sampling over a transformers model, on any device.
 
 Prompts are sorted by length and run in batches, with a key-value cache where the model has one that is exact:
-`rlpack.rollout.decoding` chooses. Finished rows leave the batch once there are enough of them to pay for compacting the
-cache. Weights are fp32, whatever type the policy is trained in.
+`rlpack.rollout.decoding` chooses. Finished rows leave the batch at once. Weights are fp32, whatever type the policy is
+trained in.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,6 @@ from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout
 from rlpack.rollout.sampling import sample, uniforms
 from rlpack.rollout.types import Generations, SamplingParams
-
-# Finished rows are removed once they are this share of the running ones: compacting costs about one step.
-_COMPACT_SHARE = 1 / 8
 
 
 class HFEngine:
@@ -187,17 +184,14 @@ def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device
         steps.append((running, scores))
         chosen = sampled.numpy(force=True)
         tokens[running, position] = chosen
-        ending = is_stop[chosen] & ~stopped[running]
+        ending = is_stop[chosen]
         if ending.any():
-            stopped[running[ending]] = True
-            lengths[running[ending]] = position + 1
-            alive = ~stopped[running]
-            if not alive.any():
+            lengths[running[ending]], stopped[running[ending]] = position + 1, True
+            if ending.all():
                 break
-            if alive.sum() <= (1 - _COMPACT_SHARE) * len(running):
-                kept = torch.from_numpy(_filled(alive))
-                decoder.keep(kept.to(device))
-                running, sampled = running[kept.numpy()], sampled[kept.to(device)]
+            kept = torch.from_numpy(_filled(~ending))
+            decoder.keep(kept.to(device))
+            running, sampled = running[kept.numpy()], sampled[kept.to(device)]
         if position + 1 < limit:
             logits = decoder.step(sampled)
     for position, (rows, scores) in enumerate(steps):
