@@ -102,6 +102,7 @@ test-recipes: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recipes
 
 bench: $(INSTALLED)
+	test -d .baseline || git worktree add --detach .baseline 9f880c3  # what benchmarks/generation.py compares with
 	$(BIN)/python -m benchmarks.report --skip peers
 
 peers: $(INSTALLED)
