@@ -40,10 +40,11 @@ class Judge(Worker):
         return shard.keep([]).union({"rewards": counts * self.weight, "quarantined": quarantined})
 '''
 
-# Ranks of the pools that a module starts only if its EXTRA_POOLS names them: those whose role is there to fail, and
-# "lost", whose ranks a test ends.
+# Pools of roles that answer, whose ranks a test ends.
+ENDED_RANKS = {"lost": 2, "damaged": 1, "incomplete": 1, "reordered": 1, "late": 1}
+# Ranks of the pools that a module starts only if its EXTRA_POOLS names them; those of the others are there to fail.
 EXTRA_RANKS = {
-    "lost": 2,
+    **ENDED_RANKS,
     "explodes": 2,
     "explodes_first": 2,
     "hangs_first": 1,
@@ -66,8 +67,8 @@ def ray_config(extra: Sequence[str]) -> Config:
         "judge": Role(target="judge:Judge"),
         "sampler": Role(target="tests.distributed.roles:Sampler"),
         "listener": Role(target="tests.distributed.roles:Listener"),
-        "lost": Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)),
-        **{name: Role(target="tests.distributed.roles:Faulty") for name in EXTRA_RANKS if name != "lost"},
+        **{name: Role(target=echo, batching=RoleBatching(mode="packed", max_tokens=24)) for name in ENDED_RANKS},
+        **{name: Role(target="tests.distributed.roles:Faulty") for name in EXTRA_RANKS if name not in ENDED_RANKS},
     }
     roles = {name: role for name, role in roles.items() if name not in EXTRA_RANKS or name in extra}
     ranks = {"main": 2, **{name: EXTRA_RANKS[name] for name in extra}}

@@ -33,6 +33,7 @@ class Echo(Worker):
         self.alone, self.second = threading.Lock(), threading.Event()
 
     kept: BatchedDataDict
+    harm: tuple[int, str] | None = None
 
     @sharded()
     def times(self, shard: BatchedDataDict, factor: int) -> BatchedDataDict:
@@ -151,8 +152,13 @@ class Echo(Worker):
         is_owner = index % self.context.num_ranks == self.context.rank
         if is_owner:
             self._note(f"export {index}")
-        weights = {f"weight {index}": self.buckets[index]}
-        return pack_bucket(weights, index=index, count=len(self.buckets), version=version) if is_owner else None
+        weights = {f"weight {index}": self.buckets[index].clone()}
+        bucket = pack_bucket(weights, index=index, count=len(self.buckets), version=version)
+        if self.harm == (index, "delay"):
+            time.sleep(600)
+        if self.harm == (index, "bit flip"):
+            weights[f"weight {index}"].view(torch.int16)[-1] ^= 1  # the bucket shares its memory
+        return bucket if is_owner else None
 
     @rank_zero
     def weights_dtype(self) -> torch.dtype:
@@ -167,14 +173,19 @@ class Echo(Worker):
     @broadcast
     def load_bucket(self, bucket: Bucket, version: int) -> None:
         time.sleep(0.1)
-        weights = self.received.unpack(bucket, version)
-        self.loaded |= {name: weight.clone() for name, weight in weights.items()}
+        with self.received.receive(bucket, version) as weights:
+            self.loaded |= {name: weight.clone() for name, weight in weights.items()}
         self._note(f"load {len(self.loaded) - 1}")
 
     @broadcast
     def finish_transfer(self, version: int) -> None:
         self.received.check_complete(version)
         self.received.close()
+
+    @broadcast
+    def harm_bucket(self, index: int, kind: str) -> None:
+        """Damage a bucket after it is packed, or delay it beyond every deadline, from now on."""
+        self.harm = (index, kind)
 
     @broadcast
     def note_into(self, path: str) -> None:
