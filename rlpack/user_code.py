@@ -3,15 +3,34 @@
 SystemExit, GeneratorExit and the like pass every `except Exception`, and would end the command with no message, some
 with exit code 0. All imports and calls of users' code go through this module, which makes an error of them. A
 KeyboardInterrupt that the user code raises is an error, too; that of a signal passes.
+
+The `rlpack train` command runs recipes, losses and advantages in its own process, which `protect_command` guards
+further: `os._exit` and `os.abort` raise, an import has a deadline, the working directory is that from before it, and a
+closed standard output or error is opened again.
 """
 
 import importlib
 import importlib.util
+import logging
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import NoReturn, TextIO
+
+log = logging.getLogger(__name__)
+
+_IMPORT_TIMEOUT_S, _IMPORT_WARNING_S = 120.0, 10.0
+
+# Ends this process at once, even where `os._exit` is replaced.
+exit_now = os._exit
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,6 +39,45 @@ class Interrupted(KeyboardInterrupt):
 
 class UserCodeError(RuntimeError):
     """User code raised what would have ended its process without a message, such as SystemExit."""
+
+
+class ProcessExit(BaseException):
+    """User code called `os._exit` or `os.abort`, which would have ended the command without a word."""
+
+
+class ImportTimeout(BaseException):
+    """A user's module took too long to import."""
+
+
+@dataclass(frozen=True)
+class _Command:
+    """What `protect_command` found when the command began.
+
+    Attributes:
+        pid: the command's process; in its forks nothing is guarded.
+        streams: copies of the descriptors of standard output and error that were open.
+        texts: Python's own objects for them.
+    """
+
+    pid: int
+    streams: Mapping[int, int]
+    texts: Mapping[str, TextIO | None]
+
+
+_commands: list[_Command] = []
+
+
+def protect_command() -> None:
+    """Keep user code from ending this process without a message, from now on and to its end."""
+    if _commands and _commands[0].pid == os.getpid():
+        return
+    streams = {}
+    for number in (1, 2):
+        with suppress(OSError):  # closed by the caller
+            streams[number] = os.dup(number)
+    _commands[:] = [_Command(os.getpid(), streams, {"stdout": sys.stdout, "stderr": sys.stderr})]
+    for module in (os, importlib.import_module(os.name)):
+        module.__dict__.update(_exit=_refuse_exit, abort=_refuse_abort)
 
 
 class UserCode:
@@ -48,6 +106,7 @@ class UserCode:
         Raises:
             UserCodeError: the code raised, for example, SystemExit.
         """
+        _restore_streams()
         if error is None or isinstance(error, Exception) or _is_interrupt(error):
             return
         description = describe_exception(error)
@@ -60,7 +119,7 @@ def import_user_module(name: str) -> ModuleType:
     Raises:
         UserCodeError: the module raised, for example, SystemExit; other exceptions pass.
     """
-    with UserCode():
+    with UserCode(), _guarded_import(name):
         return importlib.import_module(name)
 
 
@@ -70,8 +129,23 @@ def find_user_module(name: str) -> ModuleSpec | None:
     Raises:
         UserCodeError: such a package raised, for example, SystemExit; other exceptions pass.
     """
-    with UserCode():
+    with UserCode(), _guarded_import(name):
         return importlib.util.find_spec(name)
+
+
+def find_module_file(name: str) -> Path | None:
+    """Return the file of a user's module, None if there is none; the packages above it are not imported.
+
+    Raises:
+        UserCodeError: finding the module ran code that raised, for example, SystemExit; other exceptions pass.
+    """
+    top, *rest = name.split(".")
+    spec = find_user_module(top)
+    if spec is None or not rest:
+        return None if spec is None or spec.origin is None else Path(spec.origin)
+    paths = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    files = (file for path in paths for file in (path / "__init__.py", path.parent / f"{path.name}.py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 def describe_exception(error: BaseException) -> str:
@@ -92,6 +166,87 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as other:  # noqa: BLE001 - an exception's __str__ is user code
         return f"(its text is unavailable: {type(other).__name__})"
+
+
+def _command() -> _Command | None:
+    """Return the command if this is its process."""
+    return _commands[0] if _commands and _commands[0].pid == os.getpid() else None
+
+
+def _refuse_exit(status: int) -> NoReturn:
+    if _command() is None:
+        exit_now(status)
+    raise ProcessExit(f"os._exit({status!r})")
+
+
+def _refuse_abort() -> NoReturn:
+    if _command() is None:
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGABRT)
+    raise ProcessExit("os.abort()")
+
+
+def _restore_streams() -> None:
+    """Open standard output and error again if user code closed them."""
+    command = _command()
+    if command is None:
+        return
+    for number, copy in command.streams.items():
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):  # the copy is closed, too
+                os.dup2(copy, number)
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        text = command.texts[name]
+        if text is not None and text is vars(sys)[name] and text.closed and number in command.streams:
+            opened = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
+            setattr(sys, name, opened)
+
+
+@contextmanager
+def _guarded_import(name: str) -> Iterator[None]:
+    """Undo a change of the working directory, and end an import that takes too long, in the command's process.
+
+    Only Python's main thread can be interrupted; who imports in another one waits for it with a deadline.
+    """
+    if _command() is None:
+        yield
+        return
+    folder = None
+    with suppress(OSError):  # deleted
+        folder = os.getcwd()
+    try:
+        with _import_deadline(name):
+            yield
+    finally:
+        if folder is not None:
+            with suppress(OSError):
+                os.chdir(folder)
+
+
+@contextmanager
+def _import_deadline(name: str) -> Iterator[None]:
+    """Raise `ImportTimeout` in the block after `_IMPORT_TIMEOUT_S`, by the alarm signal; warn before."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0.0:  # one of a module that imports another
+        yield
+        return
+    start = time.monotonic()
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - start < _IMPORT_TIMEOUT_S:
+            log.warning("importing %s has taken %g s of at most %g s", name, _IMPORT_WARNING_S, _IMPORT_TIMEOUT_S)
+        else:
+            raise ImportTimeout(f"not done within {_IMPORT_TIMEOUT_S:g} s; do the work in its functions")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, _IMPORT_WARNING_S, _IMPORT_TIMEOUT_S - _IMPORT_WARNING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -88,7 +88,7 @@ def _targets(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     for key, target in targets_of(config).items():
         if problem := why_not_allowed(key, target, environment):
             yield problem
-        elif reason := _why_not_importable(target.partition(":")[0]):
+        elif reason := _why_not_importable(_imported_here(key, target.partition(":")[0])):
             yield f"{key} is {target!r}: {reason}; it has to be package.module:Name, importable from {Path.cwd()}"
 
 
@@ -137,6 +137,12 @@ def targets_of(config: Config) -> dict[str, str]:
     named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
     targets |= {key: target for key, target in named.items() if ":" in target and key not in ignored}
     return targets
+
+
+def _imported_here(key: str, module: str) -> str:
+    """Return the module to find: of a reward function the topmost package, since the sandbox imports the others."""
+    is_path = module.endswith(".py") or "/" in module
+    return module.partition(".")[0] if key.startswith("reward.") and not is_path else module
 
 
 def _why_not_importable(module: str) -> str:

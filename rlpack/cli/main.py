@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlpack import __version__
 from rlpack.cli.signals import exit_quietly_on_broken_pipe, termination_as_keyboard_interrupt
+from rlpack.user_code import exit_now, protect_command
 
 _EPILOG = """\
 examples:
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: list[str]) -> int:
     """Run `rlpack train` or its shell completion; an interrupt before the run starts is one line and code 130."""
+    protect_command()
     gc.disable()  # imports make half a million objects that stay; `rlpack.cli.train` turns it on again
     try:
         with termination_as_keyboard_interrupt():
@@ -102,7 +104,7 @@ def _exit_if_ray_hangs(code: int) -> None:
     if connection is not None and connection.hangs():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        exit_now(code)
 
 
 def _plan(arguments: list[str]) -> int:

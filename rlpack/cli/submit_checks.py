@@ -12,7 +12,7 @@ from rlpack.cli.train import compose_jobs
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.upload import Upload, list_upload
-from rlpack.user_code import find_user_module
+from rlpack.user_code import find_module_file
 
 JOINS = "placement.address=auto"
 
@@ -78,8 +78,7 @@ def _missing_modules(config: Config, upload: Upload) -> Iterator[str]:
     sys.path.append(str(upload.folder))  # where the job has it, too
     try:
         for key, target in targets_of(config).items():
-            spec = find_user_module(target.partition(":")[0])
-            file = Path(spec.origin) if spec is not None and spec.origin is not None else None
+            file = find_module_file(target.partition(":")[0])
             if file is not None and _is_left_out(file, upload):
                 yield f"{key} is {target!r}, but {file} isn't uploaded: an ignore file or job.excludes matches it"
     finally:

@@ -6,7 +6,6 @@ is stuck in Ray's code is ended.
 """
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 
 from rlpack.distributed.errors import ClusterError
 from rlpack.run_log import current_log
+from rlpack.user_code import exit_now
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def end_process(error: Exception, kill: Callable[[], None]) -> None:
     else:
         log.record_failure(error)
     kill()
-    os._exit(_WRONG if isinstance(error, ValueError) else _FAILED)
+    exit_now(_WRONG if isinstance(error, ValueError) else _FAILED)
 
 
 @contextmanager

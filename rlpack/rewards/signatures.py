@@ -42,6 +42,8 @@ class Signature:
         columns: the function's other parameters, required and optional.
         takes_all: whether `**columns` receives every column.
         is_async: whether it is a coroutine function, whose rows run concurrently.
+        name: the function's name in messages, as it was configured.
+        required: parameters without a default.
     """
 
     kind: SignatureKind
@@ -49,6 +51,8 @@ class Signature:
     columns: tuple[str, ...]
     takes_all: bool
     is_async: bool
+    name: str = ""
+    required: tuple[str, ...] = ()
 
     def select_columns(self, names: Iterable[str], arguments: Iterable[str] = ()) -> list[str]:
         """Return the columns among `names` that the function is called with."""
@@ -57,6 +61,10 @@ class Signature:
             return [name for name in names if name in (*sources, *self.columns)]
         excluded = {"prompts", "completions", "prompt", "completion", *arguments}
         return [name for name in names if name not in excluded and (self.takes_all or name in self.columns)]
+
+
+# Of a function that is imported and never called.
+NEVER_CALLED = Signature("batched", (), (), takes_all=False, is_async=False)
 
 
 def resolve(target: str, key: str = "reward.function") -> RewardCallable:
@@ -118,33 +126,36 @@ def read_signature(function: RewardCallable, key: str = "reward.function") -> Si
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     called = function if inspect.isroutine(function) else type(function).__call__
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
-    return Signature(kind, texts, tuple(columns), takes_all, is_async)
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+    ]
+    return Signature(kind, texts, tuple(columns), takes_all, is_async, describe(function), tuple(required))
 
 
 def check_signature(
-    function: RewardCallable,
+    signature: Signature,
     columns: Iterable[str],
     arguments: Mapping[str, Any],
     key: str = "reward.arguments",
-) -> Signature:
-    """Return a function's signature after checking its columns and arguments.
+) -> None:
+    """Raise unless a function can be called with these columns and arguments.
 
     Raises:
-        RewardError: it follows no calling convention, needs a column that doesn't exist, or doesn't take an argument.
+        RewardError: it needs a column that doesn't exist, or doesn't take an argument.
     """
     function_key = key.removesuffix("arguments") + "function"
-    signature, parameters = read_signature(function, function_key), _parameters(function, function_key)
-    _check_arguments(function, signature, parameters, arguments, key)
+    _check_arguments(signature, arguments, key)
     names = list(columns)
-    missing = _missing_parameters(signature, parameters, set(names), set(arguments))
+    missing = _missing_parameters(signature, set(names), set(arguments))
     if missing:
         similar = "did you mean 'answer'?" if missing[0] in _ANSWERS and "answer" in names else ""
         suggestion = similar or _suggest(missing[0], [*signature.texts, *names]) or f"set {key}.{missing[0]}"
         raise RewardError(
-            f"{function_key}={describe(function)} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, "
+            f"{function_key}={signature.name} needs {missing[0]!r}; the dataset has the columns {sorted(names)}, "
             f"and {key} has {sorted(arguments)}; {suggestion}"
         )
-    return signature
 
 
 def describe(function: RewardCallable) -> str:
@@ -154,14 +165,19 @@ def describe(function: RewardCallable) -> str:
     'rlpack.rewards.functions:exact_match'
     """
     has_name = inspect.isfunction(function) or inspect.isclass(function) or inspect.isbuiltin(function)
-    return f"{function.__module__}:{function.__qualname__}" if has_name else repr(function)
+    if has_name:
+        return f"{function.__module__}:{function.__qualname__}"
+    try:
+        return repr(function)
+    except BaseException:  # noqa: BLE001 - an object's __repr__ is user code
+        return f"{type(function).__module__}:{type(function).__qualname__}"
 
 
 def signature_from_json(value: object) -> Signature | None:
     """Return the signature in a decoded JSON message, None if it holds none.
 
     >>> value = {"kind": "batched", "texts": [], "columns": ["a"], "takes_all": False, "is_async": False}
-    >>> signature_from_json(value).columns
+    >>> signature_from_json({**value, "name": "mine:f", "required": []}).columns
     ('a',)
     """
     match value:
@@ -171,8 +187,11 @@ def signature_from_json(value: object) -> Signature | None:
             "columns": [*columns],
             "takes_all": bool(takes_all),
             "is_async": bool(is_async),
-        } if all(isinstance(name, str) for name in (*texts, *columns)):
-            return Signature(cast(SignatureKind, kind), tuple(texts), tuple(columns), takes_all, is_async)
+            "name": str(name),
+            "required": [*required],
+        } if all(isinstance(parameter, str) for parameter in (*texts, *columns, *required)):
+            kind = cast(SignatureKind, kind)
+            return Signature(kind, tuple(texts), tuple(columns), takes_all, is_async, name, tuple(required))
     return None
 
 
@@ -192,25 +211,22 @@ def _match_kind(
 
 
 def _check_arguments(
-    function: RewardCallable,
     signature: Signature,
-    parameters: Mapping[str, inspect.Parameter],
     arguments: Mapping[str, Any],
     key: str,
 ) -> None:
     """Check that the function takes the arguments, and none replaces a text."""
+    parameters = (*signature.texts, *signature.columns)
     unknown = sorted(set(arguments) - set(parameters))
     if unknown and not signature.takes_all:
         hint = _suggest(unknown[0], parameters) or "remove it"
-        raise RewardError(f"{key}.{unknown[0]} is not an argument of {describe(function)}; {hint}")
+        raise RewardError(f"{key}.{unknown[0]} is not an argument of {signature.name}; {hint}")
     texts = sorted({*_TEXTS["batched"], *_TEXTS["single"], "solution_str"} & set(arguments))
     if texts:
         raise RewardError(f"{key}.{texts[0]} is filled from the response and can't be set; remove it")
 
 
-def _missing_parameters(
-    signature: Signature, parameters: Mapping[str, inspect.Parameter], columns: set[str], arguments: set[str]
-) -> list[str]:
+def _missing_parameters(signature: Signature, columns: set[str], arguments: set[str]) -> list[str]:
     """Return the required parameters that neither texts, columns nor arguments provide."""
     provided = {*signature.texts, *columns, *arguments}
     if signature.kind == "verl":
@@ -218,11 +234,7 @@ def _missing_parameters(
         provided.add("extra_info")  # verl itself passes None
         if {"answer", "reward_model"} & columns:
             provided.add("ground_truth")
-    return [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in _VARIADIC and name not in provided
-    ]
+    return [name for name in signature.required if name not in provided]
 
 
 def _suggest(name: str, names: Iterable[str]) -> str:

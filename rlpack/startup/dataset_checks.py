@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from rlpack.batch.errors import DataError
@@ -30,7 +31,10 @@ from rlpack.data.examples import (
     prompt_text,
 )
 from rlpack.data.hub import Repository
-from rlpack.rewards.signatures import check_signature, resolve
+from rlpack.rewards.pool.call_queue import PoolSettings
+from rlpack.rewards.pool.limits import Limits
+from rlpack.rewards.pool.trial_import import import_functions
+from rlpack.rewards.signatures import check_signature
 
 # Reading as much takes a fraction of a second.
 _MOST_BYTES, _MOST_FILES = 16 << 20, 100
@@ -111,6 +115,8 @@ def check_stop_ids(config: Config, num_tokens: int) -> None:
 def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes.
 
+    Modules of users are imported in a process with the run's sandbox, never in this one.
+
     Args:
         config: the configuration.
         columns: the dataset's, besides prompt and answer.
@@ -123,10 +129,24 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
     functions = functions or {"reward": (reward.function, reward.arguments)}
     # A custom role may call the functions in other ways.
     is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
-    for key, (target, arguments) in functions.items():
-        function = resolve(target, f"{key}.function")
+    hidden = tuple(Path(path) for path in (config.run_dir, config.job.secrets_dir) if path)
+    settings = PoolSettings(
+        processes=1,
+        strict=reward.sandbox == "strict",
+        env_vars=reward.env_vars,
+        hidden=hidden,
+        limits=Limits(memory_gb=reward.memory_gb, processes=reward.subprocesses),
+    )
+    targets = {f"{key}.function": target for key, (target, _) in functions.items()}
+    signatures = import_functions(targets, settings, reward.timeout_s, are_called=not is_custom)
+    for key, (_, arguments) in functions.items():
         if not is_custom:
-            check_signature(function, ("uid", "answer", "finish_reason", *columns), arguments, f"{key}.arguments")
+            check_signature(
+                signatures[f"{key}.function"],
+                ("uid", "answer", "finish_reason", *columns),
+                arguments,
+                f"{key}.arguments",
+            )
 
 
 def _small_splits(config: Config) -> Iterator[tuple[bool, PromptDataset]]:

@@ -4,6 +4,8 @@ import ast
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -238,3 +240,53 @@ def test_user_modules_are_imported_in_one_place():
                 }:  # fmt: skip
                     found += [] if isinstance(node.args[0], ast.Constant) else [str(file.relative_to(root))]
     assert set(found) <= ours
+
+
+# What a module does to the command's process, and what the command prints; it ends with code 2 each time.
+ATTACKS = {
+    "os._exit": ("import os\nos._exit(0)", "ProcessExit: os._exit(0)"),
+    "posix._exit": ("import posix\nposix._exit(0)", "ProcessExit: os._exit(0)"),
+    "os.abort": ("import os\nos.abort()", "ProcessExit: os.abort()"),
+    "os._exit at exit": ("import atexit, os\natexit.register(os._exit, 0)\nraise ValueError('x')", "ValueError: x"),
+    "os._exit in a thread": (
+        "import os, threading\nt = threading.Timer(0, os._exit, [0])\nt.start()\nt.join()\nraise OSError('x')",
+        "OSError: x",
+    ),
+    "closed descriptors": ("import os\nos.close(1)\nos.close(2)\nraise ValueError('x')", "ValueError: x"),
+    "closed streams": ("import sys\nsys.stdout.close()\nsys.stderr.close()\nraise ValueError('x')", "ValueError: x"),
+    "a hang": ("import time\ntime.sleep(1000)", "ImportTimeout: not done within 0.2 s; do the work in its functions"),
+    "a busy loop": ("while True: pass", "ImportTimeout: not done within 0.2 s; do the work in its functions"),
+    "another directory": (
+        "import os\nos.chdir('/')\nraise ValueError('x')",
+        "ValueError: x",
+    ),
+    "a fork that ends": (
+        "import os\npid = os.fork()\nif pid == 0: os._exit(5)\n"
+        "raise ValueError(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))",
+        "ValueError: 5",
+    ),
+}
+COMMAND = """
+import os, sys
+from rlpack import user_code
+user_code.protect_command()
+user_code._IMPORT_WARNING_S, user_code._IMPORT_TIMEOUT_S = 0.1, 0.2
+folder = os.getcwd()
+try:
+    user_code.import_user_module("attack")
+except Exception as error:
+    print(user_code.describe_exception(error), os.getcwd() == folder, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_module_ends_the_command_with_a_message_and_its_code(attack, tmp_path):
+    text, message = ATTACKS[attack]
+    (tmp_path / "attack.py").write_text(text)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ended = subprocess.run(
+        [sys.executable, "-c", COMMAND],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=30.0, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, f"{message} True\n" in ended.stderr) == (2, True), ended.stderr

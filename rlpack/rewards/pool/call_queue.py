@@ -22,12 +22,14 @@ class FunctionSpec:
         arguments: keyword arguments of every call.
         timeout_s: deadline of a row, or of a whole call for batched functions.
         key: the configuration key, for messages.
+        is_called: whether the pool calls it. False: it is only imported, and may have any parameters.
     """
 
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 10.0
     key: str = "reward.function"
+    is_called: bool = True
 
 
 @dataclass(frozen=True)

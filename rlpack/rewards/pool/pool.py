@@ -26,6 +26,7 @@ from rlpack.rewards.signatures import Signature, signature_from_json
 _ASYNC_GRACE_S = 0.5
 _REPLACE_TIMEOUT_S = 2.0
 _START_TIMEOUT_S = 120.0
+COULD_NOT_START = "a reward process could not start: "
 
 
 class RewardPool:
@@ -186,7 +187,7 @@ class RewardPool:
     def _replace(self, worker: WorkerHandle, cause: str) -> None:
         output = f"; it wrote: …{worker.output_tail[-300:]}" if worker.output_tail else ""
         if not worker.is_ready:
-            raise PoolError(f"a reward process could not start: {cause}{output}")
+            raise PoolError(f"{COULD_NOT_START}{cause}{output}")
         call = self._running.pop(worker.number, None)
         if call is not None:
             self._queue.record_failure(call, "killed", cause + output)
@@ -196,7 +197,7 @@ class RewardPool:
         """Handle a worker's message; return False if it is not a valid one."""
         match message:
             case {"failed": str(text)} if not worker.is_ready:
-                raise RewardError(f"a reward process can't load its functions: {printable(text)}")
+                raise RewardError(printable(text))
             case {"ready": dict(entries)} if not worker.is_ready and entries.keys() == self._functions.keys():
                 return self._mark_ready(worker, entries)
         call = self._running.get(worker.number)

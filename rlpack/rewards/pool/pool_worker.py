@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import rlpack
+from rlpack.rewards.errors import RewardError
 from rlpack.rewards.pool import protocol as wire
 from rlpack.rewards.pool.limits import limit_cpu_time
 from rlpack.rewards.reward_result import RewardResult, parse_reward, parse_rewards
-from rlpack.rewards.signatures import RewardCallable, Signature, read_signature, resolve
+from rlpack.rewards.signatures import NEVER_CALLED, RewardCallable, Signature, read_signature, resolve
 
 _MAX_TEXT = 2000
 Columns = Mapping[str, Sequence[Any]]
@@ -35,10 +36,12 @@ class LoadedFunction:
         timeout_s: deadline of a call.
     """
 
-    def __init__(self, target: str, arguments: Mapping[str, Any], timeout_s: float, key: str) -> None:
+    def __init__(
+        self, target: str, arguments: Mapping[str, Any], timeout_s: float, key: str, *, is_called: bool
+    ) -> None:
         """Import the function; the parameters are those of `call_queue.FunctionSpec`."""
         self.function: RewardCallable = resolve(target, key)
-        self.signature: Signature = read_signature(self.function, key)
+        self.signature: Signature = read_signature(self.function, key) if is_called else NEVER_CALLED
         self.arguments = arguments
         self.timeout_s = timeout_s
 
@@ -82,7 +85,9 @@ def serve(channel: socket.socket, functions: Mapping[str, Mapping[str, Any]]) ->
     try:
         loaded = {name: LoadedFunction(**settings) for name, settings in functions.items()}
     except BaseException as error:  # noqa: BLE001 - importing a user's module can raise anything, SystemExit included
-        channel.sendall(wire.pack({"failed": _describe_error(error)}))
+        is_named = isinstance(error, RewardError)  # by its key
+        text = str(error)[:_MAX_TEXT] if is_named else f"a reward process failed to start: {_describe_error(error)}"
+        channel.sendall(wire.pack({"failed": text}))
         return
     signatures = {name: vars(function.signature) for name, function in loaded.items()}
     channel.sendall(wire.pack({"ready": signatures}))

@@ -61,16 +61,16 @@ def test_a_signature_that_follows_no_convention_or_two_is_refused(function, text
 )
 def test_missing_columns_and_unknown_arguments_are_refused_before_a_call(function, arguments, text):
     with pytest.raises(RewardError, match=text):
-        check_signature(function, ["answer", "data_source"], arguments)
+        check_signature(read_signature(function), ["answer", "data_source"], arguments)
 
 
 def test_arguments_and_columns_that_a_function_names_are_taken():
-    check_signature(final_answer, ["answer", "uid"], {"marker": "="})
-    check_signature(samples.everything, [], {"anything": 1})
-    check_signature(samples.compute_score, ["answer", "data_source"], {})
-    check_signature(samples.compute_score, ["answer"], {"data_source": "sums"})
+    check_signature(read_signature(final_answer), ["answer", "uid"], {"marker": "="})
+    check_signature(read_signature(samples.everything), [], {"anything": 1})
+    check_signature(read_signature(samples.compute_score), ["answer", "data_source"], {})
+    check_signature(read_signature(samples.compute_score), ["answer"], {"data_source": "sums"})
     with pytest.raises(RewardError, match="needs 'data_source'"):
-        check_signature(samples.compute_score, ["answer"], {})
+        check_signature(read_signature(samples.compute_score), ["answer"], {})
 
 
 @pytest.mark.parametrize(
