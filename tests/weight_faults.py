@@ -184,7 +184,7 @@ class ObjectStoreTransport:
         stream = WeightStream(policy, self.worker.weights_dtype(), bucket_bytes=8000)
         self._version, self._weights = version, list(stream)
         with torch.no_grad():
-            self._expected = torch.stack([policy.probe_wrapped_model(row) for row in self._canary]).numpy()
+            self._expected = torch.stack([policy.probe_wrapped_model(row[None])[0] for row in self._canary]).numpy()
         return stream.layout
 
     def export(self, index: int) -> Bucket:
