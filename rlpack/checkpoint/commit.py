@@ -155,7 +155,7 @@ def newest(root: Path) -> Path | None:
     Raises:
         CheckpointError: the newest intact one was written by another version of rlpack.
     """
-    for step in sorted(_steps(root), reverse=True):
+    for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
         fault = _fault(folder)
         _record_damage(folder, fault)
@@ -182,7 +182,7 @@ def hashes_of(checkpoint: Path) -> dict[str, str]:
 
 def newest_damage(root: Path) -> tuple[Path, str] | None:
     """Return the newest committed checkpoint that is damaged, and what is wrong with it; None if there is none."""
-    for step in sorted(_steps(root), reverse=True):
+    for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
         if (folder / MARKER).is_file() and (fault := _fault(folder)) is not None:
             return folder, fault
@@ -213,7 +213,7 @@ def newest_state(root: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: another version of rlpack wrote it.
     """
-    for step in sorted(_steps(root), reverse=True):
+    for step in sorted(saved_steps(root), reverse=True):
         folder = root / f"step-{step}"
         if _fault(folder, only=STATE) is None:
             with suppress(OSError):  # pruned in the meantime by the run that holds the directory
@@ -228,7 +228,7 @@ def prune(root: Path, keep: int) -> None:
     the others are kept, even if `keep` is one: if the newest turns out to be damaged, the run can resume from the
     previous one. A deletion that fails only warns.
     """
-    steps = sorted(_steps(root), reverse=True)
+    steps = sorted(saved_steps(root), reverse=True)
     folders = {step: root / f"step-{step}" for step in steps}
     committed = [step for step, folder in folders.items() if _is_marked(folder) and not (folder / DAMAGED).exists()]
     retained = committed[: max(keep, NEVER_PRUNED)]
@@ -262,7 +262,7 @@ def _delete(folder: Path) -> None:
     discard_folder(folder)
 
 
-def _steps(root: Path) -> list[int]:
+def saved_steps(root: Path) -> list[int]:
     """Return the steps that have a directory, committed or not."""
     if not root.is_dir():
         return []
@@ -272,7 +272,7 @@ def _steps(root: Path) -> list[int]:
 
 def _newest_size(root: Path) -> int:
     """Return the size of the newest committed checkpoint in bytes, 0 without one."""
-    committed = [folder for step in _steps(root) if _is_marked(folder := root / f"step-{step}")]
+    committed = [folder for step in saved_steps(root) if _is_marked(folder := root / f"step-{step}")]
     if not committed:
         return 0
     newest_one = max(committed, key=lambda folder: int(folder.name.removeprefix("step-")))

@@ -5,12 +5,20 @@ before this module opens them. Hashes don't protect from a folder that someone m
 `rlpack.checkpoint.restricted`, which runs no code from them.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.restricted import RestrictedPlanner, RestrictedReader
@@ -41,16 +49,41 @@ def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     """
     reader = RestrictedReader(folder)
     weights, moments = get_state_dict(model, optimizer)
-    try:
+    with _typed_errors(folder):
         state_dict_loader.load(
             {"model": weights, "optimizer": moments}, storage_reader=reader, planner=RestrictedPlanner()
         )
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Load the weights alone that `save_training_state` wrote on any number of ranks, in this process; no collective.
+
+    Args:
+        model: not sharded.
+        folder: of the role in a checkpoint.
+
+    Raises:
+        CheckpointError: as `load_training_state`.
+    """
+    reader = RestrictedReader(folder)
+    weights = get_model_state_dict(model)
+    with _typed_errors(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        state_dict_loader.load({"model": weights}, storage_reader=reader, planner=RestrictedPlanner(), no_dist=True)
+    set_model_state_dict(model, weights)
+
+
+@contextmanager
+def _typed_errors(folder: Path) -> Iterator[None]:
+    """Raise the errors of torch's loader as a `CheckpointError`."""
+    try:
+        yield
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, CheckpointError):
                 raise cause from error
         raise CheckpointError(f"{folder} does not fit this model; check model.*: {_first(error)}") from error
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 
 def _first(error: CheckpointException) -> str:

@@ -163,7 +163,7 @@ def _why_not_importable(module: str) -> str:
 
 def _data_files(config: Config) -> Iterator[str]:
     sources = {"source": config.data.source}
-    if config.data.validation_source is not None:
+    if config.data.validation_source not in (None, config.data.source):
         sources["validation_source"] = config.data.validation_source
     for key, source in sources.items():
         if source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(source)):

@@ -142,10 +142,14 @@ _held: dict[Path, RunLock] = {}  # the locks of this process
 
 
 @contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[RunLock]:
+def lock_run_dir(run_dir: Path, *, key: str = "run_dir") -> Iterator[RunLock]:
     """Hold the lock of a directory inside the block; a block inside another one shares its lock.
 
     The directory is created if it is missing, and deleted at the end if it was created here and is empty.
+
+    Args:
+        run_dir: the directory.
+        key: the configuration key that names it, for messages.
 
     Raises:
         RunDirectoryError: another process holds the directory, or it can't be created or written.
@@ -156,7 +160,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[RunLock]:
         return
     missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
-        lock = _held[run_dir] = _acquire(run_dir)
+        lock = _held[run_dir] = _acquire(run_dir, key)
         try:
             yield lock
         finally:
@@ -168,7 +172,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[RunLock]:
                 folder.rmdir()
 
 
-def _acquire(run_dir: Path) -> RunLock:
+def _acquire(run_dir: Path, key: str) -> RunLock:
     """Create the directory, wait for what may be a gone owner, and take the lock."""
     path = run_dir / LOCK
     try:
@@ -176,29 +180,29 @@ def _acquire(run_dir: Path) -> RunLock:
             check_run_dir(run_dir, resume=True)
         run_dir.mkdir(parents=True, exist_ok=True)
         while True:
-            if (lock := _try(path)) is not None:
+            if (lock := _try(path, key)) is not None:
                 return lock
     except OSError as error:
-        raise RunDirectoryError(f"run_dir={run_dir} can't be written ({error}); choose another run_dir") from error
+        raise RunDirectoryError(f"{key}={run_dir} can't be written ({error}); choose another {key}") from error
 
 
-def _try(path: Path) -> RunLock | None:
+def _try(path: Path, key: str) -> RunLock | None:
     """Lock the file; None if its owner deleted it between opening and locking it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        is_locked = _lock(descriptor, path)
+        is_locked = _lock(descriptor, path, key)
         if not _is_same_file(path, descriptor):
             os.close(descriptor)
             return None
         if text := _read(descriptor):
-            _await_end(path, _parse(text), is_locked)
+            _await_end(path, _parse(text), is_locked, key)
         return RunLock(path, descriptor)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _lock(descriptor: int, path: Path) -> bool:
+def _lock(descriptor: int, path: Path, key: str) -> bool:
     """Take the fcntl lock; return false if the storage has none.
 
     Raises:
@@ -209,14 +213,14 @@ def _lock(descriptor: int, path: Path) -> bool:
         return True
     except OSError as error:
         if error.errno in {errno.EACCES, errno.EAGAIN}:
-            raise _in_use(path, _parse(_read(descriptor))) from error
+            raise _in_use(path, _parse(_read(descriptor)), key) from error
         if error.errno not in _NO_LOCKS:
             raise
         logger.warning("%s: the storage has no file locks (%s); only the heartbeat tells who is alive", path, error)
         return False
 
 
-def _await_end(path: Path, owner: Owner | None, is_locked: bool) -> None:
+def _await_end(path: Path, owner: Owner | None, is_locked: bool, key: str) -> None:
     """Return once the process that left the file is known to be gone.
 
     The kernel says so about a process on this machine, and the heartbeat about one on another machine.
@@ -224,9 +228,9 @@ def _await_end(path: Path, owner: Owner | None, is_locked: bool) -> None:
     Raises:
         RunDirectoryError: it is alive.
     """
-    whose = f"run_dir={path.parent} was left by {owner or 'another process'}"
+    whose = f"{key}={path.parent} was left by {owner or 'another process'}"
     if owner is not None and owner.is_running:
-        raise _in_use(path, owner)
+        raise _in_use(path, owner, key)
     if not (is_locked and owner is not None and owner.is_here):
         last = path.stat().st_mtime_ns
         if time.time() - last / 1e9 < LONG_GONE_S:
@@ -234,17 +238,17 @@ def _await_end(path: Path, owner: Owner | None, is_locked: bool) -> None:
         deadline = time.monotonic() + WATCH_S
         while time.monotonic() < deadline and time.time() - last / 1e9 < LONG_GONE_S:
             if path.stat().st_mtime_ns != last:
-                raise _in_use(path, owner)
+                raise _in_use(path, owner, key)
             time.sleep(_POLL_S)
     logger.warning("%s, which has ended without releasing it; taking it over", whose)
 
 
-def _in_use(path: Path, owner: Owner | None) -> RunDirectoryError:
+def _in_use(path: Path, owner: Owner | None, key: str) -> RunDirectoryError:
     """Return the refusal, with the way out."""
     elsewhere = "" if owner is not None and owner.is_here else f"; if that process is surely gone, delete {path}"
     return RunDirectoryError(
-        f"run_dir={path.parent} is in use by {owner or 'another process'}; wait until that run ends, stop it, or "
-        f"choose another run_dir{elsewhere}"
+        f"{key}={path.parent} is in use by {owner or 'another process'}; wait until that run ends, stop it, or "
+        f"choose another {key}{elsewhere}"
     )
 
 

@@ -55,14 +55,7 @@ def check_datasets(config: Config) -> None:
     num_rows: float = math.inf
     texts = []
     for is_training, dataset in _small_splits(config):
-        names = dict.fromkeys(name for example in dataset for name in example.columns)
-        if "reward" in started_roles(config):
-            check_reward_columns(config, names)
-        if any(config.roles[name].target == JUDGE for name in started_roles(config)):
-            from rlpack.rewards.judge_client import check_prompt_template
-
-            check_prompt_template(config.judge.prompt_template, ("uid", "answer", *names))
-        _check_prompts(config, dataset)
+        _check_split(config, dataset)
         if recipe_of(config).needs_demonstrations or (is_training and config.sft_warmup.steps > 0):
             _check_demonstrations(config, dataset)
         texts.append(characters(dataset))
@@ -73,6 +66,29 @@ def check_datasets(config: Config) -> None:
         if len(texts) == 2:
             alphabet = ALPHABET if config.data.source == "arithmetic" else ""
             check_stop_ids(config, len({*SPECIAL_TOKENS, *alphabet, *texts[0], *texts[1]}))
+
+
+def check_held_out(config: Config) -> None:
+    """Read the held-out split if that is quick, and check what an evaluation needs of it.
+
+    Raises:
+        DataError: as `check_datasets`.
+        RewardError: as `check_datasets`.
+    """
+    for _, dataset in _small_splits(config, both=False):
+        _check_split(config, dataset)
+
+
+def _check_split(config: Config, dataset: PromptDataset) -> None:
+    """Check the columns and the prompts of a split."""
+    names = dict.fromkeys(name for example in dataset for name in example.columns)
+    if "reward" in started_roles(config):
+        check_reward_columns(config, names)
+    if any(config.roles[name].target == JUDGE for name in started_roles(config)):
+        from rlpack.rewards.judge_client import check_prompt_template
+
+        check_prompt_template(config.judge.prompt_template, ("uid", "answer", *names))
+    _check_prompts(config, dataset)
 
 
 def hub_datasets(config: Config) -> Iterator[Repository]:
@@ -149,13 +165,16 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
             )
 
 
-def _small_splits(config: Config) -> Iterator[tuple[bool, PromptDataset]]:
+def _small_splits(config: Config, *, both: bool = True) -> Iterator[tuple[bool, PromptDataset]]:
     """Yield whether it is the training split, and its rows, for each split that is quick to read.
+
+    The training split is left out unless `both`.
 
     A dataset of the Hub is not read, but it has to exist.
     """
     data = config.data
-    splits = {True: (data.source, data.split), False: (data.validation_source or data.source, data.validation_split)}
+    splits = {True: (data.source, data.split)} if both else {}
+    splits |= {False: (data.validation_source or data.source, data.validation_split)}
     generator = _smaller(data.generator) if data.source == "arithmetic" else data.generator
     for is_training, (source, split) in splits.items():
         check_hub(source)

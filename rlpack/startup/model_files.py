@@ -23,7 +23,7 @@ from rlpack.startup.dataset_checks import check_stop_ids
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8  # of the header's length, at the beginning of the file
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 # A tokenizer class that has no special tokens of its own.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -83,7 +83,7 @@ def _check_hub(key: str, name: str, revision: str | None) -> None:
     problem = hub_model_problem(key, name, revision)
     if not problem:
         return
-    files = _TOKENIZER_FILES if key == "model.tokenizer" else ("config.json",)
+    files = TOKENIZER_FILES if key == "model.tokenizer" else ("config.json",)
     if not any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files):
         hint = suggest_path(Path(name), folders_only=True)
         raise ModelError(
