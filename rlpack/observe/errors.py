@@ -15,3 +15,7 @@ class SinkError(ValueError):
 
 class ReportError(ValueError):
     """A report was requested for a directory without a readable run."""
+
+
+class EvaluationError(ValueError):
+    """An evaluation's directory can't be used, or its run has no such checkpoint; the message names what differs."""

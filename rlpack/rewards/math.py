@@ -14,6 +14,7 @@ from rlpack.rewards.errors import RewardError
 
 try:
     from math_verify import parse, verify
+    from sympy import Expr, nsimplify
 except ImportError as error:
     raise RewardError(
         f"rlpack.rewards.math needs math-verify, which is not installed; {how_to_install('math', os.environ)}"
@@ -40,6 +41,19 @@ def equivalent(completion: str, answer: object) -> float | None:
     if not expected:
         return None
     return float(verify(list(expected), _parse(completion), timeout_seconds=None))
+
+
+def final_answer_text(completion: str) -> str | None:
+    r"""Return the final answer of a completion as text, None if there is none; decimal numbers become fractions.
+
+    >>> final_answer_text(r"So it is $\\frac{2}{4}$."), final_answer_text("It is 0.5."), final_answer_text("It is not.")
+    ('1/2', '1/2', None)
+    """
+    parsed = _parse(completion)
+    if not parsed:
+        return None
+    answer = parsed[0]
+    return str(nsimplify(answer, rational=True) if isinstance(answer, Expr) else answer)
 
 
 @cache

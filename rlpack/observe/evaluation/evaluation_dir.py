@@ -1,0 +1,162 @@
+"""The directory of an evaluation, and the arguments and data that its rows belong to.
+
+<output_dir>/evaluation.json   arguments by key, and hashes of the prompts and the model
+<output_dir>/samples.jsonl     one response per line
+<output_dir>/samples.html      the responses, for reading
+<output_dir>/results.json      statistics
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rlpack.config.redaction import without_secrets
+from rlpack.config.roles import pool_of
+from rlpack.config.schema import Config
+from rlpack.observe.errors import EvaluationError
+from rlpack.observe.run_dir import LOCK, LOG, flat, holds_run
+
+IDENTITY, RESULTS, PAGE, ROWS = "evaluation.json", "results.json", "samples.html", "samples.jsonl"
+# A checkpoint's model while it is evaluated; a name that no folder of a user has, because it is deleted.
+EXPORTED = ".rlpack-exported-checkpoint"
+_FORMAT = 1
+_SECTIONS = ("seed", "model", "data", "reward", "rollout", "evaluate")
+# Keys of these sections that change neither rows nor statistics.
+_UNUSED = {
+    *("evaluate.output_dir", "rollout.max_logprob_gap", "reward.batch_timeout_s", "reward.max_failures"),
+    *("reward.processes", "reward.rows_per_call", "data.split"),
+}
+_HARMLESS = {LOCK, LOG, EXPORTED}
+
+
+def arguments_of(config: Config) -> dict[str, Any]:
+    """Return what an evaluation depends on, by dotted key.
+
+    The number of ranks is part of it: it decides which rows are generated together, and so how sums are rounded.
+    """
+    values = without_secrets(config.model_dump(mode="json"))
+    sections = {name: values[name] for name in _SECTIONS}
+    sections["roles"] = {name: values["roles"][name] for name in ("rollout", "reward")}
+    pool = pool_of(config, "rollout")
+    ranks = {f"placement.pools.{pool}.ranks": config.placement.pools[pool].ranks}
+    return {key: value for key, value in flat(sections).items() if key not in _UNUSED} | ranks
+
+
+def default_output_dir(config: Config, name: str) -> Path:
+    """Return `evaluations/<name>-<hash>`, the same for the same arguments."""
+    digest = sha256(json.dumps(arguments_of(config), sort_keys=True).encode()).hexdigest()
+    return Path("evaluations") / f"{name}-{digest[:8]}"
+
+
+def check_output_dir(folder: Path, arguments: Mapping[str, Any]) -> None:
+    """Check, without creating anything, that an evaluation with these arguments can use the directory.
+
+    Raises:
+        EvaluationError: it is a file, can't be written, holds a run or unrelated files, or an evaluation with other
+            arguments.
+    """
+    shown = f"evaluate.output_dir is {str(folder)!r}"
+    try:
+        entries = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        entries = []
+    except (OSError, ValueError) as error:  # a file, or a name that no directory can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EvaluationError(f"{shown}, which can't be a directory ({reason}); choose another") from error
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise EvaluationError(f"{shown}, which can't be written (no permission in {nearest}); choose another")
+    if IDENTITY in entries:
+        _refuse(f"{shown}, which holds an evaluation", differences(read_identity(folder)["arguments"], arguments))
+    elif holds_run(folder):
+        raise EvaluationError(f"{shown}, which holds a run; choose another, or a folder below it")
+    elif unrelated := [name for name in entries if name not in _HARMLESS]:
+        raise EvaluationError(
+            f"{shown}, which has unrelated files ({', '.join(unrelated[:3])}{', …' * (len(unrelated) > 3)}); choose "
+            "another, or a folder below it"
+        )
+
+
+def open_evaluation(folder: Path, arguments: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+    """Write the evaluation's identity, or check that the directory has the same one.
+
+    Args:
+        folder: exists, and this process holds it.
+        arguments: by dotted key.
+        hashes: of the prompts and the model, by name.
+
+    Raises:
+        EvaluationError: names what differs.
+    """
+    if not (folder / IDENTITY).exists():
+        document = {"format": _FORMAT, "arguments": dict(arguments), "hashes": dict(hashes)}
+        write_json(folder / IDENTITY, document)
+        return
+    shown, before = f"evaluate.output_dir is {str(folder)!r}, which holds an evaluation", read_identity(folder)
+    _refuse(shown, differences(before["arguments"], arguments))
+    changed = sorted(name for name, digest in hashes.items() if before["hashes"].get(name) != digest)
+    if changed:
+        raise EvaluationError(
+            f"{shown} that began with other files of the {' and the '.join(changed)}; restore them, or choose another"
+        )
+
+
+def read_identity(folder: Path) -> dict[str, Any]:
+    """Return the identity of the evaluation in a directory.
+
+    Raises:
+        EvaluationError: it can't be read, or another version wrote it.
+    """
+    path = folder / IDENTITY
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"{path} can't be read ({error}); restore it, or choose another evaluate.output_dir"
+        ) from error
+    if (
+        not isinstance(document, dict)
+        or document.get("format") != _FORMAT
+        or not all(isinstance(document.get(name), dict) for name in ("arguments", "hashes"))
+    ):
+        raise EvaluationError(
+            f"{path} has another format than this version of rlpack writes; choose another evaluate.output_dir"
+        )
+    return document
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return each argument that differs, with both values.
+
+    >>> differences({"seed": 1}, {"seed": 2})
+    ['seed is 2 and was 1']
+    """
+    return list(_differences(before, now))
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(before.keys() | now.keys()):
+        if key not in now:
+            yield f"{key} is not set and was {before[key]!r}"
+        elif key not in before:
+            yield f"{key} is {now[key]!r} and was not set"
+        elif before[key] != now[key]:
+            yield f"{key} is {now[key]!r} and was {before[key]!r}"
+
+
+def _refuse(shown: str, differing: list[str]) -> None:
+    """Raise if an evaluation differs from the one that a directory holds."""
+    if differing:
+        raise EvaluationError(
+            f"{shown} with other arguments: {'; '.join(differing)}; set them as they were, or choose another"
+        )
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON file in place of an earlier one, by a rename: a kill leaves the old file or the new one."""
+    staging = path.with_name(f".{path.name}")
+    staging.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    os.replace(staging, path)

@@ -1,0 +1,140 @@
+"""The results of an evaluation: means over prompts, each with a bootstrap interval, from the rows of samples.jsonl."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlpack.config.sections.evaluation_settings import Evaluate
+from rlpack.observe.evaluation.bootstrap import CONFIDENCE, bootstrap_intervals
+from rlpack.observe.evaluation.pass_at_k import default_k, pass_at_k, passing
+from rlpack.observe.evaluation.sample_rows import SampleRow
+
+_NO_PASSES = "undefined: rewards are not all 0 or 1; set evaluate.threshold"
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A mean over prompts.
+
+    Attributes:
+        name: such as `mean_reward` or `pass@4`.
+        value: the mean.
+        low: lower end of its 95 % interval.
+        high: upper end.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass
+class PromptRewards:
+    """The rewards of an evaluation, collected row by row; 0 where a response has none.
+
+    Attributes:
+        sampled: of each prompt's samples, P lists of n.
+        greedy: of the greedy responses, P or none.
+        voted: the mean reward of each prompt's majority answers, P.
+        counts: rows, rows without a reward, truncated rows, and tokens.
+    """
+
+    sampled: list[list[float]] = field(default_factory=list)
+    greedy: list[float] = field(default_factory=list)
+    voted: list[float] = field(default_factory=list)
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("rows", "without_reward", "truncated", "response_tokens"), 0)
+    )
+
+    def add(self, rows: Sequence[SampleRow], winners: Sequence[int]) -> None:
+        """Add the rows of one prompt.
+
+        Args:
+            rows: its samples, then its greedy response if there is one.
+            winners: indices of the samples whose answers won the majority vote.
+        """
+        samples = [row.reward or 0.0 for row in rows if row.sample is not None]
+        self.sampled.append(samples)
+        self.greedy += [row.reward or 0.0 for row in rows if row.sample is None]
+        self.voted.append(float(np.mean([samples[winner] for winner in winners])))
+        self.counts["rows"] += len(rows)
+        self.counts["without_reward"] += sum(row.reward is None for row in rows)
+        self.counts["truncated"] += sum(row.finish_reason == "length" for row in rows)
+        self.counts["response_tokens"] += sum(row.response_tokens for row in rows)
+
+    def statistics(self, settings: Evaluate, seed: int) -> tuple[list[Statistic], float | None]:
+        """Return all statistics, and the reward from which a response passes, None if that is undefined."""
+        rewards = np.array(self.sampled, dtype=np.float64)
+        columns = {"mean_reward": rewards.mean(1), "best_of_n": rewards.max(1)}
+        passes = passing(rewards, self.greedy, settings.threshold)
+        if passes is not None:
+            columns |= {f"pass@{k}": pass_at_k(passes, k) for k in settings.pass_at or default_k(settings.samples)}
+        columns["majority_vote"] = np.array(self.voted)
+        if self.greedy:
+            columns["greedy_mean"] = np.array(self.greedy)
+        values = np.stack(list(columns.values()), axis=1)
+        intervals = bootstrap_intervals(values, resamples=settings.resamples, seed=seed).tolist()
+        means = values.mean(0).tolist()
+        triples = zip(columns, means, intervals, strict=True)
+        threshold = (1.0 if settings.threshold is None else settings.threshold) if passes is not None else None
+        return [Statistic(name, mean, *interval) for name, mean, interval in triples], threshold
+
+
+def by_prompt(rows: Iterable[SampleRow], rows_per_prompt: int) -> Iterable[list[SampleRow]]:
+    """Yield the rows of each prompt."""
+    group: list[SampleRow] = []
+    for row in rows:
+        group.append(row)
+        if len(group) == rows_per_prompt:
+            yield group
+            group = []
+
+
+def results_document(
+    evaluated: dict[str, Any], rewards: PromptRewards, settings: Evaluate, *, seed: int, majority_by: str
+) -> dict[str, Any]:
+    """Return what results.json holds: what was evaluated, the statistics, and counts; nothing that depends on time."""
+    statistics, threshold = rewards.statistics(settings, seed)
+    counts = rewards.counts
+    return {
+        **evaluated,
+        "seed": seed,
+        "prompts": len(rewards.sampled),
+        "samples": settings.samples,
+        "statistics": {one.name: {"value": one.value, "low": one.low, "high": one.high} for one in statistics},
+        "confidence": CONFIDENCE,
+        "resamples": settings.resamples,
+        "majority_vote_by": majority_by,
+        "passes_from_reward": threshold,
+        "responses": counts["rows"],
+        "responses_without_reward": counts["without_reward"],
+        "truncated_fraction": counts["truncated"] / counts["rows"],
+        "response_tokens_mean": counts["response_tokens"] / counts["rows"],
+    }
+
+
+def result_lines(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the rows of the table that is printed: name, value, interval."""
+    return [
+        (
+            name.replace("_", " ").replace("of n", f"of {document['samples']}"),
+            f"{one['value']:.4f}",
+            f"[{one['low']:.4f}, {one['high']:.4f}]",
+        )
+        for name, one in document["statistics"].items()
+    ]
+
+
+def result_notes(document: dict[str, Any]) -> list[str]:
+    """Return the lines below the table: how votes and passes were counted, and what was left out."""
+    threshold, without = document["passes_from_reward"], document["responses_without_reward"]
+    notes = [f"majority vote by {document['majority_vote_by']}"]
+    notes.append(f"pass@k: {_NO_PASSES}" if threshold is None else f"a response passes from a reward of {threshold:g}")
+    if without:
+        notes.append(f"{without} of {document['responses']} responses have no reward and count as 0")
+    if document["truncated_fraction"]:
+        notes.append(f"{document['truncated_fraction']:.1%} of the responses end at rollout.max_new_tokens")
+    return notes

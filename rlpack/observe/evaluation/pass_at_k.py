@@ -1,0 +1,53 @@
+"""pass@k: the probability that at least one of k responses passes.
+
+It is estimated from n ≥ k responses to each prompt, without bias (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+"""
+
+from collections.abc import Sequence
+from math import comb
+
+import numpy as np
+
+
+def pass_at_k(passes: np.ndarray, k: int) -> np.ndarray:
+    """Return the unbiased estimate of pass@k of each prompt, float64 [P].
+
+    With c of n responses passing, that is 1 - C(n - c, k) / C(n, k): the share of all sets of k responses that hold one
+    that passes. The coefficients are whole numbers of any size, so only the quotient is rounded.
+
+    >>> pass_at_k(np.array([[True, False, False], [False, False, False]]), 2).tolist()
+    [0.6666666666666666, 0.0]
+
+    Args:
+        passes: whether each response passes, bool [P, n].
+        k: from 1 to n.
+    """
+    num_samples = passes.shape[1]
+    assert 1 <= k <= num_samples, f"k is {k}, of {num_samples} responses"
+    sets = comb(num_samples, k)
+    counts, of_prompt = np.unique(passes.sum(1), return_inverse=True)
+    return np.array([(sets - comb(num_samples - count, k)) / sets for count in counts.tolist()])[of_prompt]
+
+
+def default_k(num_samples: int) -> list[int]:
+    """Return the powers of two up to the number of samples, and that number.
+
+    >>> default_k(1), default_k(6), default_k(8)
+    ([1], [1, 2, 4, 6], [1, 2, 4, 8])
+    """
+    powers = [1 << exponent for exponent in range(num_samples.bit_length())]
+    return sorted({*powers, num_samples})
+
+
+def passing(rewards: np.ndarray, others: Sequence[float], threshold: float | None) -> np.ndarray | None:
+    """Return which responses pass, bool [P, n]; None if that is undefined.
+
+    Args:
+        rewards: of the responses, float64 [P, n].
+        others: rewards of further responses, such as the greedy ones.
+        threshold: a response passes from this reward on; None is 1, and defined only if every reward is 0 or 1.
+    """
+    if threshold is not None:
+        return rewards >= float(np.float32(threshold))  # rewards are float32, in which 0.7 is less than 0.7
+    is_binary = np.isin(rewards, (0.0, 1.0)).all() and np.isin(np.asarray(others), (0.0, 1.0)).all()
+    return rewards == 1.0 if is_binary else None

@@ -1,0 +1,86 @@
+import json
+from itertools import pairwise
+
+import pytest
+
+from rlpack.config.sections.evaluation_settings import Evaluate
+from rlpack.observe.evaluation.evaluation_results import (
+    PromptRewards,
+    by_prompt,
+    result_lines,
+    result_notes,
+    results_document,
+)
+from tests.unit.observe.evaluation.evaluation_rows import sample_row
+
+
+def collected(*prompts, greedy=(), winners=None):
+    rewards = PromptRewards()
+    for number, samples in enumerate(prompts):
+        rows = [sample_row(number, sample, reward=reward) for sample, reward in enumerate(samples)]
+        rows += [sample_row(number, None, reward=greedy[number], finish_reason="length")] if greedy else []
+        rewards.add(rows, winners[number] if winners else range(len(samples)))
+    return rewards
+
+
+def document_of(rewards, settings, **changes):
+    return results_document({"model": "m"}, rewards, settings, seed=1, majority_by="exact text", **changes)
+
+
+def test_every_statistic_is_the_mean_over_prompts_computed_by_hand():
+    rewards = collected([1.0, 0.0], [0.0, 0.0], [1.0, 1.0], greedy=[0.0, 1.0, 1.0], winners=[[1], [0, 1], [0]])
+    document = document_of(rewards, Evaluate(samples=2))
+    values = {name: one["value"] for name, one in document["statistics"].items()}
+    assert values == pytest.approx(
+        {
+            "mean_reward": 0.5,
+            "best_of_n": 2 / 3,
+            "pass@1": 0.5,
+            "pass@2": 2 / 3,
+            "majority_vote": 1 / 3,
+            "greedy_mean": 2 / 3,
+        }
+    )
+    assert all(one["low"] <= one["value"] <= one["high"] for one in document["statistics"].values())
+    assert (document["prompts"], document["responses"], document["passes_from_reward"]) == (3, 9, 1.0)
+    assert document["truncated_fraction"] == pytest.approx(1 / 3)
+    json.dumps(document, allow_nan=False)
+
+
+def test_graded_rewards_have_pass_at_k_from_the_threshold_on_and_none_without():
+    rewards = collected([0.2, 0.6], [0.4, 0.5])
+    assert not [name for name in document_of(rewards, Evaluate(samples=2))["statistics"] if name.startswith("pass")]
+    document = document_of(rewards, Evaluate(samples=2, threshold=0.5, pass_at=(2,)))
+    assert document["statistics"]["pass@2"]["value"] == 1.0
+    assert "pass@1" not in document["statistics"]
+    assert document["passes_from_reward"] == 0.5
+    assert "greedy_mean" not in document["statistics"]
+
+
+def test_a_response_without_a_reward_counts_as_0_and_is_mentioned():
+    document = document_of(collected([None, 1.0]), Evaluate(samples=2))
+    assert document["statistics"]["mean_reward"]["value"] == 0.5
+    assert document["responses_without_reward"] == 1
+    assert "1 of 2 responses have no reward and count as 0" in result_notes(document)
+
+
+def test_the_table_names_the_number_of_samples_and_how_votes_are_counted():
+    document = document_of(collected([0.5, 0.5]), Evaluate(samples=2))
+    assert [name for name, _, _ in result_lines(document)] == ["mean reward", "best of 2", "majority vote"]
+    assert result_notes(document)[:2] == [
+        "majority vote by exact text",
+        "pass@k: undefined: rewards are not all 0 or 1; set evaluate.threshold",
+    ]
+
+
+def test_more_prompts_make_narrower_intervals():
+    widths = []
+    for count in (4, 16, 64):
+        one = document_of(collected(*[[1.0], [0.0]] * count), Evaluate(samples=1))["statistics"]["mean_reward"]
+        widths.append(one["high"] - one["low"])
+    assert all(1.5 < wide / narrow < 2.7 for wide, narrow in pairwise(widths))
+
+
+def test_rows_are_grouped_by_prompt():
+    rows = [sample_row(prompt, sample) for prompt in range(3) for sample in range(2)]
+    assert [[row.prompt_index for row in group] for group in by_prompt(rows, 2)] == [[0, 0], [1, 1], [2, 2]]
