@@ -4,4 +4,5 @@
 - `*_spec`: each recipe's roles, config section, rules and warnings, read before anything heavy is imported.
 - `driver`: the building blocks of the loops: the session, the stages of a step, evaluation and resuming.
 - `preflight`: checks that run before any process starts.
+- `evaluate`: `rlpack evaluate`, which samples and scores and trains nothing.
 """

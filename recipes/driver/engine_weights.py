@@ -1,4 +1,4 @@
-"""The actor's weights in the generation engines, and new engines in place of those that failed."""
+"""The actor's weights in the generation engines."""
 
 import math
 
@@ -25,17 +25,6 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
             session.rollout.run(RolloutWorker.replace_failed_engine)
         gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))
         if math.isinf(gap):
-            gap = _replace_and_publish(session)
+            gap = session.replace_engines()
     if step is not None:
         step.metrics["rollout/canary_gap"] = gap
-
-
-def replace_engines(session: Session) -> None:
-    """Start a new engine for each that failed, with the weights that all engines have."""
-    _replace_and_publish(session)
-
-
-def _replace_and_publish(session: Session) -> float:
-    """Replace engines that failed, publish the last weights again, and return the canary's largest gap."""
-    session.rollout.run(RolloutWorker.replace_failed_engine)
-    return session.rollout_weights.publish_again(canary_tokens(len(session.tokenizer)))

@@ -1,9 +1,10 @@
-"""Evaluation on the whole held-out split.
+"""Evaluation on the held-out split, in a run or by `rlpack evaluate`.
 
 Every evaluation draws from the same random streams, which no training step uses.
 """
 
 import math
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,12 +12,29 @@ from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.data.tokenization import prompt_for_display
+from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
-from rlpack.recipes.driver.reward_stages import PendingRewards, count_failures
-from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
+from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards, count_failures
+from rlpack.recipes.driver.rollout_stages import DrawnPrompts, SamplingSession, sample_responses
 from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.splits import Split
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
+
+
+class EvaluatedSession(SamplingSession, Protocol):
+    """What an evaluation needs: a run's session, or the roles that `rlpack evaluate` starts."""
+
+    @property
+    def held_out(self) -> Split:
+        """The prompts."""
+        ...
+
+    @property
+    def groups(self) -> dict[str, WorkerGroup[Any]]:
+        """The started roles by name, `reward` among them."""
+        ...
+
 
 # Seeds are a function of the step; no training step has this number.
 _STEP = 2**32
@@ -44,14 +62,25 @@ def evaluate_loss(session: Session, step: StepContext) -> None:
     step.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
 
 
+def sample_and_score(
+    session: EvaluatedSession, drawn: DrawnPrompts, samples: int, temperature: float
+) -> tuple[BatchedDataDict, RowRewards]:
+    """Return `samples` adjacent responses per prompt, and the rewards of the reward role; call it within a lease."""
+    pending = PendingRewards([session.groups["reward"]])
+    rollouts = sample_responses(session, drawn, samples, temperature=temperature, on_part=pending.submit)
+    return rollouts, pending.result()
+
+
+def draw_held_out(session: EvaluatedSession, positions: np.ndarray) -> DrawnPrompts:
+    """Return held-out prompts by position, int64; their random streams are those of every evaluation."""
+    return DrawnPrompts(session.held_out.batch(positions), _STEP, positions)
+
+
 def _rewards(session: Session, step: StepContext, samples: int, temperature: float) -> Tensor:
     """Return the rewards of all held-out samples, f32 [prompts × samples]; 0 if quarantined."""
-    positions = np.arange(len(session.held_out))
     with session.store.lease("an evaluation"):
-        drawn = DrawnPrompts(session.held_out.batch(positions), _STEP, positions)
-        pending = PendingRewards([session.groups["reward"]])
-        rollouts = sample_responses(session, drawn, samples, temperature=temperature, on_part=pending.submit)
-        rewards, valid, _, counts = pending.result()
+        drawn = draw_held_out(session, np.arange(len(session.held_out)))
+        rollouts, (rewards, valid, _, counts) = sample_and_score(session, drawn, samples, temperature)
         count_failures(step, counts)
         key = "evaluation/quarantined"
         step.metrics[key] = step.metrics.get(key, 0.0) + float((~valid).sum())

@@ -5,16 +5,18 @@ Row order never changes: every role returns its rows in the order it got them.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import positions_of
+from rlpack.config.schema import Config
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenization import eos_id
-from rlpack.recipes.driver.engine_weights import replace_engines
+from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.router import Router
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -38,6 +40,35 @@ class DrawnPrompts(NamedTuple):
     prompts: BatchedDataDict
     step: int
     positions: np.ndarray
+
+
+class SamplingSession(Protocol):
+    """What sampling needs of a session.
+
+    Attributes:
+        repeated_rows: responses that were generated again so far, because an engine failed.
+    """
+
+    repeated_rows: int
+
+    @property
+    def config(self) -> Config:
+        """The whole configuration."""
+        ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer."""
+        ...
+
+    @property
+    def rollout(self) -> WorkerGroup[RolloutWorker]:
+        """The generating ranks."""
+        ...
+
+    def replace_engines(self) -> float:
+        """Start a new engine for each that failed, with the weights that the others have."""
+        ...
 
 
 def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> DrawnPrompts:
@@ -91,7 +122,7 @@ def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
 
 
 def sample_responses(
-    session: Session, drawn: DrawnPrompts, samples: int, *, temperature: float, on_part: OnPart | None = None
+    session: SamplingSession, drawn: DrawnPrompts, samples: int, *, temperature: float, on_part: OnPart | None = None
 ) -> BatchedDataDict:
     """Return `samples` adjacent responses per prompt.
 
@@ -100,8 +131,7 @@ def sample_responses(
     """
     prompts = drawn.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(drawn.prompts.num_rows).repeat_interleave(samples)
-    seeds = row_seeds(session.config.seed, drawn.step, drawn.positions, samples)
-    prompts["seeds"] = torch.from_numpy(seeds.view(np.int64))
+    prompts["seeds"] = torch.from_numpy(sample_seeds(session.config.seed, drawn, samples).view(np.int64))
     params = _sampling_params(session, temperature)
     if session.config.rollout.engine in STREAMING_ENGINES:
         return _stream(session, prompts, params, on_part)
@@ -116,14 +146,14 @@ def sample_responses(
 
 
 def _stream(
-    session: Session, prompts: BatchedDataDict, params: SamplingParams, on_part: OnPart | None
+    session: SamplingSession, prompts: BatchedDataDict, params: SamplingParams, on_part: OnPart | None
 ) -> BatchedDataDict:
     """Return a response to each prompt, in the order of the prompts; `on_part` gets groups as soon as they end."""
     router = Router(
         session.rollout,
         params,
         capacity=session.config.rollout.max_num_seqs,
-        replace_engines=lambda: replace_engines(session),
+        replace_engines=session.replace_engines,
     )
     parts: list[BatchedDataDict] = []
     for ended in router.run(prompts):
@@ -136,7 +166,12 @@ def _stream(
     return batch.select(np.argsort(batch.row_ids))
 
 
-def _sampling_params(session: Session, temperature: float) -> SamplingParams:
+def sample_seeds(seed: int, drawn: DrawnPrompts, samples: int) -> np.ndarray:
+    """Return the seed of each response to drawn prompts, uint64 [prompts × samples]."""
+    return row_seeds(seed, drawn.step, drawn.positions, samples)
+
+
+def _sampling_params(session: SamplingSession, temperature: float) -> SamplingParams:
     settings, eos = session.config.rollout, eos_id(session.tokenizer)
     return SamplingParams(
         temperature=temperature,
@@ -147,7 +182,7 @@ def _sampling_params(session: Session, temperature: float) -> SamplingParams:
     )
 
 
-def _part_rows(session: Session, prompts: int, samples: int) -> list[int]:
+def _part_rows(session: SamplingSession, prompts: int, samples: int) -> list[int]:
     """Return the number of rows in each part.
 
     A part has whole groups, and at most as many rows as the engines run at a time. Parts are even, so that no engine

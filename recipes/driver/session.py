@@ -47,6 +47,7 @@ from rlpack.recipes.driver.resume import (
 from rlpack.recipes.driver.splits import Split, cache_splits, load_splits
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.rollout.canary import canary_tokens
 from rlpack.startup.same_run import check_same_run, check_steps
 from rlpack.user_code import Interrupted
 from rlpack.worker import Trainable
@@ -228,6 +229,15 @@ class Session:
             group.run(Trainable.export_model, str(folder))
             self.tokenizer.save_pretrained(folder)
             self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
+
+    def replace_engines(self) -> float:
+        """Start a new engine for each that failed, with the weights that were published last; return the canary's gap.
+
+        Raises:
+            RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
+        """
+        self.rollout.run(RolloutWorker.replace_failed_engine)
+        return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
     def stop_if_interrupted(self) -> None:
         """End the run after a Ctrl-C; called where no work would be lost.

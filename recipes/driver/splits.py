@@ -85,6 +85,19 @@ def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Promp
     return tokenizer, _encode(config, train, tokenizer), _encode(config, held_out, tokenizer)
 
 
+def load_held_out(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts]:
+    """Return the tokenizer of `model.path` or `model.tokenizer`, and the held-out prompts.
+
+    Raises:
+        DataError: the source can't be read.
+        ModelError: the tokenizer can't be loaded.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(config.model)
+    held_out = _load(config, data.validation_source or data.source, data.validation_split)
+    return tokenizer, _encode(config, held_out, tokenizer)
+
+
 def _load(config: Config, source: str, split: str) -> PromptDataset:
     data = config.data
     dataset = load_prompts(

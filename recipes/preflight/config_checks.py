@@ -26,7 +26,7 @@ from rlpack.models.packed import language_model
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
-from rlpack.recipes.preflight.architecture_checks import check_architecture, check_rollout_length
+from rlpack.recipes.preflight.architecture_checks import check_architecture, check_rollout_length, rollout_length
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.rewards.errors import RewardError
@@ -85,6 +85,26 @@ def check_before_start(
     return model
 
 
+def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> None:
+    """Raise on mistakes that would otherwise stop a rank of `rlpack evaluate`.
+
+    Raises:
+        ModelError: `model.path` is no language model that fits the tokenizer and the longest response, or the tokenizer
+            has no token that ends a response.
+        PlacementError: a role's class can't be loaded, built or called, or this machine is too small for the pools.
+        RewardError: as for a run.
+    """
+    model = build_meta_model(config.model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
+    longest, source = rollout_length(config)
+    check_row_length(model.config, longest, source)
+    check_positions(model, longest, source)
+    _check_end_of_sequence(config, tokenizer, model)
+    for name in started_roles(config):
+        check_role(name, config.roles[name], is_own=False, is_trained=False)
+    _check_reward(config, prompts)
+    check_resources(config)
+
+
 def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     """Raise unless some token can end a response, and the model can sample it."""
     pad_id(tokenizer)
@@ -127,9 +147,9 @@ def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
         find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *added, *dict(settings)})
 
 
-def _check_reward(config: Config, prompts: Prompts, held_out: Prompts) -> None:
+def _check_reward(config: Config, *splits: Prompts) -> None:
     """Raise unless the reward functions exist and take the columns that the reward role passes."""
-    for split in (prompts, held_out):
+    for split in splits:
         check_reward_columns(config, split.column_names)
     is_custom = config.roles["reward"].target != builtin_roles()["reward"].target
     if is_custom or config.placement.address is not None:  # ranks on another machine check its kernel

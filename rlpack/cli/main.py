@@ -24,10 +24,11 @@ examples:
   rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
   rlpack simulate lognormal --rows-per-rank 16 --ranks 64,16384  expected step times on larger clusters
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
+  rlpack evaluate runs/mine evaluate.samples=16                  pass@k and more, of the newest checkpoint
   rlpack report runs/mine                                        write runs/mine/report.html again
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
-_COMMANDS = ("jobs", "logs", "plan", "report", "simulate", "stop", "submit", "train")
+_COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "simulate", "stop", "submit", "train")
 _INTERRUPTED = 130
 _JOB_COMMANDS = (["submit"], ["jobs"], ["logs"], ["stop"])
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
@@ -43,6 +44,8 @@ def _command(arguments: list[str]) -> int:
     """Run the command that the first argument names."""
     if arguments[:1] == ["train"] or _COMPLETION_FLAGS.intersection(arguments[:1]):
         return _train(arguments)
+    if arguments[:1] == ["evaluate"]:
+        return _evaluate(arguments[1:])
     if arguments[:1] in (["plan"], ["simulate"]):
         return _plan(arguments)
     if arguments[:1] in _JOB_COMMANDS:
@@ -67,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlpack {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
     commands.add_parser("train", help="run a recipe, with Hydra overrides (rlpack train --help)", add_help=False)
+    commands.add_parser(
+        "evaluate", help="evaluate a model or a run's checkpoint (rlpack evaluate --help)", add_help=False
+    )
     commands.add_parser("plan", help="show how a trace of lengths would be batched (rlpack plan --help)")
     commands.add_parser("simulate", help="show expected step times on more ranks (rlpack simulate --help)")
     commands.add_parser("submit", help="run `rlpack train` as a job of a Ray cluster (rlpack submit --help)")
@@ -93,6 +99,23 @@ def _train(arguments: list[str]) -> int:
             return code
     except KeyboardInterrupt:
         print("rlpack train: interrupted; nothing was saved yet", file=sys.stderr)
+        return _INTERRUPTED
+    finally:
+        gc.enable()
+
+
+def _evaluate(arguments: list[str]) -> int:
+    """Run `rlpack evaluate`; an interrupt before it starts is one line and code 130."""
+    gc.disable()  # as for `rlpack train`
+    try:
+        with termination_as_keyboard_interrupt():
+            from rlpack.cli.evaluate import evaluate
+
+            code = evaluate(arguments)
+            _exit_if_ray_hangs(code)
+            return code
+    except KeyboardInterrupt:
+        print("rlpack evaluate: interrupted before it began", file=sys.stderr)
         return _INTERRUPTED
     finally:
         gc.enable()

@@ -95,12 +95,12 @@ def train(arguments: list[str]) -> int:
                 check_first(job.config)
             load_secrets(job.config.job, os.environ)
     except (ValueError, CheckpointError, UserCodeError) as error:
-        return _report_failure(error)
+        return report_failure(error)
     log_to_console()
     for job in jobs:
         if job.number is not None:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
-        with attached_log("driver", _print_failure):
+        with attached_log("driver", print_failure):
             for warning in config_warnings(job.config, job.given):
                 log.warning("%s", warning)
             if code := run(job.config):
@@ -108,19 +108,37 @@ def train(arguments: list[str]) -> int:
     return 0
 
 
-def run(config: Config) -> int:
-    """Run the recipe of a config and return the exit code; the run directory is locked until Ray is stopped."""
+def how_to_resume(config: Config) -> str:
+    """Return what an interrupted run has saved, and how to resume it."""
+    if config.run_dir is None or not holds_checkpoint(Path(config.run_dir)):
+        return "nothing was saved yet"
+    return f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
+
+
+def run(
+    config: Config,
+    command: str = "train",
+    how_to_go_on: Callable[[Config], str] = how_to_resume,
+    *,
+    key: str = "run_dir",
+) -> int:
+    """Run the recipe of a config and return the exit code; the run directory is locked until Ray is stopped.
+
+    Args:
+        config: with a `run_dir`.
+        command: for messages.
+        how_to_go_on: completes the message of an interrupted command.
+        key: the key of the directory, for messages.
+    """
     run_dir = Path(config.run_dir or ".").absolute()
     try:
-        with lock_run_dir(run_dir), UserCode(f"recipe.target {config.recipe.target!r}"):
+        with lock_run_dir(run_dir, key=key), UserCode(f"recipe.target {config.recipe.target!r}"):
             _run_locked(config.model_copy(update={"run_dir": str(run_dir)}))
     except KeyboardInterrupt:
-        saved = config.run_dir is not None and holds_checkpoint(Path(config.run_dir))
-        hint = f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
-        print_error("train", f"interrupted; {hint if saved else 'nothing was saved yet'}")
+        print_error(command, f"interrupted; {how_to_go_on(config)}")
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost handler: every error becomes a message and an exit code
-        return _report_failure(error)
+        return report_failure(error, command)
     return 0
 
 
@@ -307,11 +325,11 @@ def _fresh_name(now: datetime, recipe: str) -> str:
     return str(name)
 
 
-def _report_failure(error: Exception) -> int:
+def report_failure(error: Exception, command: str = "train") -> int:
     """Print the error that ended a run, unless it has been printed, and return its exit code."""
     run_log = current_log()
     if run_log is None:
-        _print_failure(error)
+        print_failure(error, command)
     else:
         run_log.record_failure(error)
     if isinstance(error, DataError):
@@ -319,15 +337,15 @@ def _report_failure(error: Exception) -> int:
     return CONFIG_WRONG if _is_ours(error) and isinstance(error, ValueError) else RUN_FAILED
 
 
-def _print_failure(error: BaseException) -> None:
+def print_failure(error: BaseException, command: str = "train") -> None:
     """Print an error, with a traceback if it isn't ours, and where the logs are."""
     if not _is_ours(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     else:
-        print_error("train", str(error))
+        print_error(command, str(error))
     run_log = current_log()
     if run_log is not None and (places := run_log.places()):
-        print_error("train", places)
+        print_error(command, places)
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -24,13 +24,14 @@ from yaml import YAMLError
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import Key, children, find, how_to_set, root_key, walk
 from rlpack.config.recipe_targets import recipe_targets
-from rlpack.config.recipes import config_class, sweep_class
+from rlpack.config.recipes import EVALUATE_TARGET, config_class, sweep_class
 from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config, Recipe
 from rlpack.config.validate import target_of, unknown_key_problems, validate
 
 BASE_NODE = "schema"
 CONFIG_NAME = "train"
+EVALUATION_NAME = "evaluate"
 PRESETS = Path(__file__).resolve().parents[1] / "configs"
 VERSION_BASE = "1.3"
 _LONGEST_OVERRIDE = 65_536
@@ -56,6 +57,34 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     return validate(composed)
 
 
+def compose_evaluation(overrides: Sequence[str], values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return the validated config of `rlpack evaluate <model> <overrides>`.
+
+    Only held-out prompts are read: both splits are `data.validation_source`, or `data.source` without one.
+
+    Args:
+        overrides: Hydra overrides.
+        values: sections and top-level values that differ from the schema's defaults, such as those of a run.
+
+    Raises:
+        ConfigError: see `rlpack.config.validate.validate`.
+    """
+    kind = config_class(EVALUATE_TARGET)
+    root = root_key(kind)
+    ConfigStore.instance().store(name=BASE_NODE, node=base_node(kind, values), provider="rlpack")
+    GlobalHydra.instance().clear()
+    with (
+        config_errors(overrides, root),
+        hydra.initialize_config_dir(config_dir=str(PRESETS), job_name=EVALUATION_NAME, version_base=VERSION_BASE),
+    ):
+        composed = plain(hydra.compose(EVALUATION_NAME, overrides=list(overrides)), root)
+    data = composed.get("data")
+    if isinstance(data, dict) and isinstance(data.get("source"), str):
+        held_out = data.get("validation_source") or data["source"]
+        composed["data"] = {**data, "source": held_out, "validation_source": held_out, "completion_column": None}
+    return validate(composed)
+
+
 def register_base(targets: Sequence[str]) -> Key:
     """Store the defaults of recipes' schemas as Hydra's base node, and return the key that all keys are below.
 
@@ -67,12 +96,12 @@ def register_base(targets: Sequence[str]) -> Key:
     return root_key(kind)
 
 
-def base_node(kind: type[Config]) -> DictConfig:
-    """Return every key at its default; mappings in which users choose the names are left open.
+def base_node(kind: type[Config], given: Mapping[str, Any] | None = None) -> DictConfig:
+    """Return every key at its default, or as `given`; mappings in which users choose the names are left open.
 
     A recipe's own roles are left out, because a sweep's jobs share the node; validation adds them to their job.
     """
-    values = kind().model_dump(mode="json")
+    values = kind().model_dump(mode="json") | dict(given or {})
     values["roles"] = {name: role for name, role in values["roles"].items() if is_builtin(name)}
     node = OmegaConf.create({name: _literal(value) for name, value in values.items()})
     for key in walk(root_key(kind)):

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlpack.config.foreign_names import foreign_answer, foreign_answer_by_last_part
-from rlpack.config.recipes import builtin_sections
+from rlpack.config.recipes import EVALUATE_TARGET, builtin_sections, find_recipe
 from rlpack.config.schema import Config
 from rlpack.config.usual_names import USUAL_NAMES
 
@@ -122,6 +122,8 @@ def unknown_key_problem(path: str, root: Key | None = None) -> str:
     top = path.partition(".")[0]
     if top not in children(root) and (owner := builtin_sections().get(top)):
         return f"{path} is not a key of this recipe; {top}.* belongs to recipe={owner}"
+    if top not in children(root) and top in find_recipe(EVALUATE_TARGET).sections:
+        return f"{path} is not a key of rlpack train; {top}.* belongs to rlpack evaluate"
     where, unknown, below = _known_part(path, root)
     if not below:
         return f"{path} is not a key; {where} is a value and has no keys below it"

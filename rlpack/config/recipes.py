@@ -30,6 +30,8 @@ from rlpack.user_code import UserCode, UserCodeError, describe_exception, find_u
 
 Rule = Callable[[Any], Iterator[str]]
 BUILTIN_PACKAGE = "rlpack.recipes"
+# What `rlpack evaluate` runs; `rlpack train` doesn't offer it.
+EVALUATE_TARGET = f"{BUILTIN_PACKAGE}.evaluate.evaluate_model"
 _FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HOW = "a recipe is a module with main(config) and SPEC = rlpack.config.recipes.RecipeSpec(...)"

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rlpack.config.compose import CONFIG_NAME, PRESETS
 from rlpack.config.keys import ROOT, Key, children, find, root_key
 from rlpack.config.preset_files import GLOBAL
-from rlpack.config.recipes import builtin_recipes, builtin_target, config_class, find_recipe
+from rlpack.config.recipes import EVALUATE_TARGET, builtin_recipes, builtin_target, config_class, find_recipe
 from rlpack.config.schema import Config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
@@ -27,7 +27,8 @@ The default is the value that `rlpack train` uses if nothing else is chosen. Whe
 preset is named, together with the value without it: `rlpack train` starts from recipe=grpo, model=tiny, data=arithmetic
 and further presets, and another choice, such as recipe=ppo, brings its own values. `rlpack train --cfg job` shows the
 values of a command. `<name>` is a name that you choose.
-A section of a single recipe, such as `dapo`, exists only with that recipe; so do those of your own recipes.
+A section of a single recipe, such as `dapo`, exists only with that recipe; so do those of your own recipes. `evaluate`
+exists only with `rlpack evaluate`.
 """
 _WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text", NoneType: "null"}
 
@@ -73,9 +74,9 @@ def main() -> int:
 
 def _tables() -> Iterator[str]:
     yield from _tables_below(ROOT)
-    for name in builtin_recipes():
-        kind = config_class(builtin_target(name))
-        for section in find_recipe(builtin_target(name)).sections:
+    for target in (*map(builtin_target, builtin_recipes()), EVALUATE_TARGET):
+        kind = config_class(target)
+        for section in find_recipe(target).sections:
             yield from _tables_below(children(root_key(kind))[section])
 
 

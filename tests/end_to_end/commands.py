@@ -1,4 +1,4 @@
-"""Run `rlpack train` in separate processes, and read its run directory."""
+"""Run `rlpack` in separate processes, and read its run directory."""
 
 import atexit
 import json
@@ -106,21 +106,28 @@ def _belongs(process: psutil.Process, command: Command) -> bool:
 def started(
     folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()
 ) -> Iterator[Command]:
-    """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block.
+    """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block."""
+    words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *overrides]
+    with started_words(folder, words, folder / run_dir, path) as command:
+        yield command
+
+
+@contextmanager
+def started_words(folder: Path, words: list[str], run_dir: Path, path: Sequence[Path] = ()) -> Iterator[Command]:
+    """Start any `rlpack` command in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block.
 
     Its process is forked from one that has imported what the command needs, which takes most of a short run's time. Ray
     and the ranks start as ever.
     """
     folder.mkdir(exist_ok=True)
     mark = secrets.token_hex(8)
-    words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *overrides]
     own = [str(place) for place in [ROOT, *path]]
     variables = environment() | {"PYTHONPATH": os.pathsep.join(own), MARK: mark, "WANDB_SILENT": "true"}
     process = fork_context().Process(
-        target=_train, args=(folder, words, [*own, *_IMPORT_PATH, str(folder)], variables, mark)
+        target=_run_command, args=(folder, words, [*own, *_IMPORT_PATH, str(folder)], variables, mark)
     )
     process.start()
-    command = Command(folder, folder / run_dir, process, mark)
+    command = Command(folder, run_dir, process, mark)
     try:
         yield command
     finally:
@@ -129,7 +136,7 @@ def started(
         process.join()
 
 
-def _train(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str) -> None:
+def _run_command(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str) -> None:
     """Become a process like that of `python -m rlpack`, leader of its own session, and end as it does."""
     os.setsid()
     for descriptor, suffix in ((1, "out"), (2, "err")):

@@ -14,7 +14,7 @@ import rlpack
 from rlpack.algorithms.registry import ADVANTAGES, LOSSES
 from rlpack.config import schema
 from rlpack.config.keys import Key, children, root_key, walk
-from rlpack.config.recipes import builtin_recipes, builtin_sections, builtin_target, config_class, find_recipe
+from rlpack.config.recipes import EVALUATE_TARGET, builtin_recipes, builtin_target, config_class, find_recipe
 from rlpack.packing.batching import Batching
 
 ROOT = Path(rlpack.__file__).parents[1]
@@ -25,7 +25,8 @@ SOURCES = [
     for path in sorted((ROOT / package).rglob("*.py"))
     if path.parent.name != "config" or path.name == "roles.py"
 ]
-OF_RECIPES = [section for name in builtin_recipes() for section in find_recipe(builtin_target(name)).sections.values()]
+TARGETS = [*map(builtin_target, builtin_recipes()), EVALUATE_TARGET]
+OF_RECIPES = [section for target in TARGETS for section in find_recipe(target).sections.values()]
 SECTIONS = {
     name: value
     for name, value in vars(schema).items()
@@ -191,5 +192,6 @@ def test_every_key_of_the_schema_is_read_outside_of_the_config_package():
 
 def test_the_sections_hold_every_key():
     named = {key.name for section in SECTIONS.values() for key in children(Key("", section)).values()}
-    roots = [root_key(config_class(builtin_target(name))) for name in builtin_recipes()]
-    assert {key.name for root in roots for key in walk(root) if key.name != "<name>"} == named | {*builtin_sections()}
+    roots = [root_key(config_class(target)) for target in TARGETS]
+    of_recipes = {name for target in TARGETS for name in find_recipe(target).sections}
+    assert {key.name for root in roots for key in walk(root) if key.name != "<name>"} == named | of_recipes

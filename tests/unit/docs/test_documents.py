@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rlpack.cli.evaluate import _without_effect, parser
 from rlpack.cli.main import main
-from rlpack.config.compose import compose
+from rlpack.config.compose import compose, compose_evaluation
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.packing import Batching
 from rlpack.testing import check_role, contracts
@@ -37,6 +38,7 @@ TRAIN = [words[2:] for words in commands() if words[:2] == ["rlpack", "train"]]
 PLAN = [words[1:] for words in commands() if words[:2] in (["rlpack", "plan"], ["rlpack", "simulate"])]
 SUBMIT = [words for words in commands() if words[:2] == ["rlpack", "submit"]]
 ASK = [words[1:] for words in commands() if words[:1] == ["rlpack"] and words[1] in {"jobs", "logs", "stop"}]
+EVALUATE = [words[2:] for words in commands() if words[:2] == ["rlpack", "evaluate"]]
 IMAGES = [words for words in commands() if words[:2] == ["docker", "build"]]
 KUBERAY = [words[1:] for words in commands() if words[1:2] == ["deploy/kuberay.py"]]
 SLURM = [words for words in commands() if words[:1] == ["sbatch"]]
@@ -59,6 +61,14 @@ def test_every_train_command_composes_to_a_valid_config(arguments, tmp_path, mon
         assert main(["train", *overrides, "--cfg", "job"]) == 0
         assert "trainer:" in capsys.readouterr().out
     assert compose(overrides).recipe.name in ("grpo", "ppo", "sft")
+
+
+@pytest.mark.parametrize("arguments", EVALUATE, ids=" ".join)
+def test_every_evaluate_command_has_overrides_that_compose(arguments):
+    parsed, overrides = parser().parse_known_args(arguments)
+    assert parsed.model in ("runs/mine", "path/to/model")
+    assert list(_without_effect(overrides)) == []
+    compose_evaluation(overrides, {"model": compose().model_dump(mode="json")["model"]})
 
 
 @pytest.mark.parametrize("arguments", PLAN, ids=" ".join)

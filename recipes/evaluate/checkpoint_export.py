@@ -1,0 +1,71 @@
+"""The model folder of a run's checkpoint, without a trainer.
+
+A checkpoint holds the actor's sharded weights and its optimizer, and neither model config nor tokenizer. So the model
+is built as the run built it, the weights are read into it by one process, and the tokenizer is loaded, or built from
+the run's prompts, again.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.checkpoint.commit import load_state
+from rlpack.checkpoint.files import discard_folder
+from rlpack.checkpoint.sharded import load_weights
+from rlpack.config.schema import Config
+from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.models.loading import build_causal_lm, load_tokenizer
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import full_state_dict
+from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts
+from rlpack.recipes.driver.splits import load_splits
+from rlpack.startup.evaluated_model import run_config
+from rlpack.workers.build import set_trained_weights
+
+
+@contextmanager
+def exported_checkpoint(checkpoint: Path, folder: Path) -> Iterator[None]:
+    """Write the policy of a checkpoint as a Hugging Face folder, which exists inside the block.
+
+    Raises:
+        CheckpointError: the checkpoint doesn't fit the model that its run's configuration describes.
+        ModelError: the run's base model or tokenizer can't be loaded.
+        DataError: the tokenizer was built from prompts that have changed or are gone.
+    """
+    discard_folder(folder)  # left by a kill
+    try:
+        export_checkpoint(checkpoint, folder)
+        yield
+    finally:
+        discard_folder(folder)
+
+
+def export_checkpoint(checkpoint: Path, folder: Path) -> None:
+    """Write the policy of a checkpoint, with merged adapters, and its tokenizer; see `exported_checkpoint`."""
+    state = load_state(checkpoint)
+    config = run_config(state)
+    tokenizer = _tokenizer(config, checkpoint, state)
+    model = build_causal_lm(
+        config.model,
+        vocab_size=len(tokenizer),
+        eos_token_id=eos_id(tokenizer),
+        pad_token_id=pad_id(tokenizer),
+        seed=config.seed,
+    )
+    set_trained_weights(model, config.actor, seed=config.seed)
+    policy = Policy(model)
+    load_weights(policy, checkpoint / "actor")
+    model.save_pretrained(folder, state_dict=full_state_dict(policy))
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the run's tokenizer; one of characters is built from the run's prompts, which must not have changed."""
+    if config.model.path is not None or config.model.tokenizer is not None:
+        return load_tokenizer(config.model)
+    tokenizer, prompts, held_out = load_splits(config)
+    check_same_prompts(LoadedCheckpoint(checkpoint, dict(state)), config, prompts, held_out)
+    return tokenizer

@@ -1,0 +1,168 @@
+"""`rlpack evaluate`: sample, score, measure.
+
+    export the checkpoint, if a run is evaluated
+    for each part of the prompts that samples.jsonl lacks:
+        rows = reward.score(rollout.generate(prompts × n, and greedily))
+        append rows to samples.jsonl
+    results = statistics of all rows
+    write results.json and samples.html
+
+The random numbers of a response depend on the seed, the prompt's position and the sample's number alone, as in the
+evaluation of a run. A kill costs at most the part in progress.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.checkpoint.commit import MANIFEST
+from rlpack.checkpoint.files import sha256_of
+from rlpack.cli.tables import table
+from rlpack.config.recipes import recipe_section
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config
+from rlpack.config.sections.evaluation_settings import Evaluate
+from rlpack.data.prompts import Prompts
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.start_roles import start_roles
+from rlpack.observe.console import Console
+from rlpack.observe.evaluation.evaluation_dir import (
+    EXPORTED,
+    PAGE,
+    RESULTS,
+    ROWS,
+    arguments_of,
+    open_evaluation,
+    write_json,
+)
+from rlpack.observe.evaluation.evaluation_results import (
+    PromptRewards,
+    by_prompt,
+    result_lines,
+    result_notes,
+    results_document,
+)
+from rlpack.observe.evaluation.sample_rows import RowLayout, SampleFile
+from rlpack.observe.evaluation.samples_page import write_samples_page
+from rlpack.observe.run_dir import LOG
+from rlpack.recipes.driver.splits import cache_splits, load_held_out
+from rlpack.recipes.evaluate.checkpoint_export import exported_checkpoint
+from rlpack.recipes.evaluate.evaluation_session import EvaluationSession
+from rlpack.recipes.preflight.config_checks import check_before_evaluation
+from rlpack.rewards.voted_answers import AnswerReader, answer_reader, majority
+from rlpack.run_log import current_log
+from rlpack.workers.reward import function_specs
+
+_HASHED = ("config.json", "tokenizer.json")
+
+
+def main(config: Config) -> None:
+    """Evaluate a model, or go on where an earlier command with the same arguments was stopped."""
+    output, console = Path(cast(str, config.run_dir)), Console()
+    settings, arguments = recipe_section(config, Evaluate), arguments_of(config)
+    reader = answer_reader((one.target, one.arguments) for one in function_specs(config.reward).values())
+    with _log_in(output), _loadable(config, output) as loadable:
+        tokenizer, prompts = load_held_out(loadable)
+        check_before_evaluation(loadable, tokenizer, prompts)
+        open_evaluation(output, arguments, {"prompts": prompts.fingerprint, "model": _model_hash(config)})
+        layout = RowLayout(len(prompts), settings.samples, settings.greedy, settings.prompts_per_part)
+        file = SampleFile(output / ROWS, layout)
+        done = file.recover()
+        if done:
+            console.note(f"going on after {done} of {len(prompts)} prompts, whose responses are in {file.path}")
+        if done < len(prompts):
+            _generate(loadable, tokenizer, prompts, console, file, reader, list(layout.parts(done)))
+    _report(config, output, file, layout, reader, console)
+
+
+@contextmanager
+def _log_in(output: Path) -> Iterator[None]:
+    """Append what the command logs to `run.log`."""
+    log = current_log()
+    if log is not None and log.path is None:
+        log.open(output / LOG)
+    yield
+
+
+@contextmanager
+def _loadable(config: Config, output: Path) -> Iterator[Config]:
+    """Yield the configuration whose `model.path` can be loaded: for a checkpoint, the path of its export."""
+    checkpoint = recipe_section(config, Evaluate).checkpoint
+    if checkpoint is None:
+        yield config
+        return
+    folder = (output / EXPORTED).absolute()
+    with exported_checkpoint(Path(checkpoint), folder):
+        yield config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def _generate(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    console: Console,
+    file: SampleFile,
+    reader: AnswerReader,
+    parts: list[Any],
+) -> None:
+    """Start the roles, and write the rows of each part as soon as it is scored."""
+    log = current_log()
+    with Cluster(config.placement, config.job, None if log is None else log.path) as cluster, ExitStack() as stack:
+        names = started_roles(config)
+        console.note(f"starting the roles {', '.join(names)}")
+        groups = start_roles(cluster, config, names, (config, tokenizer))
+        (held_out,) = cache_splits(cluster.store, tokenizer, prompts)
+        session = EvaluationSession(config, tokenizer, held_out, groups, cluster.store)
+        bar = stack.enter_context(console.progress(sum(map(len, parts)), "prompts"))
+        for positions in parts:
+            file.append(session.rows_of_part(positions, reader))
+            bar.advance(len(positions))
+
+
+def _report(
+    config: Config, output: Path, file: SampleFile, layout: RowLayout, reader: AnswerReader, console: Console
+) -> None:
+    """Write results.json and samples.html, and print the statistics."""
+    settings, rewards = recipe_section(config, Evaluate), PromptRewards()
+    of_rows: list[float | None] = []
+    for rows in by_prompt(file.rows(), layout.rows_per_prompt):
+        answers = [_vote(row.response, row.extracted_answer, reader) for row in rows if row.sample is not None]
+        rewards.add(rows, majority(answers).rows)
+        of_rows += [row.reward for row in rows]
+    evaluated = {
+        "model": config.model.path if settings.checkpoint is None else None,
+        "checkpoint": settings.checkpoint,
+        "data": config.data.source,
+        "split": config.data.validation_split,
+    }
+    document = results_document(evaluated, rewards, settings, seed=config.seed, majority_by=reader.description)
+    write_json(output / RESULTS, document)
+    lines, notes = result_lines(document), result_notes(document)
+    title = f"{evaluated['checkpoint'] or evaluated['model']} on {evaluated['data']}"
+    prompts = by_prompt(file.rows(), layout.rows_per_prompt)
+    write_samples_page(output / PAGE, title, lines, notes, prompts, of_rows)
+    for line in table(["mean over prompts", "value", "95 % interval"], lines).splitlines():
+        console.note(line)
+    for note in (*notes, *(f"{name}: {output / name}" for name in (RESULTS, ROWS, PAGE))):
+        console.note(note)
+
+
+def _vote(response: str, extracted: str | None, reader: AnswerReader) -> str | None:
+    return extracted if reader.is_extracted else response
+
+
+def _model_hash(config: Config) -> str:
+    """Return a hash of the files that decide what the model samples; of the name alone for a model of the Hub."""
+    checkpoint = recipe_section(config, Evaluate).checkpoint
+    if checkpoint is not None:
+        return sha256_of(Path(checkpoint) / MANIFEST)  # has the hash of each file
+    folder = Path(cast(str, config.model.path)).expanduser()
+    files = [folder / name for name in _HASHED if (folder / name).is_file()] + sorted(folder.glob("*.safetensors"))
+    digest = sha256(str(config.model.path if not files else "").encode())
+    for file in files:
+        digest.update(f"{file.name} {sha256_of(file)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,191 @@
+"""`rlpack evaluate`: a model, or a run's checkpoint, on held-out prompts; see `rlpack.recipes.evaluate`."""
+
+import argparse
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.cli.environment import check_environment
+from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
+from rlpack.cli.train import print_failure, report_failure, run
+from rlpack.config.compose import compose, compose_evaluation, groups
+from rlpack.config.errors import ConfigError
+from rlpack.config.keys import find, root_key, unknown_key_problem
+from rlpack.config.recipes import EVALUATE_TARGET, config_class, recipe_section
+from rlpack.config.schema import Config
+from rlpack.config.sections.evaluation_settings import Evaluate
+from rlpack.config.warnings import config_warnings
+from rlpack.distributed.jobs.secrets import load_secrets
+from rlpack.observe.evaluation.evaluation_dir import ROWS, arguments_of, check_output_dir, default_output_dir
+from rlpack.run_log import attached_log
+from rlpack.startup.evaluated_model import EvaluatedModel, find_model, run_config, run_values
+from rlpack.startup.evaluation_checks import check_evaluation
+from rlpack.user_code import UserCode, UserCodeError
+
+logger = logging.getLogger(__name__)
+
+_EPILOG = """\
+examples:
+  rlpack evaluate runs/mine                                      the newest checkpoint, on the run's held-out prompts
+  rlpack evaluate runs/mine --checkpoint 40 evaluate.samples=16
+  rlpack evaluate path/to/model data=jsonl data.source=test.jsonl reward.function=my_rewards:score
+
+A run's data, reward, rollout, placement and seed are the defaults of its evaluation; a chosen group, such as
+data=jsonl, starts from the defaults of its section instead. data.source names the prompts; of a source with splits,
+data.validation_split is evaluated. The same command goes on where an earlier one was stopped.
+Every key is explained in docs/reference/config.md.
+"""
+_GROUPS = ("data", "reward", "rollout", "placement")
+_READ = (*_GROUPS, "evaluate", "seed", "roles", "job")
+_READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
+
+
+def evaluate(arguments: list[str]) -> int:
+    """Evaluate what the command line names, and return the exit code."""
+    parsed, overrides = _parse(arguments)
+    hide_progress_bars()
+    if os.getcwd() not in sys.path:  # users keep their rewards there
+        sys.path.append(os.getcwd())
+    try:
+        config = evaluation_config(parsed.model, parsed.checkpoint, overrides)
+    except (ValueError, CheckpointError, UserCodeError) as error:
+        return report_failure(error, "evaluate")
+    log_to_console()
+    with attached_log("driver", partial(print_failure, command="evaluate")):
+        for warning in config_warnings(config):
+            logger.warning("%s", warning)
+        return run(config, "evaluate", _how_to_go_on, key="evaluate.output_dir")
+
+
+def evaluation_config(given: str, step: int | None, overrides: Sequence[str]) -> Config:
+    """Return the checked configuration of an evaluation, whose `run_dir` is its directory.
+
+    Args:
+        given: the model or the run.
+        step: of the run's checkpoint, None for the newest sound one.
+        overrides: Hydra overrides.
+
+    Raises:
+        ConfigError: an override is wrong, or has no effect here.
+        ModelError: there is no such model.
+        CheckpointError: the run's checkpoint is damaged.
+        EvaluationError: the run has no such checkpoint, or the directory can't be used, or holds an evaluation with
+            other arguments.
+        DataError: the prompts can't be read.
+    """
+    if problems := list(_without_effect(overrides)):
+        raise ConfigError(problems)
+    evaluated = find_model(given, step)
+    config = compose_evaluation(overrides, _base_values(evaluated, overrides))
+    run = None if evaluated.state is None else run_config(evaluated.state)
+    output = recipe_section(config, Evaluate).output_dir
+    folder = default_output_dir(config, evaluated.name) if output is None else Path(os.path.expanduser(output))
+    check_output_dir(folder, arguments_of(config))
+    check_environment(config, os.environ)
+    with UserCode("code that the configuration names"):
+        check_evaluation(config, run)
+    load_secrets(config.job, os.environ)
+    return config.model_copy(update={"run_dir": str(folder)})
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of everything but overrides."""
+    result = argparse.ArgumentParser(
+        prog="rlpack evaluate",
+        usage="rlpack evaluate MODEL_OR_RUN [--checkpoint N] [group=choice] [key=value]",
+        description="Sample from a model, score the responses, and print mean reward, best of n, pass@k, majority vote "
+        "and greedy mean, each with a 95 % interval. Writes samples.jsonl, samples.html and results.json.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    result.add_argument("model", metavar="MODEL_OR_RUN", help="a model's folder or hub name, or a run's directory")
+    result.add_argument(
+        "--checkpoint", type=int, metavar="N", help="step of the run's checkpoint; the newest sound one by default"
+    )
+    return result
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split a command line into model, options and overrides."""
+    options = parser()
+    parsed, overrides = options.parse_known_args(arguments)
+    if "=" in parsed.model and not Path(parsed.model).exists():
+        options.error(f"the model or run comes first, and {parsed.model} is an override")
+    return parsed, overrides
+
+
+def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what differs from the schema's defaults before the overrides apply."""
+    if evaluated.state is None:
+        values = {name: compose().model_dump(mode="json")[name] for name in _GROUPS}
+    else:
+        values = run_values(evaluated.state)
+    chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
+    defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
+    values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}
+    # A checkpoint is exported once everything is checked; until then its own path stands for the model.
+    checkpoint = None if evaluated.checkpoint is None else str(evaluated.checkpoint)
+    return values | {
+        "model": defaults["model"] | {"path": evaluated.path or checkpoint},
+        "evaluate": defaults["evaluate"] | {"checkpoint": checkpoint},
+    }
+
+
+def _without_effect(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a problem for each override of something that an evaluation doesn't read, and for words of other kinds."""
+    root = root_key(config_class(EVALUATE_TARGET))
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        section, _, name = key.partition(".")
+        if override.startswith("-"):
+            yield _unknown_option(override, root)
+        elif "=" not in override and not override.startswith("~"):
+            yield f"{override!r} is not an override; write key=value, such as evaluate.samples=16"
+        elif _is_sweep(override):
+            yield f"{override} has several values, and rlpack evaluate takes one; write a list as {key}=[1,2]"
+        elif key == "evaluate.checkpoint":
+            yield "evaluate.checkpoint is set by the run; give its directory and --checkpoint N"
+        elif section == "model" and name not in _READ_OF_MODEL and (not name or find(key, root) is not None):
+            yield f"{key} is set by the model or run that comes first; leave it out"
+        elif section == "run_dir":
+            yield "run_dir has no effect on rlpack evaluate; set evaluate.output_dir"
+        elif key in groups() and key not in _GROUPS:
+            yield f"{key} has no effect on rlpack evaluate, whose groups are {', '.join(_GROUPS)}; leave it out"
+        elif section not in (*_READ, "model") and find(key, root) is not None:
+            yield f"{key} has no effect on rlpack evaluate, which reads {', '.join(_READ)}; leave it out"
+
+
+def _is_sweep(override: str) -> bool:
+    try:
+        return OverridesParser.create().parse_override(override).is_sweep_override()
+    except (HydraException, ValueError, RecursionError):  # composing says what is wrong
+        return False
+
+
+def _unknown_option(word: str, root: Any) -> str:
+    name = word.partition("=")[0].lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(f"--{name}", ["--checkpoint"], n=1)
+    hint = f"did you mean {close[0]}?" if close else ""
+    if not hint:
+        own = f"evaluate.{name}"
+        key = name if find(name, root) is not None else own if find(own, root) is not None else None
+        hint = unknown_key_problem(name, root) if key is None else f"write {key}=…"
+    return f"unknown option {word.partition('=')[0]}; overrides take no dashes: {hint}"
+
+
+def _how_to_go_on(config: Config) -> str:
+    """Return what an interrupted evaluation has left, and how to go on."""
+    path = Path(config.run_dir or "") / ROWS
+    if path.exists() and path.stat().st_size:
+        return f"the whole parts in {path} are kept; run the same command again to go on after them"
+    return "nothing was saved yet"

@@ -1,0 +1,147 @@
+"""What `rlpack evaluate` evaluates: a model, or a run's checkpoint with the run's configuration.
+
+Nothing is written, so a run in progress can be evaluated. Files are verified by their hashes before any is read.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpack.checkpoint.commit import MARKER, fault_of, load_state, saved_steps
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.schema import BUILTIN_ROLES, Config, builtin_roles
+from rlpack.models.errors import ModelError
+from rlpack.observe.errors import EvaluationError
+from rlpack.observe.run_dir import CHECKPOINTS, holds_run
+from rlpack.path_suggestions import suggest_path
+from rlpack.startup.same_run import check_fields
+
+# The recipe's checkpoints are newer than the warm-up's.
+_PHASES = ("train", "sft_warmup")
+# The evaluated policy is this role's.
+_ROLE = "actor"
+_SECTIONS = ("seed", "data", "reward", "rollout", "job")
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model, or a run's checkpoint.
+
+    Attributes:
+        name: for the default directory of the evaluation.
+        path: of the model's folder, absolute, or its name on the Hub; None for a checkpoint.
+        checkpoint: its folder, absolute; None for a model.
+        state: the checkpoint's state; empty for a model.
+    """
+
+    name: str
+    path: str | None = None
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] | None = None
+
+
+def find_model(given: str, step: int | None) -> EvaluatedModel:
+    """Return what a path or a name stands for.
+
+    Args:
+        given: a model's folder, its name on the Hub, or a run directory.
+        step: of the run's checkpoint; None for the newest sound one.
+
+    Raises:
+        ModelError: there is no such folder, or a step is given for a model.
+        EvaluationError: the run has no checkpoint, or not that of the step.
+        CheckpointError: all checkpoints that were asked for are damaged, or another version wrote them.
+    """
+    folder = Path(os.path.expanduser(given))
+    if os.path.isdir(folder) and holds_run(folder):
+        checkpoint, state = _checkpoint(folder, step)
+        name = f"{folder.resolve().name}-{checkpoint.name}"
+        return EvaluatedModel(name, checkpoint=checkpoint.resolve(), state=state)
+    if step is not None:
+        raise ModelError(
+            f"--checkpoint {step} needs the directory of a run, and {given!r} is none; leave it out to evaluate a model"
+        )
+    if os.path.isdir(folder):
+        if (folder / MARKER).exists():
+            raise ModelError(
+                f"{given!r} is a checkpoint, without the model's config; give its run: rlpack evaluate "
+                f"{folder.absolute().parents[2]} --checkpoint {folder.name.removeprefix('step-')}"
+            )
+        return EvaluatedModel(folder.resolve().name, path=str(folder.resolve()))
+    if _is_path(given, folder):
+        hint = suggest_path(folder, folders_only=True)
+        raise ModelError(
+            f"{given!r} is not a folder{hint}; give a model's folder, the directory of a run, or a hub name"
+        )
+    return EvaluatedModel(given.replace("/", "-"), path=given)
+
+
+def run_config(state: Mapping[str, Any]) -> Config:
+    """Return the configuration that a checkpoint's policy was built with: its model, data and actor."""
+    saved = state["config"]
+    return Config.model_validate({name: saved[name] for name in ("seed", "model", "data", "rollout", "actor")})
+
+
+def run_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a checkpoint's configuration that an evaluation takes over.
+
+    The data are the held-out prompts. Pools of other roles are left out.
+    """
+    saved = state["config"]
+    values = {name: saved[name] for name in _SECTIONS if name in saved}
+    data = values["data"]
+    values["data"] = data | {"source": data["validation_source"] or data["source"], "validation_source": None}
+    own = {name: saved["roles"][name] for name in ("rollout", "reward") if name in saved["roles"]}
+    values["roles"] = {name: role.model_dump(mode="json") for name, role in builtin_roles().items()} | own
+    placement = saved["placement"]
+    pools, roles = placement["pools"], placement["roles"]
+    rollout, reward = (roles.get(name, next(iter(pools))) for name in ("rollout", "reward"))
+    values["placement"] = placement | {
+        "pools": {name: pools[name] for name in dict.fromkeys((rollout, reward))},
+        "roles": dict.fromkeys(BUILTIN_ROLES, rollout) | {"reward": reward},
+    }
+    return values
+
+
+def _is_path(given: str, folder: Path) -> bool:
+    """Return whether what was given is meant as a path, not as a hub name."""
+    is_below = folder.parent != Path() and folder.parent.is_dir()
+    return is_below or os.path.isabs(given) or given.startswith((".", "~")) or given.count("/") > 1 or folder.exists()
+
+
+def _checkpoint(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the state of a run's checkpoint."""
+    folders = list(_folders(run_dir))
+    if not folders:
+        exported = run_dir / "model"
+        model = str(exported) if exported.is_dir() else "a model's folder"
+        raise EvaluationError(
+            f"the run in {run_dir} has no checkpoint; wait for its first (checkpoint.every), or evaluate {model}"
+        )
+    chosen = folders if step is None else [folder for folder in folders if folder.name == f"step-{step}"]
+    faults: list[str] = []
+    for folder in chosen:
+        fault = fault_of(folder)
+        if fault is None:
+            state = load_state(folder)
+            check_fields(state, folder)
+            if not (folder / _ROLE).is_dir():
+                raise EvaluationError(f"{folder} holds no {_ROLE}, so there is no policy to evaluate in it")
+            return folder, state
+        faults.append(f"{folder}: {fault}")
+    if faults:
+        raise CheckpointError(
+            f"no checkpoint of the run in {run_dir} that was asked for can be loaded: {'; '.join(faults)}; restore the "
+            "files, or choose another by --checkpoint"
+        )
+    steps = ", ".join(f"{folder.name.removeprefix('step-')} ({folder.parent.name})" for folder in folders)
+    raise EvaluationError(f"the run in {run_dir} has no checkpoint of step {step}; it has those of steps {steps}")
+
+
+def _folders(run_dir: Path) -> Iterator[Path]:
+    """Yield the folders of a run's checkpoints, the newest first."""
+    for phase in _PHASES:
+        root = run_dir / CHECKPOINTS / phase
+        yield from (root / f"step-{step}" for step in sorted(saved_steps(root), reverse=True))

@@ -1,0 +1,48 @@
+"""The checks of `rlpack evaluate` that need neither PyTorch nor a cluster."""
+
+from pathlib import Path
+
+from rlpack.config.schema import Config
+from rlpack.data.hub import ask_hub
+from rlpack.models.errors import ModelError
+from rlpack.startup.dataset_checks import check_held_out, hub_datasets
+from rlpack.startup.machine import check_machine, most_gpus
+from rlpack.startup.model_files import TOKENIZER_FILES, check_model_files, hub_models
+from rlpack.startup.model_settings import check_model_settings
+from rlpack.startup.role_sources import check_role_sources
+
+
+def check_evaluation(config: Config, run: Config | None) -> None:
+    """Raise on a mistake that is found without importing PyTorch; the cheapest checks come first.
+
+    Args:
+        config: of the evaluation.
+        run: what a checkpoint's policy was built with; None for a model.
+
+    Raises:
+        PlacementError: this machine is too small for the pools, or a role's class lacks a method.
+        DataError: the source can't be read, or a row is invalid.
+        RewardError: a reward function can't be called with the dataset's columns.
+        ModelError: the folder of the model, or of a run's base model, is incomplete or damaged.
+    """
+    check_machine(config, most_gpus())
+    check_role_sources(config)
+    models = config if run is None else run
+    ask_hub([*hub_models(models), *hub_datasets(config)])
+    check_model_files(models)
+    check_model_settings(models)
+    if run is None:
+        _check_tokenizer(config)
+    check_held_out(config)
+
+
+def _check_tokenizer(config: Config) -> None:
+    """Raise if the model's folder has no tokenizer and none is named."""
+    folder = Path(config.model.path or "").expanduser()
+    if config.model.tokenizer is None and folder.is_dir():
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
+            return
+        raise ModelError(
+            f"model.path is {config.model.path!r}, and there is no tokenizer in it (none of "
+            f"{', '.join(TOKENIZER_FILES)}); copy it into the folder, or set model.tokenizer"
+        )

@@ -1,0 +1,169 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rlpack
+from rlpack.cli.evaluate import evaluation_config
+from rlpack.cli.main import main
+from rlpack.config.compose import compose
+from rlpack.config.errors import ConfigError
+from tests.builders import MODEL, tiny_tokenizer
+
+ROOT = Path(rlpack.__file__).parents[1]
+ROWS = "".join(json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(4))
+JSONL = ("data=jsonl", "data.source=rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    tokenizer = tiny_tokenizer()
+    settings = {name: value for name, value in MODEL.items() if name != "model_type"}
+    config = AutoConfig.for_model("qwen2", **settings, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path, monkeypatch):
+    """Return the working directory, with the folder of a model and a file of prompts."""
+    (tmp_path / "model").mkdir()
+    for path in saved.iterdir():
+        os.link(path, tmp_path / "model" / path.name)
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    return tmp_path
+
+
+def refused(capsys, *arguments, code=2):
+    """Return the one message of a command that changes nothing."""
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    assert main(["evaluate", *arguments]) == code
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    shown = capsys.readouterr().err
+    assert shown.count("rlpack evaluate: ") == 1
+    assert "Traceback" not in shown
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["evaluate.samples=0"], "evaluate.samples is 0; it has to be at least 1"),
+        (["evaluate.samples=4", "evaluate.pass_at=[1,5]"], "evaluate.pass_at holds 5, over evaluate.samples=4"),
+        (["evaluate.pass_at=[0]"], "evaluate.pass_at.0 is 0; it has to be at least 1"),
+        (["evaluate.sampels=4"], "did you mean evaluate.samples?"),
+        (["rollout.temprature=1"], "did you mean rollout.temperature?"),
+        (["data=jsnl"], "did you mean data=jsonl?"),
+        (["trainer.steps=3"], "trainer.steps has no effect on rlpack evaluate"),
+        (["recipe=ppo"], "recipe has no effect on rlpack evaluate, whose groups are data, reward"),
+        (["model=tiny"], "model is set by the model or run that comes first"),
+        (["model.path=x"], "model.path is set by the model or run that comes first"),
+        (["run_dir=x"], "set evaluate.output_dir"),
+        (["resume=auto"], "resume has no effect"),
+        (["evaluate.checkpoint=x"], "--checkpoint N"),
+        (["--samples=4"], "overrides take no dashes: write evaluate.samples=…"),
+        (["--chekpoint=4"], "did you mean --checkpoint?"),
+        (["seed=1,2"], "seed=1,2 has several values"),
+        (["samples"], "'samples' is not an override"),
+        (["evaluate.output_dir="], "evaluate.output_dir"),
+        (["evaluate.output_dir=model"], "which has unrelated files"),
+        (["reward.function=mine:score"], "there is no module mine"),
+        (["reward.function=rlpack.rewards.functions:final_anser"], "has no final_anser"),
+        (["reward.function=rlpack.rewards.code_execution:unit_tests", "reward.subprocesses=1"], "needs 'tests'"),
+        (["placement=eight_gpus"], "GPU"),
+        (["rollout.stop_token_ids=[999]"], "rollout.stop_token_ids holds 999"),
+    ],
+)
+def test_a_wrong_override_is_one_message_and_changes_nothing(folder, capsys, overrides, words):
+    assert words in refused(capsys, "model", *JSONL, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words", "code"),
+    [
+        (["data=jsonl", "data.source=missing.jsonl"], "there is no such file", 3),
+        (["data=jsonl", "data.source=bad.jsonl"], "bad.jsonl", 3),
+        ([*JSONL, "data.prompt_column=question"], "question", 3),
+        (["data=jsonl"], "data.source can't be null", 2),
+    ],
+)
+def test_wrong_data_is_one_message(folder, capsys, overrides, words, code):
+    (folder / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": \n')
+    assert words in refused(capsys, "model", *overrides, code=code)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("config.json", "there is no config.json in it"),
+        ("model.safetensors", "there is no model.safetensors and no"),
+        ("tokenizer", "there is no tokenizer in it"),
+    ],
+)
+def test_an_incomplete_folder_is_one_message(folder, capsys, missing, words):
+    for path in (folder / "model").glob(f"{missing}*"):
+        path.unlink()
+    assert words in refused(capsys, "model", *JSONL)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("./modl", "did you mean modl"),
+        ("rows.jsonl", "'rows.jsonl' is not a folder"),
+        ("nothing-like-it", "there is no such folder"),
+    ],
+)
+def test_a_missing_model_is_one_message(folder, capsys, given, words):
+    assert words.replace("modl", "model") in refused(capsys, given, *JSONL)
+
+
+def test_an_override_in_place_of_the_model_is_a_usage_error(folder, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", "data=jsonl"])
+    assert left.value.code == 2
+    assert "the model or run comes first" in capsys.readouterr().err
+
+
+def test_a_model_is_evaluated_on_the_prompts_of_the_command(folder):
+    config = evaluation_config("model", None, [*JSONL, "evaluate.samples=3"])
+    assert (config.data.source, config.data.validation_source) == ("rows.jsonl", "rows.jsonl")
+    assert config.model.path == str(folder / "model")
+    assert config.run_dir is not None
+    assert config.run_dir.startswith("evaluations/model-")
+    assert evaluation_config("./model", None, [*JSONL, "evaluate.samples=3"]).run_dir == config.run_dir
+    held_out = evaluation_config("model", None, [*JSONL, "data.validation_source=./rows.jsonl"])
+    assert held_out.data.source == "./rows.jsonl"  # the overrides of rlpack train mean the same here
+
+
+def test_the_section_is_no_section_of_rlpack_train(folder):
+    with pytest.raises(ConfigError, match=r"evaluate\.\* belongs to rlpack evaluate"):
+        compose(["evaluate.samples=3"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [["missing/model"], ["model", "evaluate.samples=0"], ["model", "data=jsonl", "data.source=no.jsonl"]]
+)
+def test_bad_input_ends_before_torch_or_ray_is_imported(folder, arguments):
+    answer = subprocess.run(
+        [sys.executable, "-m", "rlpack", "evaluate", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"},
+    )
+    lines = answer.stderr.splitlines()
+    assert answer.returncode in (2, 3)
+    assert len([line for line in lines if not line.startswith("import time:")]) == 1
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "rlpack.cli.evaluate" in imported
+    assert imported.isdisjoint({"torch", "ray", "transformers", "numba"})

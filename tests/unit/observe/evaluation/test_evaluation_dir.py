@@ -1,0 +1,108 @@
+import pytest
+import yaml
+
+from rlpack.config.recipes import EVALUATE_TARGET, config_class
+from rlpack.observe.errors import EvaluationError
+from rlpack.observe.evaluation.evaluation_dir import (
+    IDENTITY,
+    arguments_of,
+    check_output_dir,
+    default_output_dir,
+    open_evaluation,
+)
+
+MODEL = {"path": "model", "config": {}, "tokenizer": None, "revision": None, "trust_remote_code": False}
+HASHES = {"prompts": "1", "model": "2"}
+
+
+def config_of(*overrides):
+    values = config_class(EVALUATE_TARGET)().model_dump(mode="json") | {"model": MODEL}
+    for key, _, value in (override.partition("=") for override in overrides):
+        *sections, name = key.split(".")
+        below = values
+        for section in sections:
+            below[section] = dict(below[section])
+            below = below[section]
+        below[name] = yaml.safe_load(value)
+    return config_class(EVALUATE_TARGET).model_validate(values)
+
+
+def opened(folder, *overrides, hashes=HASHES):
+    open_evaluation(folder, arguments_of(config_of(*overrides)), hashes)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("seed=2", "evaluate.samples=3", "evaluate.greedy=false", "evaluate.threshold=0.5", "evaluate.resamples=9"),
+        *("evaluate.prompts_per_part=2", "rollout.temperature=0.5", "rollout.max_num_seqs=8", "model.tokenizer=other"),
+        *("reward.function=mine:score", "data.max_prompt_tokens=9", "placement.pools.main.ranks=1"),
+        *("roles.reward.target=mine:Reward", "data.validation_split=test"),
+    ],
+)
+def test_a_different_argument_is_refused_by_name_and_has_another_default_directory(tmp_path, override):
+    opened(tmp_path)
+    key = override.partition("=")[0]
+    before = (tmp_path / IDENTITY).read_text()
+    for check in (
+        lambda: opened(tmp_path, override),
+        lambda: check_output_dir(tmp_path, arguments_of(config_of(override))),
+    ):
+        with pytest.raises(EvaluationError) as refused:
+            check()
+        assert f" {key} is " in str(refused.value)
+        assert " and was " in str(refused.value)
+    assert (tmp_path / IDENTITY).read_text() == before
+    assert default_output_dir(config_of(override), "m") != default_output_dir(config_of(), "m")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("evaluate.output_dir=x", "placement.call_timeout_s=5000", "reward.processes=1", "reward.max_failures=0.5"),
+        *("placement.start_timeout_s=9", "job.driver_cpus=2.0"),
+    ],
+)
+def test_what_changes_no_row_may_change(tmp_path, override):
+    opened(tmp_path)
+    opened(tmp_path, override)
+    check_output_dir(tmp_path, arguments_of(config_of(override)))
+    assert default_output_dir(config_of(override), "m") == default_output_dir(config_of(), "m")
+
+
+def test_changed_files_of_prompts_or_model_are_refused(tmp_path):
+    opened(tmp_path)
+    with pytest.raises(EvaluationError, match="began with other files of the model and the prompts"):
+        opened(tmp_path, hashes={"prompts": "3", "model": "4"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.yaml", "", "which holds a run"),
+        ("model", "", "unrelated files \\(model\\)"),
+        ("thesis.tex", "", "unrelated files \\(thesis.tex\\)"),
+        (IDENTITY, "{", "can't be read"),
+        (IDENTITY, '{"format": 2, "arguments": {}, "hashes": {}}', "another format"),
+        (IDENTITY, "[]", "another format"),
+    ],
+)
+def test_a_directory_with_other_content_is_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(EvaluationError, match=words):
+        check_output_dir(tmp_path, arguments_of(config_of()))
+
+
+def test_a_file_and_a_name_that_is_too_long_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / ("x" * 300)):
+        with pytest.raises(EvaluationError, match="can't be a directory"):
+            check_output_dir(path, {})
+
+
+def test_a_new_or_empty_directory_is_fine(tmp_path):
+    check_output_dir(tmp_path, {})
+    check_output_dir(tmp_path / "a" / "b", {})
+    (tmp_path / "run.log").touch()
+    (tmp_path / "run.lock").touch()
+    check_output_dir(tmp_path, {})

@@ -1,0 +1,110 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlpack.batch.errors import DataError
+from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.sharded import save_training_state
+from rlpack.config.schema import Actor, Config, Lora, Model
+from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.models.loading import build_causal_lm
+from rlpack.models.optimizers import build_optimizer
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import full_state_dict
+from rlpack.recipes.driver.splits import load_splits
+from rlpack.recipes.evaluate.checkpoint_export import export_checkpoint, exported_checkpoint
+from rlpack.workers.build import set_trained_weights
+from tests.builders import MODEL, tiny_config
+from tests.unit.recipes.driver.sessions import DATA
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def checkpoint_of(folder: Path, config: Config, prompts_fingerprint: str | None = None) -> tuple[Path, Policy]:
+    """Save a policy with random weights as a run does; no process group is left."""
+    tokenizer, prompts, held_out = load_splits(config)
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": eos_id(tokenizer), "pad_token_id": pad_id(tokenizer)}
+    lm = build_causal_lm(config.model, **ids, seed=config.seed)
+    set_trained_weights(lm, config.actor, seed=config.seed)
+    policy = Policy(lm)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+    state = dict.fromkeys(("reference", "records")) | {
+        "progress": {"phase": "train", "step": 3},
+        "config": config.model_dump(mode="json"),
+        "prompts": prompts_fingerprint or prompts.fingerprint,
+        "held_out": held_out.fingerprint,
+    }
+    with new_checkpoint(folder, 3) as staging:
+        save_training_state(policy, build_optimizer(policy, config.actor.optimizer), staging.path / "actor")
+        staging.commit(state)
+    dist.destroy_process_group()
+    return folder / "step-3", policy
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("lora", [Lora(), Lora(rank=2, alpha=8.0)], ids=["whole", "lora"])
+def test_the_exported_folder_has_the_policys_merged_weights_and_its_tokenizer(tmp_path: Path, lora: Lora) -> None:
+    config = tiny_config(data=DATA, actor=Actor(lora=lora, isolation_check=False))
+    checkpoint, policy = checkpoint_of(tmp_path / "checkpoints", config)
+    export_checkpoint(checkpoint, tmp_path / "model")
+    exported, expected = load_file(tmp_path / "model" / "model.safetensors"), full_state_dict(policy)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in expected.items())
+    row = torch.tensor([[3, 4, 5, 6]])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    policy.eval()
+    torch.testing.assert_close(
+        model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0],
+        policy.probe_wrapped_model(row)[0, 1:],
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == load_splits(config)[0].get_vocab()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_folder_exists_inside_the_block_alone_and_replaces_what_a_kill_left(tmp_path: Path) -> None:
+    checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", tiny_config(data=DATA))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "half").touch()
+    with exported_checkpoint(checkpoint, tmp_path / "model"):
+        assert (tmp_path / "model" / "model.safetensors").is_file()
+        assert not (tmp_path / "model" / "half").exists()
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_tokenizer_of_prompts_that_changed_is_refused(tmp_path: Path) -> None:
+    checkpoint, _ = checkpoint_of(tmp_path / "checkpoints", tiny_config(data=DATA), "another")
+    with pytest.raises(DataError, match="has other rows than when the checkpoint"):
+        export_checkpoint(checkpoint, tmp_path / "model")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    checkpoint, policy = checkpoint_of(tmp_path / "checkpoints", tiny_config(data=DATA))
+    wider = tiny_config(data=DATA, model=Model(config=MODEL | {"hidden_size": 64}))
+    del policy
+    other = tmp_path / "other"
+    with new_checkpoint(other, 3) as staging:
+        (checkpoint / "actor").rename(staging.path / "actor")
+        state = dict.fromkeys(("reference", "records")) | {"progress": {"phase": "train", "step": 3}}
+        _, prompts, held_out = load_splits(wider)
+        prints = {"prompts": prompts.fingerprint, "held_out": held_out.fingerprint}
+        staging.commit(state | prints | {"config": wider.model_dump(mode="json")})
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        export_checkpoint(other / "step-3", tmp_path / "model")

@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.compose import compose, compose_evaluation
+from rlpack.models.errors import ModelError
+from rlpack.observe.errors import EvaluationError
+from rlpack.startup.evaluated_model import find_model, run_config, run_values
+
+PROGRESS = {"phase": "train", "step": 0}
+STATE = dict.fromkeys(("prompts", "held_out", "reference", "records"))
+
+
+def save(root: Path, step: int, config=None) -> Path:
+    with new_checkpoint(root, step) as staging:
+        (staging.path / "actor").mkdir()
+        (staging.path / "actor" / "weights").write_bytes(b"weights")
+        staging.commit(STATE | {"progress": PROGRESS, "config": (config or compose()).model_dump(mode="json")}, keep=9)
+    return root / f"step-{step}"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "runs" / "mine" / "checkpoints" / "train"
+    for step in (2, 4):
+        save(root, step)
+    return root.parents[1]
+
+
+def damage(run, step):
+    (run / f"checkpoints/train/step-{step}/actor/weights").write_bytes(b"wheights")
+
+
+def contents(run):
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_a_run_stands_for_its_newest_sound_checkpoint_and_nothing_is_written(run):
+    assert find_model("runs/mine", None).checkpoint == run / "checkpoints/train/step-4"
+    damage(run, 4)
+    before = contents(run)
+    found = find_model("runs/mine", None)
+    assert (found.checkpoint, found.name) == (run / "checkpoints/train/step-2", "mine-step-2")
+    assert contents(run) == before
+
+
+def test_a_step_selects_a_checkpoint(run):
+    assert find_model(str(run), 2).checkpoint == run / "checkpoints/train/step-2"
+    with pytest.raises(
+        EvaluationError, match=r"no checkpoint of step 3; it has those of steps 4 \(train\), 2 \(train\)"
+    ):
+        find_model("runs/mine", 3)
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_an_error_that_says_what_is_wrong(run):
+    damage(run, 4)
+    with pytest.raises(CheckpointError, match=r"step-4: .*weights.*choose another by --checkpoint"):
+        find_model("runs/mine", 4)
+
+
+def test_a_run_in_its_warm_up_stands_for_the_warm_ups_newest(tmp_path):
+    save(tmp_path / "checkpoints" / "sft_warmup", 7)
+    assert find_model(str(tmp_path), None).checkpoint == tmp_path / "checkpoints/sft_warmup/step-7"
+
+
+def test_a_run_without_a_checkpoint_names_its_model_if_there_is_one(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(EvaluationError, match="has no checkpoint; wait for its first"):
+        find_model(str(tmp_path), None)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(EvaluationError, match=f"or evaluate {tmp_path}/model"):
+        find_model(str(tmp_path), None)
+
+
+def test_what_is_no_run_is_a_model_and_has_no_checkpoints(run, tmp_path):
+    (tmp_path / "model").mkdir()
+    assert find_model("model", None).path == str(tmp_path / "model")
+    assert find_model("Qwen/Qwen3-0.6B", None).path == "Qwen/Qwen3-0.6B"
+    with pytest.raises(ModelError, match="--checkpoint 1 needs the directory of a run"):
+        find_model("model", 1)
+    with pytest.raises(ModelError, match=r"'runs/mien' is not a folder; did you mean runs/mine\?"):
+        find_model("runs/mien", None)
+    with pytest.raises(ModelError, match=r"rlpack evaluate .*/runs/mine --checkpoint 4"):
+        find_model("runs/mine/checkpoints/train/step-4", None)
+
+
+def test_an_evaluation_takes_over_what_its_run_was_configured_with(tmp_path):
+    config = compose(
+        [
+            *("seed=9", "rollout.temperature=0.5", "reward=exact_match", "placement.pools.main.ranks=1"),
+            *("+placement.pools.big.ranks=3", "placement.roles.rollout=big", "+placement.pools.other.ranks=1"),
+            *("roles.judge.target=mine:Judge", "+placement.roles.judge=other", "algorithm.kl_coef=0.1"),
+            *("data=jsonl", "data.source=train.jsonl", "data.validation_source=held_out.jsonl", "data.prompt_column=q"),
+        ]
+    )
+    state = json.loads((save(tmp_path / "checkpoints" / "train", 1, config) / "state.json").read_text())
+    model = {"model": compose().model_dump(mode="json")["model"] | {"path": "m", "config": {}}}
+    evaluated = compose_evaluation([], run_values(state) | model)
+    assert (evaluated.seed, evaluated.rollout.temperature) == (9, 0.5)
+    assert evaluated.reward.function.endswith(":exact_match")
+    assert (evaluated.data.source, evaluated.data.validation_source) == ("held_out.jsonl", "held_out.jsonl")
+    assert evaluated.data.prompt_column == "q"
+    assert {name: pool.ranks for name, pool in evaluated.placement.pools.items()} == {"big": 3, "main": 1}
+    assert "judge" not in evaluated.roles
+    assert evaluated.algorithm.kl_coef == 0
+    assert (
+        compose_evaluation(["data.source=other.jsonl"], run_values(state) | model).data.validation_source
+        == "other.jsonl"
+    )
+    assert run_config(state).model == config.model
