@@ -145,7 +145,7 @@ def _cells(
         "tokens +%": f"{100 * metrics.rank_imbalance:.2f}",
         "lock step +%": f"{100 * metrics.lockstep_overhead:.2f}",
         "idle %": f"{100 * expected.idle_share:.1f}",
-        "time s": f"{expected.step_s:.3f}",
+        "time s": f"{expected.step_s:.4g}" if expected.step_s < 1 else f"{expected.step_s:.3f}",
         "memory GB": f"{expected.memory_bytes / 1e9:.1f}"
         + ("!" if expected.memory_bytes > device.memory_bytes else " "),
         "tokens/s a rank": f"{expected.tokens_per_s:,.0f}",
@@ -273,6 +273,7 @@ def _draw(arguments: argparse.Namespace, lengths: np.ndarray, plans: dict[str, M
 
 def _simulate(arguments: argparse.Namespace) -> None:
     cost, device = _cost(arguments), _device(arguments)
+    print(_assumptions(arguments))
     whole = None if arguments.rows_per_rank is not None else _lengths(arguments)
     if whole is not None:
         print(_headline(whole, arguments))
@@ -287,6 +288,18 @@ def _simulate(arguments: argparse.Namespace) -> None:
     _print_table(_SIMULATE_COLUMNS, rows, device)
     if whole is not None:
         _print_idle_ranks(whole, arguments)
+
+
+def _assumptions(arguments: argparse.Namespace) -> str:
+    """Return the model and the device that times and memory are computed for."""
+    shape = f"hidden size {arguments.hidden_size:,}, {arguments.layers} layers"
+    text = (
+        f"assuming {shape if arguments.cost is None else 'the FLOPs of the run'}, {arguments.tflops:g} TFLOPS a device, "
+        f"{arguments.overhead_ms:g} ms overhead a microbatch, {arguments.fixed_gb:g} GB fixed memory"
+    )
+    if arguments.fixed_gb == 0:
+        text += "\nnote: memory is that of activations alone; add weights and optimizer states by --fixed-gb"
+    return text
 
 
 def _grown(arguments: argparse.Namespace, ranks: int) -> np.ndarray:

@@ -66,10 +66,32 @@ def test_a_suggestion_keeps_to_the_mode_that_is_asked_for(capsys: pytest.Capture
 def test_more_ranks_and_less_padding_make_steps_shorter(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "simulate", "zipf", "--rows", "2048", "--ranks", "2,16")
     assert code == 0
-    cells = [line.replace(" × ", "-").split() for line in out.splitlines()[2:8]]
+    cells = [line.replace(" × ", "-").split() for line in out.splitlines()[4:10]]
     steps = {name: float(step) for name, _, _, _, step, *_ in cells}
     assert steps["16-packed"] < steps["2-packed"] < steps["2-fixed"]
     assert steps["2-packed"] <= steps["2-dynamic"]
+
+
+def test_a_simulation_states_what_it_assumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("--rows", "64", "--ranks", "2", "--layers", "7", "--hidden-size", "1024", "--tflops", "31.5")
+    first, second = run(capsys, "simulate", "zipf", *options)[1].splitlines()[:2]
+    assert first == (
+        "assuming hidden size 1,024, 7 layers, 31.5 TFLOPS a device, 10 ms overhead a microbatch, 0 GB fixed memory"
+    )
+    assert second.startswith("note: memory is that of activations alone")
+    first, second = run(capsys, "simulate", "zipf", *options, "--fixed-gb", "9.5")[1].splitlines()[:2]
+    assert first.endswith("9.5 GB fixed memory")
+    assert not second.startswith("note")
+    plan = make_plan([9] * 12, Batching(max_tokens=64), dp_size=2, cost=Cost(linear=1.0, quadratic=1.0))
+    PlanRecord.of(plan, step=1).write(tmp_path / "packing.json")
+    assert "assuming the FLOPs of the run," in run(capsys, "simulate", str(tmp_path), "--ranks", "2")[1]
+
+
+def test_a_modeled_time_below_a_second_has_four_digits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([5, 7, 9, 30]))
+    small = ("--ranks", "1", "--hidden-size", "8", "--layers", "1", "--overhead-ms", "0.0123456")
+    _, out, _ = run(capsys, "plan", str(tmp_path / "lengths.npy"), *small)
+    assert float(out.splitlines()[2].split()[-3]) == pytest.approx(1.23456e-5, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +195,7 @@ def test_fewer_sequences_than_ranks_are_remarked(capsys: pytest.CaptureFixture[s
 def test_every_column_is_explained_and_named_alike(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "simulate"):
         _, out, _ = run(capsys, command, "zipf", "--rows", "64", "--ranks", "2", "--memory-gb", "1")
-        header, *lines = out.splitlines()[1:]
+        header, *lines = out.splitlines()[3 if command == "simulate" else 1 :]
         shared = ["microbatches", "waste %", "time s", "memory GB"]
         for name in shared:
             assert name in header
@@ -187,8 +209,8 @@ def test_a_trace_grows_with_the_ranks(capsys: pytest.CaptureFixture[str], tmp_pa
     np.save(tmp_path / "lengths.npy", np.array([5, 7, 9]))
     code, out, _ = run(capsys, "simulate", str(tmp_path / "lengths.npy"), "--rows-per-rank", "2", "--ranks", "2,4")
     assert code == 0
-    assert out.splitlines()[0].startswith("2 ranks: 4 sequences, 26 tokens")
-    assert out.splitlines()[1].startswith("4 ranks: 8 sequences, 54 tokens")
+    assert out.splitlines()[2].startswith("2 ranks: 4 sequences, 26 tokens")
+    assert out.splitlines()[3].startswith("4 ranks: 8 sequences, 54 tokens")
 
 
 @pytest.mark.parametrize("suffix", ["svg", "pdf", "jpg", "webp"])
