@@ -1,6 +1,7 @@
 # The two commands of a new machine: `make train` and `make test`. Both make .venv and install into it first.
 PYTHON ?= python3.11
-# pip finds a CPU build of this version; for CUDA wheels give your own, e.g. make train TORCH="torch==2.13.0"
+# On Linux, pip's build of PyTorch is the one for CUDA unless an index of CPU builds is configured. To choose the CPU build:
+# make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md"
 # In the order of README's row.
 RECIPES = ("ppo", "dapo", "gspo", "rloo", "reinforce_plus_plus", "remax")
+# As their papers write them.
+_NAMES = {"grpo": "GRPO", "reinforce_plus_plus": "REINFORCE++", "remax": "ReMax"}
 _PLACE = re.compile(r"(<!-- figure: (\w+) -->)(.*?)(<!-- end -->)")
 _DURATION = re.compile(r"(?:(\d+) min )?(\d+) s\b")
 
@@ -120,10 +122,23 @@ def _recipes(results: str) -> str:
     return ", ".join(f"{number(cells[recipe], ','):.0f}" for recipe in RECIPES) + " %"
 
 
+def _times(results: str) -> dict[str, list[int]]:
+    """Return the seconds of the runs of each recipe that were timed."""
+    section, times = "Other recipes on the default task", dict[str, list[int]]()
+    for seed in (1, 2, 3):
+        for recipe, cell in column(results, section, f"seconds, seed {seed}").items():
+            times.setdefault(recipe, []).extend([int(cell)] if cell else [])
+    return {recipe: measured for recipe, measured in times.items() if measured}
+
+
 def _recipe_times(results: str) -> str:
-    section = "Other recipes on the default task"
-    times = [column(results, section, f"seconds, seed {seed}") for seed in (1, 2, 3)]
-    return span([int(cell) for cells in times for cell in cells.values() if cell])
+    return span([measured for of_recipe in _times(results).values() for measured in of_recipe])
+
+
+def _timed_recipes(results: str) -> str:
+    """Return which recipes were timed, and how many runs of each."""
+    times = _times(results)
+    return ", ".join(f"{_NAMES.get(recipe, recipe.upper())} ({len(times[recipe])})" for recipe in times)
 
 
 FIGURES: Mapping[str, Callable[[str], str]] = MappingProxyType(
@@ -136,6 +151,7 @@ FIGURES: Mapping[str, Callable[[str], str]] = MappingProxyType(
         "greedy_seed_1": lambda results: _learned_greedy(results).partition(",")[0].replace(" →", " to"),
         "recipes": _recipes,
         "recipe_times": _recipe_times,
+        "timed_recipes": _timed_recipes,
         "packed_fixed": lambda results: f"{number(results, 'packed/fixed:'):.2f} ×",
         "packed_dynamic": lambda results: f"{number(results, 'packed/dynamic:'):.2f} ×",
         "plan_ms": lambda results: f"{number(results, 'plan of 16,384 rows, 64 ranks, 8 optimizer steps, ms'):.0f} ms",

@@ -71,3 +71,10 @@ def test_a_dirty_tree_is_not_measured(monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(SystemExit):
         report.main()
     assert "uncommitted changes" in capsys.readouterr().err
+
+
+def test_the_caption_of_times_names_the_recipes_that_were_timed():
+    assert FIGURES["timed_recipes"](RESULTS_TEXT) == "DAPO (1), RLOO (3), ReMax (2)"
+    timed = re.sub(r"(\| `grpo` \| 50 \| 6.2, 92.2 % \|) \|", r"\1 300 |", RESULTS_TEXT)
+    assert FIGURES["timed_recipes"](timed) == "GRPO (1), DAPO (1), RLOO (3), ReMax (2)"
+    assert FIGURES["recipe_times"](timed) == "1 min 36 s to 5 min 0 s"
