@@ -145,13 +145,18 @@ def _cells(
         "tokens +%": f"{100 * metrics.rank_imbalance:.2f}",
         "lock step +%": f"{100 * metrics.lockstep_overhead:.2f}",
         "idle %": f"{100 * expected.idle_share:.1f}",
-        "time s": f"{expected.step_s:.4g}" if expected.step_s < 1 else f"{expected.step_s:.3f}",
-        "memory GB": f"{expected.memory_bytes / 1e9:.1f}"
+        "time s": _number(expected.step_s, 3),
+        "memory GB": _number(expected.memory_bytes / 1e9, 1)
         + ("!" if expected.memory_bytes > device.memory_bytes else " "),
         "tokens/s a rank": f"{expected.tokens_per_s:,.0f}",
         "plan ms": f"{milliseconds:.1f}",
     }
     return [cells[column] for column in columns]
+
+
+def _number(value: float, decimals: int) -> str:
+    """Return a number with some decimals, or with four digits if it is below 1."""
+    return f"{value:#.4g}" if 0 < value < 1 else f"{value:.{decimals}f}"
 
 
 def _print_table(columns: tuple[str, ...], rows: list[list[str]], device: Device) -> None:
@@ -293,8 +298,9 @@ def _simulate(arguments: argparse.Namespace) -> None:
 def _assumptions(arguments: argparse.Namespace) -> str:
     """Return the model and the device that times and memory are computed for."""
     shape = f"hidden size {arguments.hidden_size:,}, {arguments.layers} layers"
+    model = shape if arguments.cost is None else "the FLOPs of the run"
     text = (
-        f"assuming {shape if arguments.cost is None else 'the FLOPs of the run'}, {arguments.tflops:g} TFLOPS a device, "
+        f"assuming {model}, {arguments.tflops:g} TFLOPS a device, "
         f"{arguments.overhead_ms:g} ms overhead a microbatch, {arguments.fixed_gb:g} GB fixed memory"
     )
     if arguments.fixed_gb == 0:
