@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _WINDOW_ROWS = 100
 # If this many rows all fail, the function is broken; fewer may be one hard group.
 _ALL_FAILED_ROWS = 16
+# Characters of the functions' output in the error of functions that fail too often.
+_SHOWN_OUTPUT = 500
 _FAILURE_CODES = {str(problem): 1 + index for index, problem in enumerate(FAILURES)}
 
 
@@ -102,7 +104,8 @@ class RewardScorer:
         rewards = combine_rewards(results, self._weights, self._count_output())
         first_failure = self._describe_first_failure(results)
         self._warn_of_quarantine(rewards.rows, rewards.counts, first_failure)
-        self._failure_rate.record(rewards.rows, first_failure)
+        output = self._pool.output[-_SHOWN_OUTPUT:] if first_failure else ""
+        self._failure_rate.record(rewards.rows, first_failure + (f"; functions wrote: …{output}" if output else ""))
         return rewards
 
     def _describe_first_failure(self, results: Mapping[str, Sequence[RewardResult]]) -> str:

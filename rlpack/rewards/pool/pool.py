@@ -58,8 +58,8 @@ class RewardPool:
 
     @property
     def output(self) -> str:
-        """Return the end of the output of the workers that are running."""
-        return " ".join(worker.output_tail for worker in self._processes.workers.values() if worker.tail)
+        """Return the end of the output of the workers that are running, and of the last one that exited."""
+        return self._processes.output()
 
     def close(self) -> None:
         """End all processes and remove their files."""

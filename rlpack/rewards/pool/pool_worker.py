@@ -23,6 +23,11 @@ from rlpack.rewards.reward_result import RewardResult, parse_reward, parse_rewar
 from rlpack.rewards.signatures import NEVER_CALLED, RewardCallable, Signature, read_signature, resolve
 
 _MAX_TEXT = 2000
+_MAX_CAUSES = 20  # of one exception, whose chain may have a cycle
+_REFUSED = (
+    "; reward functions run in rlpack's sandbox: it hides credentials, the run's directory and other processes, and "
+    "reward.sandbox=strict refuses the network and changes of files outside $TMPDIR, so write below $TMPDIR"
+)
 Columns = Mapping[str, Sequence[Any]]
 
 
@@ -191,10 +196,20 @@ def _describe_error(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_in_rlpack(frame.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_in_stdlib(frame.filename)]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    place += _REFUSED if _is_refusal(error) else ""
     try:
         return f"{type(error).__name__}: {str(error)[:_MAX_TEXT]}{place}"
     except BaseException:  # noqa: BLE001 - an exception's __str__ is user code, too
         return f"{type(error).__name__}{place}"
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Return whether an exception, or one that it comes from, is a lack of permission: the sandbox's, most likely."""
+    for _ in range(_MAX_CAUSES):
+        if error is None or isinstance(error, PermissionError):
+            break
+        error = error.__cause__ or error.__context__
+    return isinstance(error, PermissionError)
 
 
 def _is_in_rlpack(file: str) -> bool:

@@ -79,6 +79,7 @@ class Processes:
         """Start the supervisor without waiting for it."""
         self.workers: dict[int, WorkerHandle] = {}
         self.output_bytes = 0
+        self._last_output = ""  # of the worker that exited last and had written something
         self._next_number = 0
         self._selector = selectors.DefaultSelector()
         scratch = Path(tempfile.mkdtemp(prefix="rlpack-rewards-"))
@@ -106,6 +107,13 @@ class Processes:
         self._control.setblocking(False)
         self._reports = bytearray()
         self._selector.register(self._control, selectors.EVENT_READ, None)
+
+    def output(self) -> str:
+        """Return the end of what the workers have written, those that run and the last one that exited."""
+        for worker in self.workers.values():
+            self._read_output(worker)
+        running = [worker.output_tail for worker in self.workers.values() if worker.tail]
+        return " ".join(text for text in (self._last_output, *running) if text)
 
     def start(self) -> WorkerHandle:
         """Start a worker."""
@@ -196,6 +204,7 @@ class Processes:
         for end in (worker.channel, worker.output):
             with suppress(KeyError):
                 self._selector.unregister(end)
+        self._last_output = worker.output_tail or self._last_output
         del self.workers[worker.number]
         worker.is_dying = True
         _close_descriptors(worker)

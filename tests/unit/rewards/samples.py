@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 
@@ -66,6 +67,25 @@ def fails_on_some(completions):
     if any(text == "raise" for text in completions):
         raise ValueError("such a text")
     return [1.0] * len(completions)
+
+
+def talks_and_fails(completions):
+    sys.stdout.write(f"saw {completions[0]}\n")
+    raise ValueError("no reward")
+
+
+def prints_and_dies(completion):
+    sys.stdout.write("last words\n")
+    os._exit(3)
+
+
+def refused(completion):
+    """Read what the sandbox hides, and hide the refusal in another exception."""
+    try:
+        os.kill(1, 0)
+        raise PermissionError("as if refused")
+    except OSError as error:
+        raise RuntimeError("could not look") from error
 
 
 def slow_or_broken(completion):

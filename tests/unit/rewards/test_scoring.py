@@ -144,6 +144,23 @@ def test_the_warning_of_quarantined_rows_has_the_first_failure_and_not_a_skipped
     assert "finite" not in record.getMessage()
 
 
+def test_what_failing_functions_print_is_in_the_error_even_if_their_processes_are_gone(scorers):
+    with pytest.raises(TooManyFailuresError, match=r"no reward.*; functions wrote: ….*saw .*fast"):
+        score(scorers("talks_and_fails", max_failures=0.1, processes=2, rows_per_call=1), *["fast"] * 64)
+    scorer = scorers("prints_and_dies", max_failures=0.1, processes=1)
+    with pytest.raises(TooManyFailuresError, match=r"functions wrote: ….*last words"):
+        score(scorer, *["a"] * 16)
+
+
+def test_a_refusal_of_the_sandbox_names_the_sandbox_and_where_files_can_be_written(scorers):
+    with pytest.raises(TooManyFailuresError, match=r"RuntimeError: could not look .*; reward functions run in rlpack's "
+                       r"sandbox.*write below \$TMPDIR"):  # fmt: skip
+        score(scorers("refused", max_failures=0.1), *["a"] * 16)
+    with pytest.raises(TooManyFailuresError) as caught:
+        score(scorers("broken", max_failures=0.1), *["no JSON"] * 16)
+    assert "sandbox" not in str(caught.value)
+
+
 def test_a_function_that_returns_another_number_of_rewards_ends_the_run(scorers):
     with pytest.raises(TooManyFailuresError, match=r"samples:short on row 0: invalid \(returned 1 rewards for \d+"):
         score(scorers("short", max_failures=0.1), *"abcdefghijklmnop")
