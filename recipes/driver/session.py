@@ -188,6 +188,7 @@ class Session:
         if self.step is not None:
             self.step.lease.release()
             self._discard_calls(self.step)
+        self.run.has_begun = True
         progress = replace(self.progress, step=number)
         self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))
         return self.step

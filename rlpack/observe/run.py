@@ -53,6 +53,7 @@ from rlpack.user_code import Interrupted
 logger = logging.getLogger(__name__)
 
 WARMUP_LINES = 20
+INTERRUPT_AT_START = b"\ninterrupted: stopping once the roles have started; press Ctrl-C again to stop at once\n"
 FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C again to stop at once\n"
 # Ctrl-C, what a scheduler sends before it ends a job, and what a closed terminal sends.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -84,6 +85,7 @@ class Run:
     Attributes:
         run_dir: directory of the run.
         interrupted: whether the run should stop after the current step.
+        has_begun: whether a step has begun, which an interrupted run completes and saves.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Run:
         self.run_dir = run_dir
         self._lock = lock
         self.interrupted = False
+        self.has_begun = False
         self._interrupted_at = 0.0
         self._sinks = sinks
         self._console = console
@@ -356,7 +359,7 @@ class Run:
             raise Interrupted
         self.interrupted, self._interrupted_at = True, time.monotonic()
         # Not through logging or rich, whose writes this handler may interrupt.
-        os.write(2, FIRST_INTERRUPT)
+        os.write(2, FIRST_INTERRUPT if self.has_begun else INTERRUPT_AT_START)
 
 
 def _truncate_samples(path: Path, point: ResumePoint | None) -> None:

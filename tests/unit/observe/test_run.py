@@ -213,12 +213,22 @@ def test_the_first_signal_is_noted_and_the_second_stops(
     monkeypatch.setattr("rlpack.observe.run.SAME_SIGTERM_S", 0.0)
     usual = signal.getsignal(number)
     with start(tmp_path) as run:
+        run.has_begun = True
         signal.raise_signal(number)
         assert run.interrupted
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
     assert signal.getsignal(number) is usual
     assert "finishing the step, then saving; press Ctrl-C again to stop at once" in capfd.readouterr().err
+
+
+def test_a_signal_before_the_first_step_speaks_of_no_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with start(tmp_path) as run:
+        signal.raise_signal(signal.SIGINT)
+        assert run.interrupted
+    said = capfd.readouterr().err
+    assert "interrupted: stopping once the roles have started; press Ctrl-C again to stop at once" in said
+    assert "saving" not in said
 
 
 def test_a_sigterm_to_the_process_and_to_its_group_is_one(tmp_path: Path) -> None:

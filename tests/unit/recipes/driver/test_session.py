@@ -41,6 +41,13 @@ def test_ctrl_c_ends_a_run_at_once_and_saves_finished_steps(
     assert (run_of(session).logged, session.saved) == (logged, saved)
 
 
+def test_a_run_has_begun_with_its_first_step(tmp_path: Path):
+    session = session_of(tmp_path)
+    session.run.has_begun = False
+    session.begin_step(1)
+    assert session.run.has_begun
+
+
 def test_a_recipe_that_reports_no_plan_runs_and_every_step_is_known(tmp_path: Path):
     session = session_of(tmp_path)
     assert session.step is None
