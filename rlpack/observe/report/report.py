@@ -55,6 +55,8 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--faint); font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 code, pre { font: 13px/1.45 ui-monospace, 'DejaVu Sans Mono', monospace; overflow-wrap: anywhere; }
+.metrics { overflow-x: auto; } .metrics td:nth-child(2) { min-width: 200px; }
+.metrics td:last-child { min-width: 220px; } .metrics code { overflow-wrap: normal; }
 pre { white-space: pre-wrap; margin: 2px 0 8px; } details summary { cursor: pointer; font-weight: 600; }
 .sample { border-top: 1px solid var(--line); padding-top: 8px; margin-top: 8px; } .sample span { color: var(--faint); }
 """
@@ -195,10 +197,12 @@ def _metrics_section(records: plots.Records) -> str:
             numbers = (series.values[0], series.values[-1], series.values.min(), series.values.max())
             cells = "".join(f'<td class="n">{number:.4g}</td>' for number in numbers)
             meaning = _text(f"{metric.description} ({metric.unit})" if metric else "")
-            rows.append(f"<tr><td>{phase}</td><td><code>{_text(name)}</code></td>{cells}<td>{meaning}</td></tr>")
+            rows.append(f"<tr><td>{phase}</td><td><code>{_breakable(name)}</code></td>{cells}<td>{meaning}</td></tr>")
     heads = "".join(f'<th class="n">{head}</th>' for head in ("first", "last", "lowest", "highest"))
     table = f"<table><tr><th>phase</th><th>metric</th>{heads}<th>meaning (unit)</th></tr>{''.join(rows)}</table>"
-    return f"<section><details open><summary>All metrics</summary>{table}</details></section>"
+    return (
+        f'<section><details open><summary>All metrics</summary><div class="metrics">{table}</div></details></section>'
+    )
 
 
 def _config_section(config: dict[str, Any]) -> str:
@@ -208,6 +212,11 @@ def _config_section(config: dict[str, Any]) -> str:
         for key, value in flat(config).items()
     )
     return f"<section><details><summary>Configuration</summary><table>{rows}</table></details></section>"
+
+
+def _breakable(name: str) -> str:
+    """Return a metric's name as HTML text that may be broken after / and _."""
+    return _text(name).replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 
 def _text(value: Any) -> str:

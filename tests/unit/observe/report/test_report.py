@@ -34,7 +34,7 @@ class Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.sources += [value or "" for name, value in attrs if name in {"src", "href"}]
-        if tag not in {"meta", "img"}:
+        if tag not in {"meta", "img", "wbr"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -128,6 +128,13 @@ def test_a_supervised_run_shows_its_held_out_losses(tmp_path: Path) -> None:
     training, held_out = figure.axes[0].get_lines()
     assert (list(training.get_xdata()), list(training.get_ydata())) == ([1, 6], [2.0, 1.0])
     assert (list(held_out.get_xdata()), list(held_out.get_ydata())) == ([0, 5], [2.0, 1.0])
+
+
+def test_names_of_metrics_can_be_broken_between_their_words_alone(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    table = write_report(tmp_path).read_text().partition("All metrics")[2]
+    assert "<code>actor/<wbr>grad_<wbr>norm</code>" in table
+    assert "<code>reward/<wbr>mean</code>" in table
 
 
 def test_a_run_without_a_learning_signal_is_spoken_of(tmp_path: Path) -> None:
