@@ -15,7 +15,14 @@ _IN_HOME = (
     ".lambda_cloud", ".vast_api_key", ".ngc", ".fly", ".terraform.d", ".vault-token", ".password-store", ".pgpass",
     ".my.cnf", ".npmrc", ".pypirc", ".pip", ".condarc", ".env", ".cargo/credentials", ".cargo/credentials.toml",
     ".local/share/keyrings", ".bash_history", ".zsh_history", ".python_history", ".claude", ".claude.json", ".codex",
-    ".gemini", ".openai", ".anthropic",
+    ".gemini", ".openai", ".anthropic", ".bashrc", ".bash_profile", ".bash_login", ".bash_logout", ".bash_aliases",
+    ".profile", ".zshenv", ".zprofile", ".zshrc", ".zlogin", ".zlogout", ".inputrc", ".vimrc", ".xprofile", ".xinitrc",
+    ".xsessionrc", ".pam_environment", ".viminfo", ".lesshst", ".psql_history", ".mysql_history", ".sqlite_history",
+    ".node_repl_history", ".rediscli_history", ".local/share/jupyter/runtime", ".jupyter", ".ipython", ".m2",
+    ".gem/credentials", ".bundle/config", ".terraformrc", ".tofurc", ".local/share/fish", ".local/share/uv/credentials",
+    ".streamlit", ".vnc", ".Xauthority", ".ICEauthority", ".composer/auth.json", ".gradle/gradle.properties",
+    ".nuget/NuGet", ".sbt/.credentials", ".ivy2/.credentials", ".yarnrc.yml", ".pulumi/credentials.json", ".subversion",
+    ".local/state/bash", ".local/share/nvim/shada", ".local/state/nvim/shada",
 )  # fmt: skip
 _IN_HF_HOME = ("token", "stored_tokens")
 _OF_SYSTEM = (

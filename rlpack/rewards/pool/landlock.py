@@ -48,7 +48,8 @@ class Reach:
     Attributes:
         scratch: its own directory, which it may always read and write.
         hidden: files and directories that it can't read, existing or not; None leaves reading unrestricted.
-        writable: whether it may write outside `scratch`, except to system directories and above hidden paths.
+        writable: whether it may write outside `scratch`, except to system directories, Python's own, rlpack, and above
+            all of these and hidden paths.
         shared_memory: whether it may use /dev/shm, where other processes' segments are.
     """
 
@@ -132,7 +133,8 @@ class _Rules:
     def _allow_around(self, reach: Reach) -> None:
         """Permit everything but the hidden paths, devices and other processes."""
         hidden = {_resolved(path) for path in reach.hidden or ()}
-        above = {parent for path in hidden for parent in path.parents} | {_ROOT}
+        fixed = _installed() if reach.writable else set()  # code that trusted processes run
+        above = {parent for path in (*hidden, *fixed) for parent in path.parents} | {_ROOT}
         closed = hidden | above | {Path("/dev"), Path("/proc")}
         rights = _READS | (_WRITES if reach.writable else 0)
         for folder in above:
@@ -141,7 +143,8 @@ class _Rules:
             with suppress(OSError):
                 for name in os.listdir(folder):
                     if (path := folder / name) not in closed:
-                        self.allow(path, _READS if _is_system(path) else rights)
+                        is_fixed = any(path.is_relative_to(folder) for folder in (*_SYSTEM, *fixed))
+                        self.allow(path, _READS if is_fixed else rights)
         for path in import_paths():
             if path in above:  # the import system lists its directories
                 self.allow(path, _READ_DIR)
@@ -151,8 +154,9 @@ class _Rules:
             self.allow(Path("/dev") / name, rights)
         for name in _PROC:
             self.allow(Path("/proc") / name, _READS)
-        # While the directory is open, the kernel keeps the inode that the rule is attached to.
-        self.allow(Path(f"/proc/{os.getpid()}"), rights, keep_open=True)
+        # While the directory is open, the kernel keeps the inode that the rule is attached to. Writing to it could make
+        # the kernel spare this process when memory runs out, and end others.
+        self.allow(Path(f"/proc/{os.getpid()}"), _READS, keep_open=True)
 
 
 def import_paths() -> Iterable[Path]:
@@ -160,8 +164,13 @@ def import_paths() -> Iterable[Path]:
     return {_resolved(Path(path)) for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
 
 
-def _is_system(path: Path) -> bool:
-    return any(path.is_relative_to(folder) for folder in _SYSTEM)
+def _installed() -> set[Path]:
+    """Return the directories of Python, of installed packages and of rlpack; `workers` and so on may be links."""
+    package = Path(__file__).resolve().parents[2]
+    links = (package / name for name in ("workers", "recipes", "configs"))
+    prefixes = (Path(path) for path in (sys.prefix, sys.base_prefix))
+    packages = (Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages")))
+    return {_resolved(path) for path in (package, *links, *prefixes, *packages)} - {_ROOT}
 
 
 def _resolved(path: Path) -> Path:

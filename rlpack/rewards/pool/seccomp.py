@@ -20,6 +20,13 @@ _CLONE_THREAD, _CLONE_NAMESPACES = 0x00010000, 0x7E020000
 _AF_INET, _AF_INET6, _AF_NETLINK = 2, 10, 16
 _SOCK_STREAM, _SOCK_CLOEXEC, _SOCK_NONBLOCK = 1, 0x80000, 0x800
 _F_SETOWN, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 15, 0x8901, 0x8902
+_F_SETLEASE = 1024
+# Change a file through a descriptor for reading: flags, extended flags and version (of 64 and 32 bits), verity, and
+# encryption.
+_FILE_IOCTLS = (
+    0x40086602, 0x40046602, 0x401C5820, 0x40087602, 0x40047602, 0x40086604, 0x40046604, 0x40806685, 0x800C6613,
+    0xC0506617, 0xC0406618,
+)  # fmt: skip
 _WHO_PROCESS, _IO_WHO_PROCESS = 0, 1
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -47,28 +54,33 @@ _NUMBERS: dict[str, tuple[int, int | None]] = {
     "sched_setscheduler": (144, 119), "setdomainname": (171, 162), "sethostname": (170, 161), "setns": (308, 268),
     "setpgid": (109, 154), "setpriority": (141, 140), "setsid": (112, 157), "settimeofday": (164, 170),
     "setxattr": (188, 5), "setxattrat": (463, 463), "socket": (41, 198), "socketpair": (53, 199),
+    "flock": (73, 32), "mq_open": (240, 180), "mq_unlink": (241, 181), "msgctl": (71, 187), "msgget": (68, 186),
+    "msgrcv": (70, 188), "msgsnd": (69, 189), "semctl": (66, 191), "semget": (64, 190), "semop": (65, 193),
+    "semtimedop": (220, 192), "shmat": (30, 196), "shmctl": (31, 195), "shmget": (29, 194),
     "swapoff": (168, 225), "swapon": (167, 224),
     "syslog": (103, 116), "tgkill": (234, 131), "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97),
     "userfaultfd": (323, 282), "utime": (132, None), "utimensat": (280, 88), "utimes": (235, None), "vfork": (58, None),
 }  # fmt: skip
 
-# What no reward function needs: other processes' memory and descriptors, namespaces and mounts, keys, kernel
-# interfaces, and rings whose operations no filter sees.
+# What no reward function needs: other processes' memory and descriptors, their segments, semaphores and queues,
+# namespaces and mounts, keys, kernel interfaces, and rings whose operations no filter sees.
 _NEVER = (
-    "acct", "add_key", "bpf", "chroot", "clock_settime", "delete_module", "fanotify_init", "finit_module", "fsconfig",
-    "fsmount", "fsopen", "fspick", "init_module", "io_uring_enter", "io_uring_register", "io_uring_setup", "ioperm",
-    "iopl", "kcmp", "kexec_file_load", "kexec_load", "keyctl", "migrate_pages", "mount", "mount_setattr", "move_mount",
-    "move_pages", "open_by_handle_at", "open_tree", "open_tree_attr", "perf_event_open", "pidfd_getfd", "pivot_root",
-    "process_madvise", "process_mrelease", "process_vm_readv", "process_vm_writev", "ptrace", "quotactl", "quotactl_fd",
-    "reboot", "request_key", "setdomainname", "sethostname", "setns", "settimeofday", "swapoff", "swapon", "syslog",
-    "umount2", "unshare", "userfaultfd",
+    "acct", "add_key", "bpf", "chroot", "clock_settime", "delete_module", "fanotify_init", "finit_module",
+    "fsconfig", "fsmount", "fsopen", "fspick", "init_module", "io_uring_enter", "io_uring_register",
+    "io_uring_setup", "ioperm", "iopl", "kcmp", "kexec_file_load", "kexec_load", "keyctl", "migrate_pages", "mount",
+    "mount_setattr", "move_mount", "move_pages", "mq_open", "mq_unlink", "msgctl", "msgget", "msgrcv", "msgsnd",
+    "open_by_handle_at", "open_tree", "open_tree_attr", "perf_event_open", "pidfd_getfd", "pivot_root",
+    "process_madvise", "process_mrelease", "process_vm_readv", "process_vm_writev", "ptrace", "quotactl",
+    "quotactl_fd", "reboot", "request_key", "semctl", "semget", "semop", "semtimedop", "setdomainname",
+    "sethostname", "setns", "settimeofday", "shmat", "shmctl", "shmget", "swapoff", "swapon", "syslog", "umount2",
+    "unshare", "userfaultfd",
 )  # fmt: skip
-# What `strict` refuses besides: the network, leaving the process group, and changes to files that Landlock doesn't
-# cover. A filter can't see a path, so these fail in the scratch directory, too.
+# What `strict` refuses besides: the network, leaving the process group, locks that others wait for, and changes to
+# files that Landlock doesn't cover. A filter can't see a path, so these fail in the scratch directory, too.
 _STRICT = (
-    "socket", "setsid", "setpgid", "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat",
-    "utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr",
-    "lremovexattr", "fremovexattr", "removexattrat", "file_setattr",
+    "socket", "setsid", "setpgid", "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown",
+    "fchownat", "utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat",
+    "removexattr", "lremovexattr", "fremovexattr", "removexattrat", "file_setattr", "flock",
 )  # fmt: skip
 
 # Pairs of other types can be connected to another process.
@@ -157,7 +169,7 @@ def _program(machine: str, *, strict: bool, processes: bool, signals: bool) -> l
     if not strict:  # local sockets lead to Ray's object store, to container daemons and to key agents
         code += _checked(numbers["socket"], [_Check(0, (_AF_INET, _AF_INET6, _AF_NETLINK))], errno.EAFNOSUPPORT)
     code += _checked(numbers["socketpair"], [_Check(1, _STREAM_PAIRS)], errno.EPERM)
-    for name, checks in _own_process_only(signals=signals, processes=processes).items():
+    for name, checks in _checks(strict=strict, signals=signals, processes=processes).items():
         code += _checked(numbers[name], checks, errno.EPERM)
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
@@ -178,6 +190,15 @@ def _own_process_only(*, signals: bool, processes: bool) -> dict[str, Sequence[_
         "fcntl": [_Check(1, (_F_SETOWN, _F_SETOWN_EX), refused=True)],
         "ioctl": [_Check(1, (_FIOSETOWN, _SIOCSPGRP), refused=True)],
     }
+
+
+def _checks(*, strict: bool, signals: bool, processes: bool) -> dict[str, Sequence[_Check]]:
+    """Return the checks of arguments by call."""
+    checks = _own_process_only(signals=signals, processes=processes)
+    if not strict:
+        return checks
+    refused = {"fcntl": (_F_SETLEASE,), "ioctl": _FILE_IOCTLS}
+    return checks | {name: [*checks.get(name, ()), _Check(1, values, refused=True)] for name, values in refused.items()}
 
 
 def _checked(number: int | None, checks: Iterable[_Check], error: int) -> list[_Line]:

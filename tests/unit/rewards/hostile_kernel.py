@@ -2,14 +2,17 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import rlpack
 from tests.unit.rewards.hostile_tools import Breach, refused, system_call
 
 
@@ -59,6 +62,52 @@ def asks_the_kernel(files):
             if error.errno != errno.EPERM:
                 raise Breach(f"{name} got past the filter: {error}") from error
         else:
+            raise Breach(name)
+
+
+def shares_memory_with_others(files):
+    create = 0o1600
+    attempts = {"shmget": (0, 4096, create), "semget": (0, 1, create), "msgget": (0, create)}
+    for name, arguments in attempts.items():
+        refused(lambda name=name, arguments=arguments: system_call(name, *arguments), name)
+    refused(lambda: system_call("mq_open", b"rlpack-test", os.O_CREAT | os.O_RDWR, 0o600, None), "mq_open")
+
+
+def spares_itself_when_memory_runs_out(files):
+    refused(lambda: Path("/proc/self/oom_score_adj").write_text("-1000"), "oom_score_adj")
+
+
+def changes_what_is_installed(files):
+    """Code and startup files that trusted processes run later."""
+    folders = [os.path.dirname(os.__file__), os.path.dirname(fcntl.__file__), os.path.dirname(rlpack.__file__)]
+    for folder in (*folders, *(path for path in sys.path if path.endswith("site-packages"))):
+        path = Path(folder, "rlpack_test.pth")
+        refused(lambda path=path: (path.touch(), path.unlink()), folder)
+    refused(lambda: os.open(rlpack.__file__, os.O_WRONLY), rlpack.__file__)
+    home = Path(files["home"])
+    for name in (".bashrc", ".profile", ".zshenv"):
+        refused(lambda name=name: (home / name).write_text("x"), name)
+
+
+def locks_and_flags_files_outside(files):
+    """Refused by `strict` alone, like all other changes."""
+    with open(files["outside"]) as file:
+        attempts = {
+            "flock": lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            "lease": lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+            "flags": lambda: fcntl.ioctl(file, 0x40086602, struct.pack("l", 0)),
+            "extended flags": lambda: fcntl.ioctl(file, 0x401C5820, bytes(28)),
+            "version": lambda: fcntl.ioctl(file, 0x40087602, struct.pack("l", 1)),
+        }
+        for name, attempt in attempts.items():
+            if not files["strict"]:
+                continue
+            try:
+                attempt()
+            except PermissionError:
+                continue
+            except OSError as error:
+                raise Breach(f"{name} got past the filter: {error}") from error
             raise Breach(name)
 
 

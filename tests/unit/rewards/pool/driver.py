@@ -21,7 +21,10 @@ from rlpack.rewards.pool.pool import RewardPool
 
 CREDENTIALS = (
     ".netrc", ".ray/auth_token", ".ssh/id_rsa", ".aws/credentials", ".config/gcloud/credentials.db", ".kube/config",
-    ".docker/config.json", ".cache/huggingface/token", ".git-credentials",
+    ".docker/config.json", ".cache/huggingface/token", ".git-credentials", ".bashrc", ".profile", ".zshenv", ".viminfo",
+    ".local/share/jupyter/runtime/kernel.json", ".m2/settings.xml", ".gem/credentials", ".terraformrc",
+    ".local/share/fish/fish_history", ".local/share/uv/credentials/store.toml", ".streamlit/secrets.toml",
+    ".vnc/passwd",
 )  # fmt: skip
 HOSTILE = "tests.unit.rewards.hostile_by_name:call"
 
@@ -56,7 +59,7 @@ def main() -> None:
     files = {
         "driver": os.getpid(), "secrets": secrets, "run_dir": str(run_dir), "outside": outside, "shared": shared,
         "socket": str(elsewhere / "socket"), "abstract": f"rlpack-test-{os.getpid()}", "late": str(home / ".pypirc"),
-        "strict": specification["strict"],
+        "strict": specification["strict"], "home": str(home),
     }  # fmt: skip
     functions = {
         "short": FunctionSpec("tests.unit.rewards.hostile_by_name:call", {"files": files}, specification["short_s"]),

@@ -64,7 +64,9 @@ REFUSED = (
     "opens_a_secret_by_its_handle", "reads_shared_memory", "connects_to_a_local_socket", "opens_other_kinds_of_sockets",
     "opens_a_disk", "has_privileges", "changes_kernel_settings", "leaves_its_namespaces", "asks_the_kernel",
     "raises_its_limits", "changes_files_outside", "nests_directories", "opens_many_files", "removes_its_directory",
-    "hangs_at_exit", "forgets_every_module", "replaces_standard_output", "stops_reading",
+    "shares_memory_with_others", "spares_itself_when_memory_runs_out", "changes_what_is_installed",
+    "locks_and_flags_files_outside", "hangs_at_exit", "forgets_every_module", "replaces_standard_output",
+    "stops_reading",
 )  # fmt: skip
 # Those that may hang after they returned have a short deadline, too.
 SHORT = (*HANGS, "refuses_every_audit_event", "replaces_standard_output", "forgets_every_module", "hangs_at_exit")
