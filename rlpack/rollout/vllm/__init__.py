@@ -3,6 +3,7 @@
 - `vllm_package`: which vLLM is installed, whether it fits, and the command that installs it; imports no vLLM.
 - `argument_names`, `arguments`: vLLM's engine arguments from the `rollout` section.
 - `start_engine`, `engine_log`: start vLLM's processes; what they log.
+- `initial_weights`: the weights that vLLM starts with.
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
 - `shared_weights`: vLLM's weight-transfer backend that reads buckets from shared memory; runs in vLLM's process.

@@ -10,6 +10,7 @@ _log = logging.getLogger(__name__)
 
 _ERROR = re.compile(r"(?:^|\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)): (\S.*)$")
 _MOST_TEXT = 20_000  # characters of vLLM's log that go into the run's
+_MOST_REASON = 1_000  # characters of an error's text
 
 
 class EngineLog:
@@ -26,6 +27,7 @@ class EngineLog:
         self.path = Path(self._folder.name) / "vllm.log"
         self.config = Path(self._folder.name) / "logging.json"
         self.path.touch()
+        self._read = 0  # bytes that an earlier error was explained by
         handler = {"class": "logging.FileHandler", "filename": str(self.path), "formatter": "plain"}
         settings = {
             "version": 1,
@@ -36,16 +38,24 @@ class EngineLog:
         }
         self.config.write_text(json.dumps(settings), encoding="utf-8")
 
-    def root_cause(self) -> str:
-        """Return the first error that vLLM logged, with its type; "" if it logged none."""
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            if (match := _ERROR.search(line)) and " WARNING " not in line:
-                return f"{match[1]}: {match[2]}"
-        return ""
-
     def explain(self, error: BaseException) -> str:
-        """Return the cause of an error of vLLM, and write vLLM's log into the run's."""
-        text = self.path.read_text(encoding="utf-8", errors="replace")
+        """Return the cause of an error of vLLM, and write what vLLM logged since the last one into the run's log."""
+        logged = self.path.read_bytes()
+        text, self._read = logged[self._read :].decode("utf-8", errors="replace"), len(logged)
         if text:
             _log.error("vLLM logged:\n%s", text[-_MOST_TEXT:].rstrip())
-        return self.root_cause() or f"{type(error).__name__}: {error}"
+        return _first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
+
+
+def _in_one_line(text: str) -> str:
+    """Return an error's text without pydantic's link, in one line."""
+    words = text.partition("For further information visit")[0].split()
+    return " ".join(words)[:_MOST_REASON]
+
+
+def _first_error(text: str) -> str:
+    """Return the first error of a log, with its type; "" if there is none."""
+    for line in text.splitlines():
+        if (match := _ERROR.search(line)) and " WARNING " not in line:
+            return f"{match[1]}: {match[2]}"
+    return ""

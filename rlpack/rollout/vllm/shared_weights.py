@@ -2,9 +2,14 @@
 
 vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the file that a rank wrote, and loads
 the weights as a checkpoint's, layer by layer. vLLM imports this module in its own process, where `worker_extension_cls`
-names `RegistersBackend`; importing it registers the backend.
+names `RegistersBackend`; importing it registers the backend, and ends the process with its rank.
 """
 
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +28,15 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.shared_names import BACKEND
 from rlpack.rollout.vllm.weight_files import BucketNote, mapped
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """What the backend learns once.
-
-    Attributes:
-        names: of all weights of an update.
-    """
-
-    names: list[str] = field(default_factory=list)
+    """What the backend learns once: nothing."""
 
 
 @dataclass
@@ -55,15 +55,16 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
 
     init_info_cls = SharedInit
     update_info_cls = SharedUpdate
+    _is_open = False
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        """Take the names of the weights of every update."""
-        self._expected = frozenset(init_info.names)
+        """Do nothing: files need no connection."""
 
     def start_weight_update(self) -> None:
         """Begin an update: vLLM unpacks what it packed for its kernels."""
-        self._received: set[str] = set()
-        self._next_index = 0
+        if self._is_open:  # the last update failed; vLLM would count what had come of it to this one
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._is_open, self._next_index = True, 0
         if self.device.type == "cpu":
             _pack_experts_again(self.model)
         initialize_layerwise_reload(self.model)
@@ -76,18 +77,12 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         """
         weights = mapped(BucketNote(**update_info.note), self._next_index)
         self.model.load_weights(weights.items())
-        self._received |= weights.keys()
         self._next_index += 1
 
     def finish_weight_update(self) -> None:
-        """Make the kernels' copies of the weights.
-
-        Raises:
-            EngineError: a weight has not come.
-        """
-        if missing := sorted(self._expected - self._received):
-            raise EngineError(f"{len(missing)} of {len(self._expected)} weights did not arrive, first {missing[0]}")
+        """Make the kernels' copies of the weights."""
         finalize_layerwise_reload(self.model, self.model_config)
+        self._is_open = False
 
     def shutdown(self) -> None:
         """Do nothing: no file outlives its bucket."""
@@ -104,6 +99,17 @@ def _pack_experts_again(model: nn.Module) -> None:
             module.moe_kernel = None  # pyright: ignore[reportArgumentType]
 
 
+def _end_with_the_rank() -> None:
+    """Have the kernel end this process with the process that started it, which nothing else does if that is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent.pid:  # it has ended already
+        os._exit(1)
+
+
+_end_with_the_rank()
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 
 

@@ -1,8 +1,11 @@
 """Start vLLM with the environment that it needs."""
 
+import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +23,8 @@ _DEFAULTS = {
 }
 # vLLM's own deadline is for its process; ours is for all of the start.
 _START_S = 900.0
+# The kernel's time to end a killed process.
+_KILL_S = 10.0
 
 
 class StartedEngine(NamedTuple):
@@ -28,10 +33,25 @@ class StartedEngine(NamedTuple):
     Attributes:
         front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
         log: what vLLM logs.
+        processes: vLLM's own.
     """
 
     front_end: Any
     log: EngineLog
+    processes: list[BaseProcess]
+
+    def death(self) -> str:
+        """Return how vLLM's process ended, "" if it runs."""
+        code = next((process.exitcode for process in self.processes if process.exitcode is not None), None)
+        if code is None:
+            return ""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"vLLM's process {how}"
+
+    def stop(self) -> None:
+        """End the front end and vLLM's processes."""
+        self.front_end.shutdown()
+        kill(self.processes)
 
 
 def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool) -> StartedEngine:
@@ -55,11 +75,27 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool)
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if arguments["enforce_eager"]:
         variables["TORCHDYNAMO_DISABLE"] = "1"
+    before = set(multiprocessing.active_children())
     with _environment(variables):
         try:
-            return StartedEngine(loop.run(_start(arguments), _START_S, "start"), log)
+            front_end = loop.run(_start(arguments), _START_S, "start")
         except Exception as error:
+            kill(_new_processes(before))
             raise EngineError(f"vLLM did not start: {log.explain(error)}") from error
+    return StartedEngine(front_end, log, _new_processes(before))
+
+
+def kill(processes: Iterable[BaseProcess]) -> None:
+    """End processes that didn't end when they were asked to."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join(_KILL_S)
+
+
+def _new_processes(before: set[BaseProcess]) -> list[BaseProcess]:
+    """Return the child processes that started since, those that have ended aside."""
+    return [process for process in multiprocessing.active_children() if process not in before]
 
 
 async def _start(arguments: Mapping[str, Any]) -> Any:

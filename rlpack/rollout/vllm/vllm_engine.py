@@ -7,31 +7,30 @@ short response makes room for the next one at once. New weights reach EngineCore
 
 import asyncio
 import queue
-import tempfile
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model, Rollout
-from rlpack.data.tokenization import eos_id, pad_id
-from rlpack.models.loading import build_causal_lm, build_meta_model
+from rlpack.data.tokenization import pad_id
+from rlpack.models.loading import build_meta_model
 from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.engine import FinishedRow
 from rlpack.rollout.errors import EngineError, SamplingError
-from rlpack.rollout.layout_check import check_layout, tied_names, weights_and_buffers
+from rlpack.rollout.layout_check import check_layout, tied_names
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 from rlpack.rollout.vllm.event_loop import EventLoop
+from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
 from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
 from rlpack.rollout.vllm.weight_files import written
@@ -68,6 +67,7 @@ class VLLMEngine:
         """
         self.dtype = dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._started = engine
         self._engine: Any = engine.front_end
         self._log = engine.log
         self._loop, self._model = loop, model
@@ -77,6 +77,7 @@ class VLLMEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
         self._next_bucket: int | None = None
+        self._has_failed = False  # the update under way
         self._cause: str | None = None
         self._policy_version = 0
         self.policy_version = 0
@@ -104,7 +105,7 @@ class VLLMEngine:
         gpus = torch.cuda.device_count() if device.type == "cuda" else 0
         loop = EventLoop("rlpack-vllm")
         try:
-            with _weights_of(model, tokenizer, seed) as source:
+            with initial_weights(model, tokenizer, seed) as source:
                 arguments = engine_arguments(
                     settings, Shape.of(meta.config), model=source, dtype=dtype, max_length=max_length, gpus=gpus
                 )
@@ -113,15 +114,20 @@ class VLLMEngine:
         except BaseException:
             loop.close()
             raise
-        built = cls(
-            engine,
-            loop,
-            meta,
-            dtype=_DTYPES[dtype],
-            max_length=max_length,
-            request_timeout_s=settings.request_timeout_s,
-        )
-        built._open_transfer()
+        try:
+            built = cls(
+                engine,
+                loop,
+                meta,
+                dtype=_DTYPES[dtype],
+                max_length=max_length,
+                request_timeout_s=settings.request_timeout_s,
+            )
+            built._open_transfer()
+        except BaseException:
+            engine.stop()
+            loop.close()
+            raise
         return built
 
     @property
@@ -143,8 +149,12 @@ class VLLMEngine:
         """
         self.begin(range(prompts.num_rows), prompts, params, seeds)
         responses: dict[int, Any] = {}
+        # Each row has its own deadline; this one is for an event loop that hangs.
+        deadline = time.monotonic() + self._request_timeout_s + _CONTROL_S
         while len(responses) < prompts.num_rows:
-            for row in self.finished(_CONTROL_S):
+            if (left := deadline - time.monotonic()) <= 0:
+                raise EngineError(f"vLLM's front end answered {len(responses)} of {prompts.num_rows} rows, then hung")
+            for row in self.finished(left):
                 if row.failure:
                     self.abort()
                     raise EngineError(f"row {row.key}: {row.failure}")
@@ -203,12 +213,16 @@ class VLLMEngine:
         return torch.stack([prompt_logprobs(output, token_ids.shape[1]) for output in outputs])
 
     def check_weights(self, layout: WeightLayout) -> None:
-        """Check names and shapes; weights tied to one that is sent may be missing.
+        """Check names and shapes, and drop an update that failed; weights tied to one that is sent may be missing.
 
         Raises:
             EngineError: a name or a shape does not fit the model.
         """
         check_layout(self._model, layout)
+        # An update that was not finished: all of its weights come again. vLLM itself ends one if a bucket fails.
+        if self._next_bucket is not None and not self._has_failed:
+            self._control(self._engine.finish_weight_update(), "drop an update of its weights")
+        self._next_bucket, self._has_failed = None, False
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
         """Send one bucket of weights to EngineCore.
@@ -218,13 +232,16 @@ class VLLMEngine:
         """
         from rlpack.rollout.vllm import library
 
+        if self._has_failed:
+            raise EngineError("an earlier bucket of this update was not loaded; call check_weights to begin again")
         if self._next_bucket is None:
             self._control(self._engine.start_weight_update(), "begin an update of its weights")
             self._next_bucket = 0
         with written(self._checkpoint_names(weights), self._next_bucket) as note:
             request = library.WeightTransferUpdateRequest(update_info={"note": asdict(note)})
+            self._has_failed = True  # unless it arrives
             self._control(self._engine.update_weights(request), f"load bucket {note.index} of the weights")
-        self._next_bucket += 1
+        self._next_bucket, self._has_failed = note.index + 1, False
 
     def finish_update(self) -> None:
         """Use the weights that arrived, and forget all cached keys and values of older ones.
@@ -232,7 +249,7 @@ class VLLMEngine:
         Raises:
             EngineError: no bucket arrived, weights are missing, or the deadline passed.
         """
-        if self._next_bucket is None:
+        if self._next_bucket is None or self._has_failed:
             raise EngineError("no bucket of weights arrived before the update was to end")
         self._next_bucket = None
         self._control(self._engine.finish_weight_update(), "apply its new weights")
@@ -243,7 +260,7 @@ class VLLMEngine:
         """End EngineCore; the engine can't be used afterwards."""
         if self._engine is None:
             return
-        self._engine.shutdown()
+        self._started.stop()
         self._engine = None
         self._loop.close()
 
@@ -296,9 +313,11 @@ class VLLMEngine:
             await asyncio.wait(tasks, timeout=_CONTROL_S / 2)
 
     def _explain(self, error: Exception) -> str:
-        """Return the cause of an error of vLLM; its log is read once."""
+        """Return the cause of an error of vLLM; that of its end is the same for all requests."""
+        if self.is_alive:
+            return self._log.explain(error)
         if self._cause is None:
-            self._cause = self._log.explain(error)
+            self._cause = ": ".join(filter(None, (self._started.death(), self._log.explain(error))))
         return self._cause
 
     async def _request(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
@@ -341,34 +360,6 @@ class VLLMEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error
-
-
-@contextmanager
-def _weights_of(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
-    """Yield the folder or hub name of the model; a new one is built and written, with the weights of every engine."""
-    if model.path is not None:
-        yield model.path
-        return
-    with tempfile.TemporaryDirectory(prefix="rlpack-vllm-") as folder:
-        built = build_causal_lm(
-            model,
-            vocab_size=len(tokenizer),
-            eos_token_id=eos_id(tokenizer),
-            pad_token_id=pad_id(tokenizer),
-            seed=seed,
-            attention_name="sdpa",
-        )
-        # Not by save_pretrained, which writes nothing on ranks other than 0.
-        built.config.architectures = [type(built).__name__]
-        built.config.save_pretrained(folder)
-        weights = revert_weight_conversion(built, weights_and_buffers(built))
-        save_file(
-            {name: weight.detach().contiguous() for name, weight in weights.items()},
-            Path(folder) / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        del built, weights
-        yield folder
 
 
 async def _gather(requests: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -1,0 +1,43 @@
+"""The weights that vLLM starts with, in files that it reads."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlpack.config.schema import Model
+from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.models.loading import build_causal_lm
+from rlpack.rollout.layout_check import weights_and_buffers
+
+
+@contextmanager
+def initial_weights(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[str]:
+    """Yield the folder or hub name of the model; a new one is built and written, with the weights of every engine."""
+    if model.path is not None:
+        yield model.path
+        return
+    with tempfile.TemporaryDirectory(prefix="rlpack-vllm-") as folder:
+        built = build_causal_lm(
+            model,
+            vocab_size=len(tokenizer),
+            eos_token_id=eos_id(tokenizer),
+            pad_token_id=pad_id(tokenizer),
+            seed=seed,
+            attention_name="sdpa",
+        )
+        # Not by save_pretrained, which writes nothing on ranks other than 0.
+        built.config.architectures = [type(built).__name__]
+        built.config.save_pretrained(folder)
+        weights = revert_weight_conversion(built, weights_and_buffers(built))
+        save_file(
+            {name: weight.detach().contiguous() for name, weight in weights.items()},
+            Path(folder) / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        del built, weights
+        yield folder

@@ -1,0 +1,121 @@
+"""What vLLM computes is what the trainer computes, for each kind of model: log-probs, and weights after each update."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from rlpack.batch.ragged import Ragged
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import WeightStream
+from rlpack.rollout.types import Generations, SamplingParams
+from rlpack.rollout.vllm.vllm_engine import VLLMEngine
+from tests.vllm.engines import FAMILIES, TOLERANCE, gap, perturb, policy, prompts_of, sampled, send, start, token_gaps
+
+SETTINGS = [
+    SamplingParams(max_new_tokens=24, temperature=temperature, top_p=top_p, top_k=top_k)
+    for temperature, top_p, top_k in product((0.0, 0.7, 1.0, 1.3), (1.0, 0.9, 0.5), (0, 1, 7))
+]
+
+
+class Pair(NamedTuple):
+    """One model on both sides, with the same weights."""
+
+    engine: VLLMEngine
+    policy: Policy
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((family, tied), id=f"{family}-{'tied' if tied else 'untied'}")
+            for family in FAMILIES for tied in (True, False)],
+)  # fmt: skip
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    family, tied = request.param
+    engine, built = start(family, tied=tied), policy(family, tied=tied)
+    try:
+        send(engine, built)
+        engine.policy_version = 1
+        yield Pair(engine, built)
+    finally:
+        engine.close()
+
+
+def test_the_log_probs_of_sampled_tokens_are_the_trainers(pair: Pair):
+    """All temperatures, nuclei and numbers of candidates; rows longer than the sliding window, of unlike lengths."""
+    prompts, worst = prompts_of(1, 5, 17, 40), {}
+    for params in SETTINGS:
+        made = sampled(pair.engine, prompts, params)
+        assert made.token_ids.lengths.tolist() == [24] * 4
+        assert not params.is_greedy or not made.logprobs.values.any()
+        if params.is_greedy:
+            assert greedy_tokens_are_the_likeliest(pair.policy, prompts, made)
+        else:
+            worst[params] = max(token_gaps(pair.policy, prompts, made, params))
+    assert max(worst.values()) <= TOLERANCE, worst
+
+
+def greedy_tokens_are_the_likeliest(built: Policy, prompts: Ragged, made: Generations) -> bool:
+    """Return whether every token is the likeliest: its log-prob is 0 if no other is a candidate."""
+    return all(difference == 0 for difference in token_gaps(built, prompts, made, SamplingParams(top_k=1)))
+
+
+def test_after_every_update_of_all_weights_the_canary_is_the_trainers(pair: Pair):
+    for seed in range(3):
+        before = gap(pair.engine, pair.policy)
+        perturb(pair.policy, seed, 0.02)
+        assert before <= TOLERANCE < gap(pair.engine, pair.policy)
+        send(pair.engine, pair.policy, bucket_bytes=(10_000, 100_000, 10**9)[seed])
+        assert gap(pair.engine, pair.policy) <= TOLERANCE
+
+
+def kind_of(name: str) -> str:
+    """Return a weight's name without the number of its layer."""
+    return ".".join(part for part in name.split(".") if not part.isdecimal())
+
+
+@torch.no_grad()
+def change(built: Policy, kind: str, scale: float = 0.1) -> None:
+    """Change all weights of a kind by a share of their size or of 1, in random directions."""
+    generator = torch.Generator().manual_seed(7)
+    for name, weight in built.model.named_parameters():
+        if kind_of(name) == kind:
+            size = max(weight.abs().mean().item(), 0.1 if weight.ndim == 1 else 0.0)
+            weight.add_(torch.randn(weight.shape, generator=generator) * scale * 3 * size)
+
+
+def test_a_change_of_each_kind_of_weight_alone_arrives_and_is_seen_if_it_does_not(pair: Pair):
+    """The negative control: until the changed kind is sent, the canary differs by far more than its tolerance."""
+    kinds = dict.fromkeys(kind_of(name) for name, _ in pair.policy.model.named_parameters())
+    assert len(kinds) >= 9
+    for kind in kinds:
+        change(pair.policy, kind)
+        assert gap(pair.engine, pair.policy) > 10 * TOLERANCE, kind
+        send(pair.engine, pair.policy)
+        assert gap(pair.engine, pair.policy) <= TOLERANCE, kind
+
+
+def test_a_kind_of_weight_that_arrives_unchanged_is_seen(pair: Pair):
+    """The sender takes one kind from an older state, as one that forgot a kind would."""
+    kinds = dict.fromkeys(kind_of(name) for name, _ in pair.policy.model.named_parameters())
+    stream = WeightStream(pair.policy, torch.float32)
+    older = dict(item for bucket in stream for item in bucket.items())
+    perturb(pair.policy, 11, 0.05)
+    for kind in list(kinds)[:: max(1, len(kinds) // 3)]:
+        send_with(pair.engine, pair.policy, lambda name, kind=kind: kind_of(name) == kind, older)
+        assert gap(pair.engine, pair.policy) > 10 * TOLERANCE, kind
+    send(pair.engine, pair.policy)
+    assert gap(pair.engine, pair.policy) <= TOLERANCE
+
+
+def send_with(
+    engine: VLLMEngine, built: Policy, is_older: Callable[[str], bool], older: dict[str, torch.Tensor]
+) -> None:
+    """Send all weights, some of them from an older state."""
+    stream = WeightStream(built, torch.float32)
+    engine.check_weights(stream.layout)
+    for bucket in stream:
+        engine.load_bucket({name: older[name] if is_older(name) else weight for name, weight in bucket.items()})
+    engine.finish_update()
