@@ -136,6 +136,7 @@ class RolloutWorker(Worker):
         logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
         engine.close()
         self._engine, self._in_flight, self._is_unhealthy = self._rebuild(), None, False
+        self._received.require_update("the engine is new, and no weights have been published to it")
 
     def _rows(self, rows: BatchedDataDict, generations: Generations) -> BatchedDataDict:
         """Return the columns of a rollout batch, with the ids of the rows."""

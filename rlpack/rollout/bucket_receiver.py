@@ -115,6 +115,15 @@ class BucketReceiver:
         """Make the weights of a complete, checked update usable."""
         self._closed, self._version, self._arrived, self._unusable = self._version, None, 0, None
 
+    def require_update(self, reason: str) -> None:
+        """Make the weights unusable until the next update is closed, if there has been one.
+
+        Args:
+            reason: why, for the error.
+        """
+        if self._num_buckets is not None:
+            self._unusable = reason
+
     def check_usable(self) -> None:
         """Raise if an update is under way or has failed.
 

@@ -143,3 +143,19 @@ def test_a_bucket_that_can_not_be_loaded_is_named_and_ends_the_update(error: Exc
 
 def replace_digest(given: Bucket) -> Bucket:
     return given._replace(header=replace(given.header, digest=bytes(16)))
+
+
+def test_an_engine_that_was_replaced_is_used_only_after_the_next_update():
+    receiver = BucketReceiver("rollout")
+    receiver.require_update("the engine is new")
+    receiver.check_usable()  # it has the weights that it was built with, as its predecessor had
+    receiver.open(COUNT)
+    update(receiver, 1)
+    receiver.require_update("the engine is new")
+    with pytest.raises(EngineError, match="rollout has no usable weights: the engine is new"):
+        receiver.check_usable()
+    receiver.open(COUNT)
+    with pytest.raises(EngineError, match="the engine is new"):
+        receiver.check_usable()
+    update(receiver, 1)
+    receiver.check_usable()
