@@ -17,7 +17,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch
@@ -25,16 +24,14 @@ from rlpack.config.schema import Placement, Pool
 from rlpack.config.sections.submission import Submission
 from rlpack.distributed.answers import answered, ask_ray, first_answer
 from rlpack.distributed.calls import Call, Pending, Relay
-from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import ClusterError, RoleError, StoreFullError
 from rlpack.distributed.failures import RankCall, deadline_error, describe_context, describe_error, first_cause
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.process import driver_import_path
-from rlpack.distributed.rank_actor import RankActor
 from rlpack.distributed.rank_processes import RankProcesses
 from rlpack.distributed.ray_store import RayStore
 from rlpack.distributed.ray_watch import current, raise_if_ray_ended, ray_ended
 from rlpack.distributed.shared_arguments import SharedArguments, argument_on_node
+from rlpack.distributed.start_actors import start_actors
 from rlpack.distributed.submitted import SubmittedCalls
 from rlpack.run_log import log_of_node
 
@@ -66,26 +63,6 @@ def _rank_calls(
     return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
 
 
-def _strategy(group: PlacementGroup | None, rank: int) -> PlacementGroupSchedulingStrategy | str:
-    """Return Ray's scheduling strategy for a rank: its bundle of the group, or wherever there is room."""
-    return "DEFAULT" if group is None else PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-
-
-def _actors(name: str, pool: Pool, group: PlacementGroup | None, silence_s: float | None) -> list[Any]:
-    """Start the processes of a pool."""
-    threads = max(1, int(pool.cpus_per_rank))
-    device = "cuda" if pool.gpus_per_rank > 0 else "cpu"
-    actor_class, layout = ray.remote(RankActor), ParallelLayout(dp_shard=pool.ranks)
-    return [
-        actor_class.options(
-            num_cpus=pool.cpus_per_rank,
-            num_gpus=pool.gpus_per_rank,
-            scheduling_strategy=_strategy(group, rank),
-        ).remote(RankContext(name, rank, layout, device), threads, driver_import_path(), silence_s)
-        for rank in range(pool.ranks)
-    ]
-
-
 class RayRanks:
     """The processes of one pool."""
 
@@ -103,7 +80,7 @@ class RayRanks:
         self._start_s = placement.start_timeout_s
         # The daemons of a run's own Ray are processes of the driver, which ends all ranks with them.
         silence_s = None if placement.address is None else placement.ray_timeout_s
-        self._actors: list[Any] = ask_ray(partial(_actors, name, pool, group, silence_s))
+        self._actors: list[Any] = ask_ray(partial(start_actors, name, pool, group, silence_s))
 
     @property
     def num_ranks(self) -> int:

@@ -58,7 +58,7 @@ def test_the_log_probs_of_sampled_tokens_are_the_trainers(pair: Pair):
 
 
 def greedy_tokens_are_the_likeliest(built: Policy, prompts: Ragged, made: Generations) -> bool:
-    """Return whether every token is the likeliest: its log-prob is 0 if no other is a candidate."""
+    """Return whether every token is the most probable: its log-prob is 0 if no other is a candidate."""
     return all(difference == 0 for difference in token_gaps(built, prompts, made, SamplingParams(top_k=1)))
 
 
