@@ -4,6 +4,7 @@ Hydra puts the keys of `experiment/mine.yaml` below `experiment`, unless its hea
 the header every key looks unknown, so the missing line has its own message.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,18 +33,27 @@ def preset_problems(overrides: Sequence[str], folders: Sequence[Path], root: Key
         for choice in chosen_values(overrides, group)
         for folder in folders
     )
-    return [problem for group, path in files if path.is_file() for problem in _header_problems(group, path, root)]
+    return [problem for group, path in files if os.path.lexists(path) for problem in _problems(group, path, root)]
 
 
-def _header_problems(group: str, path: Path, root: Key) -> Iterator[str]:
-    """Yield a problem if the keys of a preset are meant for the top level and would be put below its group."""
+def _problems(group: str, path: Path, root: Key) -> Iterator[str]:
+    """Yield why a preset can't be read, or that its keys would be put below its group instead of at the top level."""
+    if not path.is_file():
+        what = (
+            "a folder" if path.is_dir() else "a link to a file that doesn't exist" if path.is_symlink() else "no file"
+        )
+        yield f"{path} is {what}; {group}={path.stem} needs a YAML file"
+        return
     try:
         text = path.read_text(encoding="utf-8")
         values = yaml.safe_load(text)
     except UnicodeDecodeError as error:  # Hydra's error doesn't name the file
         yield f"{path} is not UTF-8: {error}; save the file as UTF-8"
         return
-    except (OSError, RecursionError, yaml.YAMLError):  # Hydra's error names line and column
+    except (OSError, ValueError, yaml.YAMLError):  # Hydra's error names line and column
+        return
+    if values is not None and not isinstance(values, dict):
+        yield f"{path} holds a {type(values).__name__} instead of keys; write one key: value per line"
         return
     top = children(root)
     below = children(top[group]) if group in top else {}

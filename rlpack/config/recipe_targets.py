@@ -100,7 +100,7 @@ def _read(folders: Sequence[Path], name: str) -> dict[str, Any]:
         if path.is_file():
             try:
                 values = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except (OSError, RecursionError, yaml.YAMLError, UnicodeError):
+            except (OSError, ValueError, RecursionError, yaml.YAMLError):
                 continue
             return values if isinstance(values, dict) else {}
     return {}

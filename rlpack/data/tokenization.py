@@ -209,12 +209,11 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: list[Message]
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> str:
     """Return the conversation rendered by the chat template."""
-    from jinja2 import TemplateError
-
     try:
         rendered: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} rejects it: {error}") from error
+    except Exception as error:  # a template is a program: it may also divide by 0, or not be a text
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{where}: the chat template of {tokenizer_name(tokenizer)} rejects it: {reason}") from error
     return rendered
 
 

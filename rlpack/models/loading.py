@@ -310,7 +310,8 @@ def _load(kind: Any, name: str, key: str, arguments: dict[str, Any]) -> Any:
         with UserCode("its code"):
             return kind.from_pretrained(str(folder) if folder.exists() else name, **arguments)
     except (
-        *(OSError, ValueError, KeyError, ImportError, RuntimeError, StrictDataclassError),
+        *(OSError, ValueError, LookupError, ImportError, RuntimeError, StrictDataclassError),
+        *(AttributeError, TypeError, AssertionError, ArithmeticError),  # of values that transformers doesn't check
         *(SafetensorError, UserCodeError),
     ) as error:
         if "trust_remote_code" in str(error):

@@ -1,7 +1,6 @@
 """The run directory: the names of its files, and checks that a run can use it."""
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -11,8 +10,11 @@ from typing import Any
 
 import yaml
 
+from rlpack.config.errors import ConfigError
+from rlpack.config.yaml_limits import read_yaml
 from rlpack.observe.errors import RunDirectoryError
 from rlpack.run_log import is_log_of_node
+from rlpack.safe_files import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ LOCK, LOG, WANDB_ID = "run.lock", "run.log", "wandb-id"
 MODEL = "model"
 # The folders of checkpoints to resume from; the reference policy is stored in another one.
 _PHASES = ("sft_warmup", "train")
+# The kernel takes paths of 4096 bytes; the longest below a run directory are those of a checkpoint's files.
+_LONGEST_PATH = 3800
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
 _HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, ".hydra", "logs", "multirun.yaml"})
 
@@ -72,11 +76,22 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     Raises:
         RunDirectoryError: it is a file, can't be written, contains a run without `resume`, or contains unrelated files.
     """
+    place = run_dir.absolute()
+    if (size := len(os.fsencode(place))) > _LONGEST_PATH:
+        raise RunDirectoryError(
+            f"run_dir has a path of {size:,} bytes, and the files in it need one of at most {_LONGEST_PATH:,}; choose "
+            "another run_dir"
+        )
     try:
         exists = run_dir.exists()
+        broken = next((path for path in (place, *place.parents) if path.is_symlink() and not path.exists()), None)
     except (OSError, ValueError) as error:  # a name over 255 bytes, a NUL
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirectoryError(f"run_dir={run_dir} can't be a directory ({reason}); choose another run_dir") from error
+    if broken is not None:
+        raise RunDirectoryError(
+            f"run_dir={run_dir} is behind the link {broken}, which leads nowhere; choose another run_dir"
+        )
     if exists and not run_dir.is_dir():
         raise RunDirectoryError(f"run_dir={run_dir} is not a directory; choose another run_dir")
     if not resume and holds_run(run_dir):
@@ -135,8 +150,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """Return the stored configuration, empty if it is missing or can't be read."""
     path = run_dir / CONFIG
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (yaml.YAMLError, ValueError) as error:
+        loaded = read_yaml(path) if path.exists() else {}
+    except (ConfigError, OSError) as error:
         logger.warning("%s can't be read and is ignored: %s", path, error)
         return {}
     return loaded if isinstance(loaded, dict) else {}
@@ -152,7 +167,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            sample = json.loads(line)
+            sample = parse_json(line)
         except ValueError:
             logger.warning("a line of %s can't be read and is skipped", path)
             continue

@@ -18,6 +18,7 @@ from rlpack.installation import how_to_install
 from rlpack.observe.errors import SinkError
 from rlpack.observe.metric_table import check_names
 from rlpack.observe.run_dir import EVENTS, METRICS, WANDB_ID
+from rlpack.safe_files import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,11 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 position = {"step": int(record["step"]), "phase": str(record["phase"])}
                 figures = {name: float(value) for name, value in record.items() if name not in RECORD_KEYS}
                 yield line, position | {"time_s": float(record["time_s"])} | figures
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 broken.append(number)
     if broken:
         logger.warning(

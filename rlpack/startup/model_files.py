@@ -4,7 +4,6 @@ Weights are never read: a safetensors file begins with a header that gives the o
 file, or a missing one of several, is found from sizes.
 """
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlpack.models.errors import ModelError, no_end_problem
 from rlpack.models.hub_models import hub_model_problem
 from rlpack.observe.run_dir import CONFIG, METRICS, MODEL
 from rlpack.path_suggestions import suggest_path
+from rlpack.safe_files import open_regular, parse_json, read_object
 from rlpack.startup.dataset_checks import check_stop_ids
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,6 +106,11 @@ def _weight_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield "there is no config.json in it"
         return
+    try:
+        read_object(folder / "config.json")
+    except (OSError, ValueError) as error:
+        yield f"config.json can't be read ({error})"
+        return
     if not (folder / _INDEX).is_file():
         if not (folder / _WEIGHTS).is_file():
             yield f"there is no {_WEIGHTS} and no {_INDEX} in it, and weights of other formats aren't loaded"
@@ -113,7 +118,7 @@ def _weight_problems(folder: Path) -> Iterator[str]:
             yield from _file_problems(folder / _WEIGHTS, set())
         return
     try:
-        weight_map = _read_json(folder / _INDEX)["weight_map"]
+        weight_map = read_object(folder / _INDEX)["weight_map"]
         files: dict[str, set[str]] = {}
         for tensor, name in weight_map.items():
             files.setdefault(str(name), set()).add(tensor)
@@ -131,19 +136,21 @@ def _file_problems(path: Path, tensors: set[str]) -> Iterator[str]:
     """Yield why a safetensors file is damaged, or lacks one of the tensors that it should hold."""
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 yield f"{path.name} has {size:,} bytes, fewer than its header says; it is truncated or no safetensors"
                 return
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         yield f"the header of {path.name} can't be read ({type(error).__name__}: {error})"
         return
     if (expected := _LENGTH_BYTES + length + end) != size:
         yield f"{path.name} has {size:,} bytes, and its header describes {expected:,}; it is damaged or truncated"
+    elif not entries:
+        yield f"{path.name} holds no tensors"
     elif missing := sorted(tensors - entries.keys()):
         yield f"{path.name} lacks {missing[0]} and {len(missing) - 1} more of the tensors that {_INDEX} names"
 
@@ -156,10 +163,11 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
     if source is None or not (folder / "tokenizer.json").is_file():
         return
     try:
-        size = _num_tokens(_read_json(folder / "tokenizer.json"))
+        size = _num_tokens(read_object(folder / "tokenizer.json"))
         known = _vocabulary_size(Path(model.path).expanduser()) if model.path else None
+        has_no_end = _has_no_end(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{key} is {source!r}, in which tokenizer.json or config.json can't be read ({error}); download it again"
+        yield f"{key} is {source!r}, in which a JSON file can't be read ({error}); copy or download the folder again"
         return
     if known is not None and size > known:
         yield (
@@ -168,7 +176,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
         )
     if known is not None:
         check_stop_ids(config, known)
-    if recipe_of(config).generates and not config.rollout.stop_token_ids and _has_no_end(folder):
+    if recipe_of(config).generates and not config.rollout.stop_token_ids and has_no_end:
         yield no_end_problem(f"{key} is {source!r}, whose tokenizer", config.rollout.max_new_tokens)
 
 
@@ -183,7 +191,7 @@ def _vocabulary_size(folder: Path) -> int | None:
     """Return the tokens of the model in a folder, None if its config.json doesn't say."""
     if not (folder / "config.json").is_file():
         return None
-    config = _read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return size if isinstance(size, int) else None
 
@@ -193,9 +201,5 @@ def _has_no_end(folder: Path) -> bool:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            settings |= _read_json(folder / name)
+            settings |= read_object(folder / name)
     return settings.get("tokenizer_class") in _PLAIN_CLASSES and settings.get("eos_token") is None
-
-
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

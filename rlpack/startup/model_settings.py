@@ -3,7 +3,6 @@
 Only what is surely wrong is refused here; `rlpack.recipes.preflight` builds the model.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlpack.models.errors import (
     unknown_setting_error,
     unknown_type_error,
 )
+from rlpack.safe_files import read_json
 from rlpack.startup.transformers_sources import (
     config_source,
     has_activation,
@@ -43,6 +43,7 @@ _COUNTS = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "n_embd", "n_head"),
     *("num_hidden_layers", "n_layer"),
 )
+_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000
 _SIZES = ("intermediate_size", "moe_intermediate_size", "n_inner")
 # Settings of latent attention, which doesn't use `num_key_value_heads`.
 _LATENT = {"kv_lora_rank", "q_lora_rank"}
@@ -58,6 +59,8 @@ def check_model_settings(config: Config) -> None:
     if may_register_types(config):
         return
     if config.model.path is None:
+        if problem := _too_many_layers(config.model.config):
+            raise _unbuildable(config.model.config.get("model_type"), problem)
         _check_new(config.model.config)
     roles = started_roles(config)
     sections = {"model": config.model.path}
@@ -100,6 +103,14 @@ def _check_new(settings: Mapping[str, Any]) -> None:
         raise _unbuildable(kind, f"num_attention_heads ({heads}) is not divisible by num_key_value_heads ({groups})")
 
 
+def _too_many_layers(settings: Mapping[str, Any]) -> str | None:
+    """Return the problem of a number of layers that takes minutes to build even without weights, or None."""
+    for key in _LAYERS:
+        if isinstance(value := settings.get(key), int) and value > _MOST_LAYERS:
+            return f"{key} is {value:,}; it can be at most {_MOST_LAYERS:,}"
+    return None
+
+
 def _has_own_heads(fields: Mapping[str, Any]) -> bool:
     """Return whether a config gives heads in another way, so that their numbers need not divide."""
     return bool(fields.keys() & _LATENT) or any(name.endswith("heads_per_layer") for name in fields)
@@ -124,10 +135,14 @@ def _unbuildable(kind: object, reason: str) -> ModelError:
 def _check_folder(key: str, path: str) -> None:
     """Raise if the config.json of a folder names a model type that transformers doesn't have."""
     try:
-        values = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        values = read_json(Path(path).expanduser() / "config.json")
     except (OSError, ValueError):
         return  # a hub name, or a file that its own check refuses
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        return
+    if problem := _too_many_layers(values):
+        raise ModelError(f"{key} is {path!r}, which can't be built: {problem} in its config.json; set another model")
+    kind = values.get("model_type")
     if isinstance(kind, str) and key != "reward_model.path" and is_not_causal(kind):
         raise not_causal_error(kind)
     if not isinstance(kind, str) or not is_unknown_type(kind):

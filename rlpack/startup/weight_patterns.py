@@ -1,6 +1,5 @@
 """Patterns of weight names against the names that the model's source allows."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from rlpack.config.roles import optimizers
 from rlpack.config.schema import Config
 from rlpack.models.errors import nothing_trained_error
 from rlpack.models.patterns import match_patterns
+from rlpack.safe_files import read_json
 from rlpack.startup.model_settings import may_register_types
 from rlpack.startup.weight_names import WeightNames, weight_names
 
@@ -63,7 +63,7 @@ def _names(config: Config, section: str) -> WeightNames | None:
 def _settings(folder: Path) -> Mapping[str, Any]:
     """Return the config.json of a folder, {} if there is none."""
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = read_json(folder / "config.json")
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -14,6 +14,7 @@ from rlpack.packing.batching import Batching, Mode
 from rlpack.packing.lengths import check_count, check_lengths
 from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import MicrobatchPlan
+from rlpack.safe_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +60,10 @@ class PlanRecord:
             DataError: the file can't be read or isn't a plan record; names the file and the value.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except OSError as error:
             raise DataError(f"{path} can't be read: {error.strerror or error}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}; the run rewrites it with its next step") from error
         try:
             return cls._from_json(values)
