@@ -30,10 +30,19 @@ class LoadedCheckpoint:
         """Check that the state has the fields that this version writes, which its format promises.
 
         Raises:
-            CheckpointError: fields are missing or unknown.
+            CheckpointError: fields are missing or unknown, or have values of other types.
         """
         check_fields(self.state, self.path)
-        if self.state["progress"].keys() != {field.name for field in fields(Progress)}:
+        progress = self.state["progress"]
+        counts = [value for name, value in progress.items() if name not in ("phase", "kl_coef")]
+        coefficient = progress.get("kl_coef")
+        if (
+            progress.keys() != {field.name for field in fields(Progress)}
+            or not all(type(count) is int and count >= 0 for count in counts)
+            or not (coefficient is None or type(coefficient) in (int, float))
+            or not isinstance(self.state["records"], dict)
+            or not isinstance(self.state["reference"], dict | None)
+        ):
             raise other_fields(self.state, self.path)
 
 

@@ -34,6 +34,7 @@ from typing import Any
 from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.checkpoint.files import discard_folder, flush, flush_tree, regular_files, sha256_of, write_flushed
+from rlpack.safe_files import read_json, read_object, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ STATE, MANIFEST, MARKER, HINT = "state.json", "manifest.json", "COMMITTED", "lat
 DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it
 NEVER_PRUNED = 2
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)\Z")
+_VERSION = re.compile(r"[\w.+ -]{1,60}", re.ASCII)
 _DEBRIS = re.compile(r"\.(tmp|replaced)-")
 
 
@@ -176,7 +178,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 def hashes_of(checkpoint: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of a valid checkpoint by its relative name, except that of its state."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_json(checkpoint / MANIFEST)
     return {entry["name"]: entry["sha256"] for entry in manifest["files"] if entry["name"] != STATE}
 
 
@@ -201,7 +203,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     fault = _fault(checkpoint, only=STATE)
     if fault is not None:
         raise CheckpointError(f"checkpoint {checkpoint} can't be loaded: {fault}")
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return read_object(checkpoint / STATE)
 
 
 def newest_state(root: Path) -> dict[str, Any] | None:
@@ -217,7 +219,7 @@ def newest_state(root: Path) -> dict[str, Any] | None:
         folder = root / f"step-{step}"
         if _fault(folder, only=STATE) is None:
             with suppress(OSError):  # pruned in the meantime by the run that holds the directory
-                return json.loads((folder / STATE).read_text(encoding="utf-8"))
+                return read_object(folder / STATE)
     return None
 
 
@@ -276,15 +278,15 @@ def _newest_size(root: Path) -> int:
     if not committed:
         return 0
     newest_one = max(committed, key=lambda folder: int(folder.name.removeprefix("step-")))
-    manifest = json.loads((newest_one / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_json(newest_one / MANIFEST)
     return sum(entry["size"] for entry in manifest["files"])
 
 
 def _is_marked(folder: Path) -> bool:
     """Return whether marker and manifest match, without reading the other files."""
     try:
-        return (folder / MARKER).read_text(encoding="utf-8").strip() == sha256_of(folder / MANIFEST)
-    except (OSError, UnicodeDecodeError):
+        return read_text(folder / MARKER).strip() == sha256_of(folder / MANIFEST)
+    except (OSError, ValueError):
         return False
 
 
@@ -299,10 +301,10 @@ def _fault(folder: Path, only: str | None = None) -> str | None:
     if not _is_marked(folder):
         return f"{MARKER} and {MANIFEST} don't match"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_object(folder / MANIFEST)
         _check_version(folder, manifest)
-        return _manifest_fault(folder, manifest) or _files_fault(folder, manifest, only)
-    except (ValueError, KeyError, TypeError) as error:
+        return _manifest_fault(folder, manifest) or _files_fault(folder, manifest, only) or _state_fault(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} can't be read ({error!r})"
     except OSError as error:
         return str(error)
@@ -315,11 +317,13 @@ def _check_version(folder: Path, manifest: Mapping[str, Any]) -> None:
         CheckpointError: it has another format, or a newer version of rlpack wrote it.
     """
     written, version = manifest["format"], manifest.get("rlpack") or "an older version"
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        version = f"{version!a:.60}"
     if written != FORMAT or _release(version) > _release(__version__):
         raise CheckpointError(
-            f"checkpoint {folder} was written by rlpack {version} in format {written!r}; this is rlpack {__version__}, "
-            f"which reads format {FORMAT} of versions up to its own; resume with the version that wrote it, or choose "
-            "another run_dir"
+            f"checkpoint {folder} was written by rlpack {version} in format {written!a:.60}; this is rlpack "
+            f"{__version__}, which reads format {FORMAT} of versions up to its own; resume with the version that wrote "
+            "it, or choose another run_dir"
         )
 
 
@@ -335,7 +339,7 @@ def _release(version: str) -> list[int]:
 def _manifest_fault(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     """Return why a manifest doesn't belong to this directory, or None."""
     if f"step-{manifest['step']}" != folder.name:
-        return f"it contains step {manifest['step']}, which doesn't match its name"
+        return f"it contains step {manifest['step']!a:.60}, which doesn't match its name"
     return None
 
 
@@ -348,11 +352,21 @@ def _files_fault(folder: Path, manifest: Mapping[str, Any], only: str | None) ->
     return next((fault for fault in faults if fault), None)
 
 
+def _state_fault(folder: Path) -> str | None:
+    """Return why the state can't be read although it is as it was written, or None."""
+    try:
+        state = read_object(folder / STATE)
+    except ValueError as error:
+        return f"{STATE} can't be read ({error})"
+    step = state.get("step")
+    return None if f"step-{step}" == folder.name else f"{STATE} is of step {step!a:.60}, not of this checkpoint"
+
+
 def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
     """Return what is wrong with one file of a checkpoint, or None."""
     parts = PurePosixPath(name)
     path = folder / parts
-    if parts.is_absolute() or ".." in parts.parts or path.is_symlink():
+    if not name.isprintable() or parts.is_absolute() or ".." in parts.parts or path.is_symlink():
         return f"{name!r} is not a regular file inside the checkpoint"
     if not path.is_file():
         return f"{name} is missing"

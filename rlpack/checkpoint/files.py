@@ -7,15 +7,17 @@ import shutil
 import stat
 from pathlib import Path
 
+from rlpack.safe_files import open_regular
+
 logger = logging.getLogger(__name__)
 
 BLOCK = 1 << 20
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as a hexadecimal string."""
+    """Return the SHA-256 of a regular file as a hexadecimal string."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while block := stream.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()

@@ -14,6 +14,10 @@ from rlpack.config.schema import Config
 from rlpack.observe.run_dir import CHECKPOINTS, flat
 
 STATE_KEYS = {"progress", "config", "prompts", "held_out", "reference", "records"}
+_PHASES = ("train", "sft_warmup")
+# Sections of a stored config that are read here.
+_SECTIONS = ("recipe", "model", "data", "sft_warmup", "placement")
+_QUOTES = "\"'"
 # Keys that determine the steps of a run.
 FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
 # Keys that determine which weights and moments a checkpoint holds.
@@ -35,7 +39,7 @@ def check_resumed(config: Config) -> None:
     """
     if config.resume != "auto" or config.run_dir is None:
         return
-    for phase in ("train", "sft_warmup"):
+    for phase in _PHASES:
         root = Path(config.run_dir) / CHECKPOINTS / phase
         state = newest_state(root)
         if state is not None:
@@ -55,16 +59,33 @@ def check_fields(state: Mapping[str, Any], checkpoint: Path) -> None:
     if (
         not state.keys() >= STATE_KEYS
         or not (isinstance(config, dict) and config.keys() >= {*FIXED_KEYS, "placement"})
+        or not all(isinstance(config[section], dict) for section in _SECTIONS)
+        or not _is_placement(config["placement"])
         or not (isinstance(progress, dict) and progress.keys() >= {"phase", "step"})
+        or progress["phase"] not in _PHASES
+        or not (type(progress["step"]) is int and progress["step"] >= 0)
     ):
         raise other_fields(state, checkpoint)
 
 
+def _is_placement(values: Mapping[str, Any]) -> bool:
+    """Return whether a stored placement has pools with numbers of ranks, and a pool for each role that it names."""
+    pools, roles = values.get("pools"), values.get("roles")
+    return (
+        isinstance(pools, dict)
+        and len(pools) > 0
+        and all(isinstance(pool, dict) and type(pool.get("ranks")) is int for pool in pools.values())
+        and isinstance(roles, dict)
+        and all(isinstance(pool, str) and pool in pools for pool in roles.values())
+    )
+
+
 def other_fields(state: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
     """Return the error of a state with other fields than this version writes."""
+    version = ascii(state.get("rlpack")).strip(_QUOTES)
     return CheckpointError(
         f"checkpoint {checkpoint} has other fields in its state.json than rlpack {__version__} writes; it was written "
-        f"by rlpack {state['rlpack']}: resume with that version, or choose another run_dir"
+        f"by rlpack {version:.60}: resume with that version, or choose another run_dir"
     )
 
 

@@ -349,3 +349,39 @@ def test_the_state_holds_strict_json_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"), new_checkpoint(tmp_path, 1) as staging:
         staging.commit({"loss": float("nan")})
     assert newest(tmp_path) is None
+
+
+def recommit(folder: Path) -> None:
+    """Give a checkpoint's state, which was changed, hashes that fit it."""
+    state, manifest = folder / "state.json", folder / "manifest.json"
+    entry = {"name": "state.json", "size": state.stat().st_size, "sha256": commit_module.sha256_of(state)}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": [entry]}))
+    (folder / "COMMITTED").write_text(commit_module.sha256_of(manifest))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"[]", b"NaN", b"null", b"\xef\xbb\xbf{}", b"\xff", b'{"step": 3}', b'{"step": ' + b"9" * 5000 + b"}"),
+        *(b'{"a": ' + b"[" * levels + b"]" * levels + b"}" for levels in (100, 100_000)),
+    ],
+)
+def test_a_state_with_fitting_hashes_that_is_no_state_is_skipped(tmp_path: Path, content: bytes) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    (tmp_path / "step-4" / "state.json").write_bytes(content)
+    recommit(tmp_path / "step-4")
+    assert newest(tmp_path) == tmp_path / "step-2"
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        load_state(tmp_path / "step-4")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "state.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["FIFO", "device"])
+def test_a_checkpoint_with_a_file_that_is_none_is_skipped_without_reading_it(tmp_path: Path, name: str, make) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    (tmp_path / "step-4" / name).unlink()
+    make(tmp_path / "step-4" / name)
+    assert newest(tmp_path) == tmp_path / "step-2"
+    prune(tmp_path, keep=2)
