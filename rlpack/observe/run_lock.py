@@ -21,11 +21,12 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -33,6 +34,7 @@ from typing import Self
 from rlpack.observe.errors import RunDirectoryError, RunTakenOverError
 from rlpack.observe.run_dir import LOCK, check_run_dir
 from rlpack.observe.text import visible
+from rlpack.safe_files import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ LONG_GONE_S = 3600.0
 _POLL_S = 0.5
 _MOST_BYTES = 4096
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_FILE = {errno.ELOOP, errno.EISDIR, errno.ENXIO}  # of opening a link, a directory, a socket
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Owner:
         process_start: when the process started, in clock ticks since the machine did; distinguishes reused ids.
         since: when it took the directory, UTC.
         nonce: distinguishes the locks that one process takes.
+        inode: number of the lock file itself; distinguishes a copy of it. None in records of earlier versions.
     """
 
     host: str
@@ -65,6 +69,7 @@ class Owner:
     process_start: int
     since: str
     nonce: str
+    inode: int | None = None
 
     @classmethod
     def this_process(cls) -> Self:
@@ -95,7 +100,8 @@ class RunLock:
         """Take over the locked file: write this process into it, and start the heartbeat."""
         self._path = path
         self._descriptor = descriptor
-        self._text = json.dumps(asdict(Owner.this_process())).encode() + b"\n"
+        owner = replace(Owner.this_process(), inode=os.fstat(descriptor).st_ino)
+        self._text = json.dumps(asdict(owner)).encode() + b"\n"
         self._released = threading.Event()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, self._text, 0)
@@ -188,18 +194,41 @@ def _acquire(run_dir: Path, key: str) -> RunLock:
 
 def _try(path: Path, key: str) -> RunLock | None:
     """Lock the file; None if its owner deleted it between opening and locking it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = _open(path, key)
     try:
         is_locked = _lock(descriptor, path, key)
         if not _is_same_file(path, descriptor):
             os.close(descriptor)
             return None
         if text := _read(descriptor):
-            _await_end(path, _parse(text), is_locked, key)
+            owner = _parse(text)
+            if is_locked and owner is not None and owner.inode not in {None, os.fstat(descriptor).st_ino}:
+                logger.warning("%s was copied from another run directory, by which %s is not held", path, path.parent)
+            else:
+                _await_end(path, owner, is_locked, key)
         return RunLock(path, descriptor)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _open(path: Path, key: str) -> int:
+    """Open or create the file; writing to what a link leads to would destroy it.
+
+    Raises:
+        RunDirectoryError: it is a link, or no regular file.
+    """
+    refused = RunDirectoryError(f"{path} is not a regular file, so {key}={path.parent} can't be locked; delete it")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise refused from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise refused
+    return descriptor
 
 
 def _lock(descriptor: int, path: Path, key: str) -> bool:
@@ -265,11 +294,14 @@ def _read(descriptor: int) -> bytes:
 
 
 def _parse(text: bytes) -> Owner | None:
-    """Return the owner, or None if the record is incomplete."""
+    """Return the owner, or None if the record is incomplete or has other values than are written."""
     try:
-        return Owner(**json.loads(text))
+        owner = Owner(**parse_json(text))
     except (ValueError, TypeError):
         return None
+    texts, numbers = (owner.host, owner.machine, owner.since, owner.nonce), (owner.pid, owner.process_start)
+    is_whole = all(isinstance(value, str) for value in texts) and all(isinstance(value, int) for value in numbers)
+    return owner if is_whole else None
 
 
 def _machine() -> str:

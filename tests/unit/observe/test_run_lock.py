@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -248,4 +249,40 @@ def test_a_directory_that_cannot_be_made_names_run_dir(tmp_path: Path) -> None:
         pytest.raises(RunDirectoryError, match=r"run_dir=.*/file/run can't be written"),
         lock_run_dir(tmp_path / "file" / "run"),
     ):
+        pass
+
+
+def test_what_a_linked_lock_leads_to_is_not_touched(tmp_path: Path) -> None:
+    run_dir, precious = tmp_path / "run", tmp_path / "precious"
+    run_dir.mkdir()
+    precious.write_text("precious")
+    (run_dir / "run.lock").symlink_to(precious)
+    with (
+        pytest.raises(RunDirectoryError, match=r"run\.lock is not a regular file, so run_dir=.*; delete it"),
+        lock_run_dir(run_dir),
+    ):
+        pass
+    assert precious.read_text() == "precious"
+
+
+def test_a_copy_of_a_running_runs_directory_can_be_used_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, copy = tmp_path / "run", tmp_path / "copy"
+    with holder(run_dir):
+        shutil.copytree(run_dir, copy)
+        began = time.monotonic()
+        with lock_run_dir(copy):
+            assert time.monotonic() - began < 1.0
+            assert json.loads((copy / "run.lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(RunDirectoryError, match="is in use by process"), lock_run_dir(run_dir):
+            pass
+    assert f"{copy / 'run.lock'} was copied from another run directory" in caplog.text
+
+
+@pytest.mark.parametrize("record", [{"pid": "1\0"}, {"machine": [1]}, {"host": None}])
+def test_a_record_of_other_types_names_nobody(tmp_path: Path, record: dict[str, object]) -> None:
+    leave_record(tmp_path / "run", **record)
+    os.utime(tmp_path / "run" / "run.lock", (1, 1))
+    with lock_run_dir(tmp_path / "run"):
         pass
