@@ -42,6 +42,7 @@ from rlpack.config.validate import validate
 from rlpack.config.warnings import config_warnings
 from rlpack.config.yaml_limits import check_yaml_files
 from rlpack.distributed.jobs.secrets import load_secrets
+from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.observe.run_dir import holds_checkpoint
 from rlpack.observe.run_lock import lock_run_dir
 from rlpack.run_log import attached_log, current_log
@@ -95,7 +96,7 @@ def train(arguments: list[str]) -> int:
                 check_first(job.config)
             load_secrets(job.config.job, os.environ)
     except (ValueError, CheckpointError, UserCodeError) as error:
-        return report_failure(error)
+        return report_failure(error) if isinstance(error, ValueError) else _refuse(error)
     log_to_console()
     for job in jobs:
         if job.number is not None:
@@ -137,6 +138,8 @@ def run(
     except KeyboardInterrupt:
         print_error(command, f"interrupted; {how_to_go_on(config)}")
         return INTERRUPTED
+    except StandardOutputClosedError:  # `main` exits as SIGPIPE would
+        raise
     except Exception as error:  # noqa: BLE001 - the outermost handler: every error becomes a message and an exit code
         return report_failure(error, command)
     return 0
@@ -337,8 +340,16 @@ def report_failure(error: Exception, command: str = "train") -> int:
     return CONFIG_WRONG if _is_ours(error) and isinstance(error, ValueError) else RUN_FAILED
 
 
+def _refuse(error: Exception) -> int:
+    """Print the error of a run that can't begin, whatever its class, and return the exit code."""
+    print_failure(error)
+    return CONFIG_WRONG
+
+
 def print_failure(error: BaseException, command: str = "train") -> None:
-    """Print an error, with a traceback if it isn't ours, and where the logs are."""
+    """Print an error, with a traceback if it isn't ours, and where the logs are; a closed pipe ends the run quietly."""
+    if isinstance(error, StandardOutputClosedError):
+        return
     if not _is_ours(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     else:

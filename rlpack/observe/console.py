@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.observe.sinks import LogPhase
 from rlpack.observe.terminal import leave_closed_terminal
 from rlpack.observe.text import are_accuracies, mean_reward_format, shortened, visible
@@ -73,6 +74,18 @@ class Sample:
             object.__setattr__(self, "answer", str(self.answer))
 
 
+class _Output(RichConsole):
+    """Raises on a closed pipe; rich's own way is to exit with code 1 and no message."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise.
+
+        Raises:
+            StandardOutputClosedError: always.
+        """
+        raise StandardOutputClosedError(errno.EPIPE, "standard output is closed")
+
+
 class ProgressBar(Protocol):
     """Shows the progress of long work."""
 
@@ -86,7 +99,7 @@ class Console:
 
     def __init__(self, output: RichConsole | None = None) -> None:
         """Print to `output`; the default is standard output."""
-        self._output = RichConsole(highlight=False) if output is None else output
+        self._output = _Output(highlight=False) if output is None else output
         self.last_printed_at = time.monotonic()
 
     def line(self, step: int, phase: LogPhase, metrics: Mapping[str, float], total: int | None = None) -> None:

@@ -19,3 +19,7 @@ class ReportError(ValueError):
 
 class EvaluationError(ValueError):
     """An evaluation's directory can't be used, or its run has no such checkpoint; the message names what differs."""
+
+
+class StandardOutputClosedError(BrokenPipeError):
+    """Nobody reads standard output any more, as in `rlpack train | head`; it ends the command, as SIGPIPE would."""

@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import re
 import sys
 import threading
@@ -15,6 +16,7 @@ from rlpack.cli.train import Job, with_run_dirs
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
+from rlpack.observe.errors import StandardOutputClosedError
 from rlpack.user_code import Interrupted
 
 
@@ -278,3 +280,12 @@ def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):
 
 def test_a_job_is_plain_data():
     assert [field.name for field in dataclasses.fields(Job)] == ["config", "given", "number", "sweep_dir", "overrides"]
+
+
+def test_a_run_whose_output_nobody_reads_any_more_ends_quietly_as_by_a_signal(ran, capfd):
+    ran.fails = StandardOutputClosedError(errno.EPIPE, "closed")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run_dir=new"])
+    assert ended.value.code == 141
+    assert "closed" not in capfd.readouterr().err
+    assert not Path("new").exists()

@@ -1,5 +1,8 @@
 import io
 import json
+import os
+import subprocess
+import sys
 import unicodedata
 from dataclasses import asdict
 from typing import Any
@@ -119,3 +122,23 @@ def test_no_samples_show_nothing() -> None:
     console, written = screen()
     console.show_samples([])
     assert written.getvalue() == ""
+
+
+def test_a_closed_pipe_is_an_error_that_the_command_can_tell_from_others() -> None:
+    script = "\n".join(
+        [
+            "from rlpack.observe.console import Console",
+            "from rlpack.observe.errors import StandardOutputClosedError",
+            "try:",
+            "    Console().note('a')",
+            "except StandardOutputClosedError:",
+            "    raise SystemExit(7)",
+        ]
+    )
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(write)
+    assert ended.returncode == 7
