@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlpack.algorithms.policy_loss import PolicyTokens
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.config.recipes import RecipeSpec, recipe_of
 from rlpack.config.reward_rules import JUDGE
@@ -33,6 +34,7 @@ from rlpack.rewards.errors import RewardError
 from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.startup.dataset_checks import check_enough_rows, check_reward_columns, check_stop_ids
+from rlpack.user_code import describe_exception
 from rlpack.workers.build import set_trained_weights
 from rlpack.workers.judge import api_key
 from rlpack.workers.loss import PolicyGradientLoss
@@ -134,7 +136,18 @@ def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
     settings = config.algorithm
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
     tokens = PolicyTokens(column, column, column, mask, torch.ones(1, dtype=torch.int64))
-    PolicyGradientLoss(settings, temperature=config.rollout.temperature).evaluate(tokens)
+    loss = PolicyGradientLoss(settings, temperature=config.rollout.temperature)
+    try:
+        result = loss.evaluate(tokens)
+    except AlgorithmError:
+        raise
+    except Exception as error:  # the function may be a user's
+        reason = f"whose call with one token failed: {describe_exception(error)}"
+        raise AlgorithmError(f"algorithm.loss is {settings.loss!r}, {reason}") from error
+    if not isinstance(result, PolicyLoss):
+        raise AlgorithmError(
+            f"algorithm.loss is {settings.loss!r}, which returned a {type(result).__name__}; return a PolicyLoss"
+        )
     custom = [
         name for name in started_roles(config) if not is_builtin(name)
     ]  # may add any column that the advantage function names

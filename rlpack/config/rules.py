@@ -141,7 +141,7 @@ def _cut_alike(config: Config) -> Iterator[str]:
         cutting = batching.overlong in {"truncate", "drop"}
         cuts[role] = (batching.overlong, batching.max_tokens, batching.mode, multiple) if cutting else None
     for role, cut in cuts.items():
-        if cut != cuts["actor"]:
+        if cut != cuts.get("actor", cut):  # without an actor, another rule refuses
             yield (
                 f"the actor's batching and {role}.batching cut overlong sequences differently, so some trained tokens "
                 f"would have no values of the {role}; set the same mode, max_tokens, multiple and overlong for both"

@@ -205,7 +205,10 @@ class Pool(Section):
     """Devices that roles share; a rank is one process."""
 
     ranks: Count = Field(default=2, description="Processes of the pool; each is one data-parallel rank of its roles.")
-    cpus_per_rank: Positive = Field(default=1.0, description="CPU cores that a rank claims, and its compute threads.")
+    # Ray counts CPUs and GPUs in units of 0.0001.
+    cpus_per_rank: float = Field(
+        default=1.0, ge=1e-4, le=1e6, description="CPU cores that a rank claims, and its compute threads."
+    )
     gpus_per_rank: NonNegative = Field(default=0.0, description="GPUs that a rank claims.")
 
 

@@ -21,6 +21,7 @@ from rlpack.batch.errors import DataError
 ALPHABET = string.ascii_lowercase + string.digits + "=#"
 _SPLITS = {"train": 0, "validation": 1}
 _HELD_OUT = 8  # one of this many prompts belongs to the held-out split
+_MOST_ROWS = 10_000_000
 _MAX_OPERANDS = len(string.ascii_lowercase)
 
 
@@ -52,8 +53,8 @@ class ArithmeticTask:
     def __post_init__(self) -> None:
         """Check all values against their limits."""
         limits = {
-            "train_size": (1, 2**31),
-            "validation_size": (1, 2**31),
+            "train_size": (1, _MOST_ROWS),
+            "validation_size": (1, _MOST_ROWS),
             "min_operands": (1, _MAX_OPERANDS),
             "max_operands": (self.min_operands, _MAX_OPERANDS),
             "mean_operands": (self.min_operands, _MAX_OPERANDS),

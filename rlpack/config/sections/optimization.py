@@ -13,7 +13,7 @@ class Optimizer(Section):
     name: Literal["adamw", "adamw_8bit"] = Field(
         default="adamw", description="adamw_8bit keeps moments in 8 bits (torchao, the extra eight-bit)."
     )
-    learning_rate: Positive = Field(default=1e-6, description="Peak learning rate.")
+    learning_rate: float = Field(default=1e-6, gt=0, le=100, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate decays over the recipe's steps."
     )
@@ -47,7 +47,7 @@ class Optimizer(Section):
 class Lora(Section):
     """Low-rank adapters instead of full fine-tuning (Hu et al. 2021, arXiv:2106.09685)."""
 
-    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0 for full fine-tuning.")
+    rank: int = Field(default=0, ge=0, le=65_536, description="Rank of the adapters; 0 for full fine-tuning.")
     alpha: Positive = Field(default=32.0, description="Adapters are scaled by alpha / rank.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of an adapter's inputs during updates.")
     targets: tuple[str, ...] = Field(

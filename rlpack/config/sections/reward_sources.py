@@ -42,7 +42,7 @@ class Reward(Section):
     max_failures: Share = Field(
         default=0.1, description="Fraction of rows on which functions may fail before the run stops; 1 allows all."
     )
-    processes: Count = Field(default=2, description="Worker processes for functions, per rank.")
+    processes: int = Field(default=2, ge=1, le=4096, description="Worker processes for functions, per rank.")
     rows_per_call: Count = Field(
         default=16, description="Rows of one call; an async function scores them concurrently."
     )
@@ -50,7 +50,7 @@ class Reward(Section):
         default="limits",
         description="strict also blocks the network, and changes to files outside the scratch folder (Linux 6.2+).",
     )
-    memory_gb: Positive = Field(default=4.0, description="Address space of one process, in GB.")
+    memory_gb: float = Field(default=4.0, ge=0.01, le=1e6, description="Address space of one process, in GB.")
     subprocesses: int = Field(default=0, ge=0, description="Processes that a function may run at once.")
     env_vars: tuple[str, ...] = Field(
         default=(),

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 TokenId = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+# Larger numbers overflow in fp32, or in a product of two.
+NonNegative = Annotated[float, Field(ge=0, le=1e18)]
+Positive = Annotated[float, Field(gt=0, le=1e18)]
 # Up to eleven days; system calls accept no much longer timeout.
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Unit = Annotated[float, Field(gt=0, le=1)]
