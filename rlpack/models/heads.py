@@ -67,14 +67,16 @@ class ScalarHeadModel(PackedModel):
 
 
 def hidden_size(model: PreTrainedModel) -> int:
-    """Return d, the width of the hidden states after the last norm.
+    """Return d, the width of the hidden states after the last layer.
+
+    Some OPT models project them from `hidden_size` to the width of their embeddings.
 
     Raises:
         ModelError: the model's config doesn't name it.
     """
     config = model.config.get_text_config()
     try:
-        return config.hidden_size
+        return config.to_dict().get("word_embed_proj_dim") or config.hidden_size
     except AttributeError as error:
         raise ModelError(
             f"{type(model).__name__} has no hidden_size in its config, so it can't get a value or score head; use "

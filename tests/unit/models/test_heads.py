@@ -57,3 +57,12 @@ def test_the_isolation_check_sees_a_leak_behind_a_new_head(monkeypatch):
     monkeypatch.setattr(critic, "hidden_states", lambda inputs: hidden(inputs) + 1e-3 * hidden(inputs).mean())
     with pytest.raises(IsolationError, match="rows see each other"):
         check_isolation(critic, "cpu", VOCABULARY)
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_a_model_that_projects_its_hidden_states_gets_a_head_of_their_width(width):
+    settings = {"word_embed_proj_dim": width, "ffn_dim": 48, "max_position_embeddings": 64}
+    model = tiny_model("opt", dtype=torch.float32, **settings).base_model
+    critic = ScalarHeadModel(model)
+    assert critic.head.in_features == model(input_ids=ROWS[0][None]).last_hidden_state.shape[-1] == width
+    assert critic(pack_rows(ROWS), before_token=True).eq(0).all()
