@@ -16,10 +16,12 @@ from hydra._internal.hydra import Hydra
 from rlpack.cli import environment
 from rlpack.cli.main import main
 from rlpack.distributed import ray_connection
+from tests.end_to_end.bad_files import BAD_FILES, FOUND_LATER
 from tests.end_to_end.bad_input import BAD_INPUT, KINDS, RUN_DIR, SMALL, BadInput
 from tests.end_to_end.bad_results import TESTS
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 
+ALL = (*BAD_INPUT, *BAD_FILES)
 # Shortened values leave a message of at most a few lines.
 LONGEST_MESSAGE = 3000
 
@@ -61,7 +63,7 @@ def imports(monkeypatch):
 
 def contents(folder):
     return {
-        path.relative_to(folder): path.stat().st_mtime_ns
+        path.relative_to(folder): path.lstat().st_mtime_ns
         for path in folder.rglob("*")
         if "__pycache__" not in path.parts
     }
@@ -90,7 +92,7 @@ def said(capsys, code, *arguments):
     return heard.err
 
 
-@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in BAD_INPUT if bad.code is not None])
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in ALL if bad.code is not None])
 def test_bad_input_ends_with_one_message_and_leaves_nothing(folder, imports, capsys, monkeypatch, bad):
     write(bad, folder)
     for name, value in bad.env_vars.items():
@@ -103,7 +105,17 @@ def test_bad_input_ends_with_one_message_and_leaves_nothing(folder, imports, cap
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in BAD_INPUT if bad.code is None])
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in FOUND_LATER])
+def test_bad_input_that_needs_pytorch_to_be_found_ends_with_one_message_too(folder, imports, capsys, bad):
+    write(bad, folder)
+    before = contents(folder)
+    heard = said(capsys, bad.code, *arguments_of(bad))
+    for words in bad.words:
+        assert words in heard
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in ALL if bad.code is None])
 def test_input_that_only_looks_bad_gets_through_to_the_start_of_processes(folder, imports, capsys, bad):
     write(bad, folder)
     assert main(arguments_of(bad)) == 1
@@ -111,7 +123,7 @@ def test_input_that_only_looks_bad_gets_through_to_the_start_of_processes(folder
     assert imports
 
 
-@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in BAD_INPUT if bad.name in KINDS])
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in ALL if bad.name in KINDS])
 def test_a_process_with_bad_input_ends_soon(tmp_path, bad):
     write(bad, tmp_path)
     before = contents(tmp_path)
@@ -140,8 +152,8 @@ def test_bad_results_have_a_test_of_their_own(file, test):
 
 
 def test_every_row_of_the_table_has_a_name_of_its_own():
-    names = {bad.name for bad in BAD_INPUT}
-    assert len(names) == len(BAD_INPUT)
+    names = {bad.name for bad in ALL}
+    assert len(names) == len(ALL)
     assert names.issuperset(KINDS)
 
 
