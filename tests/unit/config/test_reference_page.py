@@ -28,12 +28,12 @@ def test_defaults_of_a_run_that_differ_from_the_schemas_are_on_the_page():
     differing = {path for path in leaves if of(used, path) != of(schema, path)}
     assert {"algorithm.kl_coef", "trainer.mini_batch_size", "rollout.max_new_tokens"} <= differing
     assert differing <= preset_values().keys()
-    assert "| `kl_coef` | number, >= 0 | `0.03` by recipe=grpo, else `0.0` |" in page
+    assert "| `kl_coef` | number, >= 0, &lt;= 1e+18 | `0.03` by recipe=grpo, else `0.0` |" in page
     assert "| `mini_batch_size` | whole number, null, >= 1 | `64` by recipe=grpo, else `null` |" in page
     assert "| `max_new_tokens` | whole number, >= 1 | `128` by rollout=hf, else `256` |" in page
     critic = page.partition("## `critic.optimizer`")[2]
     rate = Config().critic.optimizer.learning_rate
-    assert critic.index(f"| `learning_rate` | number, > 0 | `{rate}` |") < critic.index("##")
+    assert critic.index(f"| `learning_rate` | number, > 0, &lt;= 100 | `{rate}` |") < critic.index("##")
 
 
 def test_every_row_of_the_page_has_its_four_cells():
