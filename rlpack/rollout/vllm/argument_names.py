@@ -5,7 +5,7 @@ The installed vLLM's source says which there are. Nothing here imports vLLM, whi
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -46,38 +46,93 @@ OWN_ARGUMENTS: Mapping[str, str] = {
 }
 
 
-def argument_problems(arguments: Mapping[str, Any], *, on_gpu: bool) -> Iterator[str]:
-    """Yield what is wrong with `rollout.vllm`; vLLM has to be installed.
+# Arguments that `rlpack serve` sets, and the options to set instead.
+SERVER_OWN_ARGUMENTS: Mapping[str, str] = {
+    "model": "the model that comes first",
+    "model_weights": "the model that comes first",
+    "host": "--host",
+    "port": "--port",
+    "api_key": "--token-env",
+    "dtype": "--dtype",
+    "max_model_len": "--max-length",
+    "kv_cache_memory_bytes": "--kv-cache-gb",
+    **dict.fromkeys(
+        (
+            *("runner", "middleware", "uds", "root_path", "grpc_port", "skip_tokenizer_init", "tokens_only"),
+            *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh"),
+            *("data_parallel_size", "nnodes", "node_rank", "weight_transfer_config", "worker_extension_cls"),
+        ),
+        "",
+    ),
+}
+# Classes with the arguments, each an annotated attribute, in the installed vLLM's files. The frontend's file moved.
+_ENGINE = (("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
+_FRONTEND = (
+    ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py"),
+    ("BaseFrontendArgs", "FrontendArgs"),
+)
+
+
+def argument_problems(
+    arguments: Mapping[str, Any],
+    *,
+    on_gpu: bool,
+    section: str = "rollout.vllm",
+    own: Mapping[str, str] = OWN_ARGUMENTS,
+    of_server: bool = False,
+) -> Iterator[str]:
+    """Yield what is wrong with arguments that a user passes to vLLM; vLLM has to be installed.
 
     Args:
-        arguments: the section.
+        arguments: by vLLM's names.
         on_gpu: whether the engine runs on a GPU.
+        section: where they come from, for messages.
+        own: the arguments that rlpack sets, and what to set instead, "" for nothing.
+        of_server: allow arguments of vLLM's server, too.
     """
-    known = argument_names() if arguments else frozenset()
+    known = argument_names(of_server=of_server) if arguments else frozenset()
     for name in arguments:
-        if name in OWN_ARGUMENTS:
-            instead = OWN_ARGUMENTS[name]
-            way_out = f"set {instead} instead" if instead else "remove it"
-            yield f"rollout.vllm.{name}: rlpack sets this argument of vLLM itself; {way_out}"
+        if name in own:
+            way_out = f"set {own[name]} instead" if own[name] else "remove it"
+            yield f"{section}.{name}: rlpack sets this argument of vLLM itself; {way_out}"
         elif name not in known:
-            close = get_close_matches(name, known - OWN_ARGUMENTS.keys(), n=1)
-            hint = f"; did you mean rollout.vllm.{close[0]}?" if close else ""
-            yield f"rollout.vllm.{name} is no engine argument of the installed vLLM{hint or '; remove it'}"
+            close = get_close_matches(name, known - own.keys(), n=1)
+            hint = f"; did you mean {section}.{close[0]}?" if close else ""
+            yield f"{section}.{name} is no engine argument of the installed vLLM{hint or '; remove it'}"
     size = arguments.get("block_size")
     if isinstance(size, int) and size % CPU_BLOCK_SIZE and not on_gpu:
-        yield f"rollout.vllm.block_size is {size}; vLLM on CPUs takes multiples of {CPU_BLOCK_SIZE}"
+        yield f"{section}.block_size is {size}; vLLM on CPUs takes multiples of {CPU_BLOCK_SIZE}"
 
 
-def argument_names() -> frozenset[str]:
+def argument_names(*, of_server: bool = False) -> frozenset[str]:
     """Return the names of the installed vLLM's engine arguments, read from its source file.
+
+    Args:
+        of_server: add those of its OpenAI-compatible server.
 
     Raises:
         EngineError: vLLM is not installed, or its source has another form.
     """
+    names = _names(*_ENGINE, known="model")
+    return names | _names(*_FRONTEND, known="chat_template") if of_server else names
+
+
+def vllm_folder() -> Path:
+    """Return the folder of the installed vLLM.
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise EngineError("vLLM is not installed")
-    path = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    return Path(spec.submodule_search_locations[0])
+
+
+def _names(files: Sequence[str], classes: Sequence[str], *, known: str) -> frozenset[str]:
+    """Return the arguments that classes in the first file that exists declare; `known` is one of them."""
+    paths = [vllm_folder() / file for file in files]
+    path = next((path for path in paths if path.is_file()), paths[0])
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError) as error:
@@ -85,10 +140,10 @@ def argument_names() -> frozenset[str]:
     names = {
         statement.target.id
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in {"EngineArgs", "AsyncEngineArgs"}
+        if isinstance(node, ast.ClassDef) and node.name in classes
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     }
-    if "model" not in names:
-        raise EngineError(f"{path} has no class EngineArgs with its arguments; rlpack works with vLLM {SUPPORTED}")
+    if known not in names:
+        raise EngineError(f"{path} has no class {classes[0]} with its arguments; rlpack works with vLLM {SUPPORTED}")
     return frozenset(name for name in names if not name.startswith("_"))

@@ -1,11 +1,12 @@
-"""vLLM's engine arguments from the `rollout` section.
+"""vLLM's engine arguments, for generation in a run and for `rlpack serve`.
 
 The few arguments that every run needs have keys of their own in `rollout`, or are derived. All others can be set by
-vLLM's own name: `rollout.vllm.<argument>`.
+vLLM's own name: `rollout.vllm.<argument>`. `server_arguments` has the options of `rlpack serve`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from transformers import PreTrainedConfig
@@ -49,12 +50,9 @@ class Shape:
         Raises:
             ModelError: the model has no attention heads.
         """
-        text = config.get_text_config()
-        values = text.to_dict()
-        # Some configs have other names for these; GPT-2 calls its heads n_head.
+        text, values = config.get_text_config(), settings_of(config)
         heads, hidden, layers = (
-            values.get(text.attribute_map.get(name, name))
-            for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+            values.get(name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
         )
         if not (isinstance(heads, int) and heads and hidden and layers):
             raise ModelError(
@@ -73,21 +71,111 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_size * tokens * _BYTES[dtype]
 
 
-def shape_problem(shape: Shape, *, on_gpu: bool) -> str | None:
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a language model, under transformers' common names, too: GPT-2 calls its heads n_head."""
+    text = config.get_text_config()
+    settings = text.to_dict()
+    return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}
+
+
+def shape_problem(
+    shape: Shape,
+    *,
+    on_gpu: bool,
+    way_out: str = "set rollout.engine=hf, or change model.config.num_attention_heads of a new model",
+) -> str | None:
     """Return why vLLM can't run attention of this shape on a device; None if it can."""
     if on_gpu or shape.head_size in CPU_HEAD_SIZES:
         return None
     sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-    return (
-        f"the model's heads have {shape.head_size} numbers, and vLLM's kernels for CPUs take {sizes}; set "
-        "rollout.engine=hf, or change model.config.num_attention_heads of a new model"
-    )
+    return f"the model's heads have {shape.head_size} numbers, and vLLM's kernels for CPUs take {sizes}; {way_out}"
+
+
+def default_dtype(config: PreTrainedConfig) -> Literal["fp32", "bf16"]:
+    """Return the type to run a model in: that of its saved weights, bf16 for other types of 16 bits."""
+    saved = str(config.to_dict().get("dtype") or "float32")
+    return "fp32" if saved.endswith("float32") else "bf16"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What an engine has room for.
+
+    Attributes:
+        dtype: `fp32` or `bf16`, of weights, keys and values.
+        max_length: longest prompt and response together, in tokens.
+        max_num_seqs: rows that run at once.
+        gpus: 0 for a CPU.
+        compile: whether the model is compiled; None on GPUs only.
+        kv_cache_gb: size of the cache of keys and values; None to derive it.
+        block_size: tokens of a block of the cache.
+    """
+
+    dtype: str
+    max_length: int
+    max_num_seqs: int
+    gpus: int
+    compile: bool | None = None
+    kv_cache_gb: float | None = None
+    block_size: int = CPU_BLOCK_SIZE
+
+
+def base_arguments(shape: Shape, capacity: Capacity, *, model: str) -> dict[str, Any]:
+    """Return the engine arguments of every vLLM that rlpack starts.
+
+    Args:
+        shape: of the model.
+        capacity: what the engine has room for.
+        model: folder or hub name.
+    """
+    gpus, compiled = capacity.gpus, capacity.compile
+    arguments: dict[str, Any] = {
+        "model": model,
+        "runner": "generate",
+        "dtype": DTYPES[capacity.dtype],
+        "max_model_len": capacity.max_length,
+        "max_num_seqs": capacity.max_num_seqs,
+        "tensor_parallel_size": max(1, gpus),
+        # One more process, not two.
+        "distributed_executor_backend": "mp" if gpus > 1 else "uni",
+        "enforce_eager": not (compiled if compiled is not None else gpus > 0),
+        "seed": 0,
+    }
+    if gpus == 0:
+        arguments["block_size"] = CPU_BLOCK_SIZE
+        # vLLM can't rewind the random numbers of a CPU, as it has to after part of a prompt.
+        prefill = max(_PREFILL_TOKENS, capacity.max_length)
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": prefill}
+    if capacity.kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(capacity.kv_cache_gb * 1e9)
+    elif gpus == 0:
+        row = least_cache_bytes(shape, capacity) // 2
+        arguments["kv_cache_memory_bytes"] = max(2 * row, min(capacity.max_num_seqs * row, cache_budget()))
+    return arguments
+
+
+def least_cache_bytes(shape: Shape, capacity: Capacity) -> int:
+    """Return the size of the smallest cache for the longest rows, which holds two of them, in bytes."""
+    block = capacity.block_size
+    blocks = -(-capacity.max_length // block) + 1  # of a row; vLLM keeps one block for itself
+    return 2 * shape.cache_bytes(blocks * block, capacity.dtype)
+
+
+def block_size(arguments: Mapping[str, Any]) -> int:
+    """Return the tokens of a block of the cache, which a user may set; vLLM itself refuses unusable values."""
+    size = arguments.get("block_size")
+    return size if isinstance(size, int) and size > 0 else CPU_BLOCK_SIZE
+
+
+def cache_budget() -> int:
+    """Return the memory that an engine on a CPU takes for its cache by itself, in bytes."""
+    return int(psutil.virtual_memory().available * _MEMORY_SHARE)
 
 
 def engine_arguments(
     settings: Rollout, shape: Shape, *, model: str, dtype: str, max_length: int, gpus: int
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `vllm.AsyncEngineArgs`.
+    """Return the keyword arguments of `vllm.AsyncEngineArgs` for generation in a run.
 
     Args:
         settings: the `rollout` section.
@@ -100,45 +188,22 @@ def engine_arguments(
     Raises:
         EngineError: `rollout.kv_cache_gb` doesn't hold a single row.
     """
-    arguments: dict[str, Any] = {
-        "model": model,
+    capacity = Capacity(
+        *(dtype, max_length, settings.max_num_seqs, gpus, settings.compile, settings.kv_cache_gb),
+        block_size=block_size(settings.vllm),
+    )
+    least = least_cache_bytes(shape, capacity)
+    if settings.kv_cache_gb is not None and int(settings.kv_cache_gb * 1e9) < least:
+        raise EngineError(
+            f"rollout.kv_cache_gb is {settings.kv_cache_gb:g}, and the keys and values of a row of {max_length} tokens "
+            f"take up to {least / 1e9:.3g}; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
+        )
+    own = {
         "skip_tokenizer_init": True,
-        "runner": "generate",
         "generation_config": "vllm",
-        "dtype": DTYPES[dtype],
-        "max_model_len": max_length,
-        "max_num_seqs": settings.max_num_seqs,
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": EXTENSION,
-        "tensor_parallel_size": max(1, gpus),
-        # One more process than the rank, not two.
-        "distributed_executor_backend": "mp" if gpus > 1 else "uni",
-        "enforce_eager": not (settings.compile if settings.compile is not None else gpus > 0),
         "disable_log_stats": True,
-        "seed": 0,
     }
-    if gpus == 0:
-        arguments["block_size"] = CPU_BLOCK_SIZE
-        # vLLM can't rewind the random numbers of a CPU, as it has to after part of a prompt.
-        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(_PREFILL_TOKENS, max_length)}
-    if settings.kv_cache_gb is not None or gpus == 0:
-        arguments["kv_cache_memory_bytes"] = _cache_bytes(settings, shape, dtype, max_length)
-    return arguments | dict(settings.vllm)
-
-
-def _cache_bytes(settings: Rollout, shape: Shape, dtype: str, max_length: int) -> int:
-    """Return the size of the cache of keys and values, in bytes."""
-    block = settings.vllm.get("block_size", CPU_BLOCK_SIZE)
-    block = block if isinstance(block, int) and block > 0 else CPU_BLOCK_SIZE  # vLLM itself refuses other values
-    row = shape.cache_bytes((-(-max_length // block) + 1) * block, dtype)  # vLLM keeps one block for itself
-    if settings.kv_cache_gb is None:
-        available = psutil.virtual_memory().available
-        return max(2 * row, min(settings.max_num_seqs * row, int(available * _MEMORY_SHARE)))
-    size = int(settings.kv_cache_gb * 1e9)
-    if size < 2 * row:
-        raise EngineError(
-            f"rollout.kv_cache_gb is {settings.kv_cache_gb:g}, and the keys and values of a row of {max_length} tokens "
-            f"take up to {2 * row / 1e9:.3g}; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        )
-    return size
+    return base_arguments(shape, capacity, model=model) | own | dict(settings.vllm)

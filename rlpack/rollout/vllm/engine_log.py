@@ -4,11 +4,13 @@ import json
 import logging
 import re
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
 _ERROR = re.compile(r"(?:^|\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)): (\S.*)$")
+_HEADLINE = re.compile(r"\d+ validation errors? for \S+$")
 _MOST_TEXT = 20_000  # characters of vLLM's log that go into the run's
 _MOST_REASON = 1_000  # characters of an error's text
 
@@ -44,7 +46,7 @@ class EngineLog:
         text, self._read = logged[self._read :].decode("utf-8", errors="replace"), len(logged)
         if text:
             _log.error("vLLM logged:\n%s", text[-_MOST_TEXT:].rstrip())
-        return _first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
+        return first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
 
 
 def _in_one_line(text: str) -> str:
@@ -53,9 +55,16 @@ def _in_one_line(text: str) -> str:
     return " ".join(words)[:_MOST_REASON]
 
 
-def _first_error(text: str) -> str:
-    """Return the first error of a log, with its type; "" if there is none."""
-    for line in text.splitlines():
+def first_error(text: str) -> str:
+    r"""Return the first error in a log, with its type; "" if there is none.
+
+    >>> first_error("1 problem\nx.ValidationError: 1 validation error for A\n  Value error, too long [type=b]")
+    'x.ValidationError: 1 validation error for A: Value error, too long'
+    """
+    lines = text.splitlines()
+    for line, following in pairwise([*lines, ""]):
         if (match := _ERROR.search(line)) and " WARNING " not in line:
-            return f"{match[1]}: {match[2]}"
+            # pydantic gives the reason in the lines after its headline.
+            reason = following.split(") ", 1)[-1].partition("[type=")[0].strip() if _HEADLINE.match(match[2]) else ""
+            return f"{match[1]}: {match[2]}" + (f": {reason}" if reason else "")
     return ""

@@ -13,14 +13,9 @@ import torch
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.engine_log import EngineLog
 from rlpack.rollout.vllm.event_loop import EventLoop
+from rlpack.rollout.vllm.process_variables import DEFAULT_VARIABLES, process_variables
 from rlpack.rollout.vllm.vllm_package import installation_problem
 
-# For the whole process, where the user has not set them.
-_DEFAULTS = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores; each has its own number of threads
-}
 # vLLM's own deadline is for its process; ours is for all of the start.
 _START_S = 900.0
 # The kernel's time to end a killed process.
@@ -67,16 +62,14 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool)
     """
     if problem := installation_problem(on_gpu=on_gpu):
         raise EngineError(f"rollout.engine=vllm: {problem}")
-    for name, value in _DEFAULTS.items():
+    for name, value in DEFAULT_VARIABLES.items():
         os.environ.setdefault(name, value)
     log = EngineLog()
-    variables = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_LOGGING_CONFIG_PATH": str(log.config)}
-    if not on_gpu:  # else vLLM for CPUs puts the model into a third process
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if arguments["enforce_eager"]:
-        variables["TORCHDYNAMO_DISABLE"] = "1"
+    variables = process_variables(
+        num_threads=torch.get_num_threads(), on_gpu=on_gpu, enforce_eager=arguments["enforce_eager"]
+    )
     before = set(multiprocessing.active_children())
-    with _environment(variables):
+    with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}):
         try:
             front_end = loop.run(_start(arguments), _START_S, "start")
         except Exception as error:

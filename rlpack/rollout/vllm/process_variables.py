@@ -1,0 +1,24 @@
+"""The environment variables of vLLM's processes."""
+
+# Where the user has not set them.
+DEFAULT_VARIABLES = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share cores; each has its own number of threads
+}
+
+
+def process_variables(*, num_threads: int, on_gpu: bool, enforce_eager: bool) -> dict[str, str]:
+    """Return the variables that depend on the engine.
+
+    Args:
+        num_threads: of the model on a CPU.
+        on_gpu: whether the engine runs on a GPU.
+        enforce_eager: whether the model is not compiled.
+    """
+    variables = {"OMP_NUM_THREADS": str(num_threads)}
+    if not on_gpu:  # else vLLM for CPUs puts the model into a third process
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if enforce_eager:
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables
