@@ -26,9 +26,10 @@ examples:
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack evaluate runs/mine evaluate.samples=16                  pass@k and more, of the newest checkpoint
   rlpack report runs/mine                                        write runs/mine/report.html again
+  rlpack serve runs/mine                                         its model behind an OpenAI-compatible URL (vLLM)
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
-_COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "simulate", "stop", "submit", "train")
+_COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "serve", "simulate", "stop", "submit", "train")
 _INTERRUPTED = 130
 _JOB_COMMANDS = (["submit"], ["jobs"], ["logs"], ["stop"])
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
@@ -44,8 +45,8 @@ def _command(arguments: list[str]) -> int:
     """Run the command that the first argument names."""
     if arguments[:1] == ["train"] or _COMPLETION_FLAGS.intersection(arguments[:1]):
         return _train(arguments)
-    if arguments[:1] == ["evaluate"]:
-        return _evaluate(arguments[1:])
+    if arguments[:1] in (["evaluate"], ["serve"]):
+        return (_evaluate if arguments[0] == "evaluate" else _serve)(arguments[1:])
     if arguments[:1] in (["plan"], ["simulate"]):
         return _plan(arguments)
     if arguments[:1] in _JOB_COMMANDS:
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("plan", help="show how a trace of lengths would be batched (rlpack plan --help)")
     commands.add_parser("simulate", help="show expected step times on more ranks (rlpack simulate --help)")
+    commands.add_parser("serve", help="start vLLM's OpenAI-compatible server for a model (rlpack serve --help)")
     commands.add_parser("submit", help="run `rlpack train` as a job of a Ray cluster (rlpack submit --help)")
     commands.add_parser("jobs", help="list a cluster's jobs")
     commands.add_parser("logs", help="show or follow a job's log")
@@ -119,6 +121,18 @@ def _evaluate(arguments: list[str]) -> int:
         return _INTERRUPTED
     finally:
         gc.enable()
+
+
+def _serve(arguments: list[str]) -> int:
+    """Run `rlpack serve`; an interrupt before the server is ready is one line and code 130."""
+    try:
+        with termination_as_keyboard_interrupt():
+            from rlpack.cli.serve import serve
+
+            return serve(arguments)
+    except KeyboardInterrupt:
+        print("rlpack serve: interrupted before the server was ready", file=sys.stderr)
+        return _INTERRUPTED
 
 
 def _exit_if_ray_hangs(code: int) -> None:

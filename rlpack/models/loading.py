@@ -225,7 +225,7 @@ def build_meta_model(
         ids = {"vocab_size": vocab_size, "pad_token_id": pad_token_id}
         config = _new_config(model.config, {name: value for name, value in ids.items() if value is not None})
     else:
-        config = _load(AutoConfig, model.path, key, _hub_arguments(model.path, model, key))
+        config = load_config(model, key=key)
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise not_causal_error(config.model_type)
     try:
@@ -238,6 +238,16 @@ def build_meta_model(
         ) from error
     check_vocabulary(built, vocab_size)
     return built
+
+
+def load_config(model: Model, *, key: str = "model.path") -> PreTrainedConfig:
+    """Load the config of a model's folder or hub name.
+
+    Raises:
+        ModelError: there is none.
+    """
+    assert model.path is not None
+    return _load(AutoConfig, model.path, key, _hub_arguments(model.path, model, key))
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
@@ -279,8 +289,9 @@ def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
         raise ModelError(f"{key} is {name!r}, which is not a folder; set a folder with config.json, or a hub name")
     if model.trust_remote_code and model.revision is None:
+        section = key.partition(".")[0]
         raise ModelError(
-            f"model.trust_remote_code=true would run the newest code from {name!r}; pin it with model.revision"
+            f"{section}.trust_remote_code=true would run the newest code from {name!r}; pin it with {section}.revision"
         )
     arguments = {"trust_remote_code": model.trust_remote_code, "revision": model.revision}
     if problem := hub_model_problem(key, name, model.revision):

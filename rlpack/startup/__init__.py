@@ -9,6 +9,7 @@ they can't decide is left to `rlpack.recipes.preflight`, which builds the model 
 - `machine`: the pools against this machine.
 - `role_sources`: the methods of users' roles.
 - `model_files`: the folders of models and tokenizers.
+- `served_model`: the model of `rlpack serve`.
 - `model_settings`: a new model's settings; `transformers_sources` reads what exists.
 - `weight_patterns`: patterns of frozen weights and adapters, against `weight_names`.
 """

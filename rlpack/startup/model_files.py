@@ -39,9 +39,9 @@ def check_model_files(config: Config) -> None:
         if os.path.isdir(folder):
             if hint := _hint_in_run(folder):
                 raise ModelError(f"{key} is {source!r}, which is a run's directory{hint}")
-            for problem in _weight_problems(folder) if key != "model.tokenizer" else ():
+            for problem in weight_problems(folder) if key != "model.tokenizer" else ():
                 raise ModelError(f"{key} is {source!r}: {problem}; copy or download the folder again")
-        elif _is_path(source):
+        elif is_path(source):
             hint = suggest_path(folder, folders_only=True)
             raise ModelError(f"{key} is {source!r}, which is not a folder{hint}; set a folder, or a hub name")
         else:
@@ -53,7 +53,7 @@ def check_model_files(config: Config) -> None:
 def hub_models(config: Config) -> Iterator[Repository]:
     """Yield the models and tokenizers that a run loads from the Hub."""
     for _, source, revision in _sources(config):
-        if not _is_path(source):
+        if not is_path(source):
             yield Repository("model", source, revision)
 
 
@@ -70,7 +70,7 @@ def _sources(config: Config) -> Iterator[tuple[str, str, str | None]]:
     yield from ((key, source, revision) for key, source, revision in loaded if source is not None)
 
 
-def _is_path(source: str) -> bool:
+def is_path(source: str) -> bool:
     """Return whether a source is a path, of something that exists or not, rather than a hub name."""
     looks_like_one = os.path.isabs(source) or source.startswith((".", "~")) or source.count("/") > 1
     return looks_like_one or os.path.exists(source)
@@ -101,7 +101,7 @@ def _hint_in_run(folder: Path) -> str:
     return f" without a {MODEL} folder, which a run writes at its end: finish the run with resume=auto"
 
 
-def _weight_problems(folder: Path) -> Iterator[str]:
+def weight_problems(folder: Path) -> Iterator[str]:
     """Yield what is wrong with the safetensors files of a model's folder."""
     if not (folder / "config.json").is_file():
         yield "there is no config.json in it"

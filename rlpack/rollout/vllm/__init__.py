@@ -8,6 +8,9 @@
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
 - `shared_weights`: vLLM's weight-transfer backend that reads buckets from shared memory; runs in vLLM's process.
 - `weight_files`: writes those buckets.
+- `process_variables`: the environment variables of vLLM's processes.
+- `server_options`, `server_arguments`, `server_process`, `server_main`, `require_token`: vLLM's OpenAI-compatible
+  server, for `rlpack serve`; the last two run in its process.
 - `vllm_engine`: the engine, which implements `rlpack.rollout.engine.Engine`.
 
 A rank holds vLLM's front end; the model runs in a process of its own (EngineCore), with its own process group. So an

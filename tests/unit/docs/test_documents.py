@@ -12,6 +12,8 @@ import pytest
 
 from rlpack.cli.evaluate import _without_effect, parser
 from rlpack.cli.main import main
+from rlpack.cli.serve_request import parser as serve_parser
+from rlpack.cli.serve_request import vllm_arguments
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.packing import Batching
@@ -39,6 +41,7 @@ PLAN = [words[1:] for words in commands() if words[:2] in (["rlpack", "plan"], [
 SUBMIT = [words for words in commands() if words[:2] == ["rlpack", "submit"]]
 ASK = [words[1:] for words in commands() if words[:1] == ["rlpack"] and words[1] in {"jobs", "logs", "stop"}]
 EVALUATE = [words[2:] for words in commands() if words[:2] == ["rlpack", "evaluate"]]
+SERVE = [words[2:] for words in commands() if words[:2] == ["rlpack", "serve"]]
 IMAGES = [words for words in commands() if words[:2] == ["docker", "build"]]
 KUBERAY = [words[1:] for words in commands() if words[1:2] == ["deploy/kuberay.py"]]
 SLURM = [words for words in commands() if words[:1] == ["sbatch"]]
@@ -69,6 +72,13 @@ def test_every_evaluate_command_has_overrides_that_compose(arguments):
     assert parsed.model in ("runs/mine", "path/to/model")
     assert list(_without_effect(overrides)) == []
     compose_evaluation(overrides, {"model": compose().model_dump(mode="json")["model"]})
+
+
+@pytest.mark.parametrize("arguments", SERVE, ids=" ".join)
+def test_every_serve_command_parses(arguments):
+    parsed, words = serve_parser().parse_known_args(arguments)
+    assert parsed.model in ("runs/mine", "Qwen/Qwen3-0.6B")
+    assert len(vllm_arguments(words)) == len(words)
 
 
 @pytest.mark.parametrize("arguments", PLAN, ids=" ".join)

@@ -1,0 +1,63 @@
+"""What `rlpack serve` prints: how to reach the server, and how to make it a run's judge."""
+
+import shlex
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rlpack.config.reward_rules import JUDGE
+from rlpack.config.schema import Judge
+
+# What OpenAI's client and most others read.
+URL_VARIABLE, TOKEN_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+
+
+def lines_to_paste(url: str, token_file: str | None) -> list[str]:
+    """Return the shell commands that tell clients the URL and the token.
+
+    Args:
+        url: base URL.
+        token_file: None if the user has given the token.
+    """
+    token = [] if token_file is None else [f'export {TOKEN_VARIABLE}="$(cat {shlex.quote(token_file)})"']
+    return [f"export {URL_VARIABLE}={shlex.quote(url)}", *token]
+
+
+def judge_overrides(url: str, model: str, api_key_env: str, max_length: int) -> list[str]:
+    """Return the overrides of `rlpack train` that make a server the judge.
+
+    The judge's answers get half of the length at most, so that prompts have room.
+
+    >>> judge_overrides("http://127.0.0.1:80/v1", "7", "KEY", 512)[1:]
+    ['judge.url=http://127.0.0.1:80/v1', "judge.model='7'", 'judge.api_key_env=KEY', 'judge.max_tokens=256']
+
+    Args:
+        url: base URL.
+        model: its name on the server.
+        api_key_env: environment variable with the token.
+        max_length: longest prompt and answer together, in tokens.
+    """
+    overrides = [
+        f"roles.judge.target={JUDGE}",
+        f"judge.url={url}",
+        f"judge.model={_hydra_text(model)}",
+        f"judge.api_key_env={api_key_env}",
+    ]
+    half = max(1, max_length // 2)
+    return [*overrides, f"judge.max_tokens={half}"] if half < Judge().max_tokens else overrides
+
+
+def as_command(overrides: list[str]) -> str:
+    """Return a command line with overrides, to complete."""
+    return shlex.join(["rlpack", "train", *overrides])
+
+
+def _hydra_text(text: str) -> str:
+    """Return text as Hydra reads it, quoted where a number or an operator would be read otherwise."""
+    try:
+        if OverridesParser.create().parse_override(f"key={text}").value() == text:
+            return text
+    except HydraException:
+        pass
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"

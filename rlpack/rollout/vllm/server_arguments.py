@@ -1,0 +1,131 @@
+"""The arguments of vLLM's OpenAI-compatible server, from the options of `rlpack serve`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rlpack.models.errors import ModelError
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.arguments import (
+    Capacity,
+    Shape,
+    base_arguments,
+    block_size,
+    cache_budget,
+    default_dtype,
+    least_cache_bytes,
+    settings_of,
+    shape_problem,
+)
+from rlpack.rollout.vllm.server_options import ServerOptions
+
+# Of models whose config doesn't say how long a text they take.
+_UNKNOWN_LENGTH = 2048
+_SHORTEST = 32  # tokens
+# Checks the token of every request; vLLM's own check leaves some paths open.
+_MIDDLEWARE = "rlpack.rollout.vllm.require_token.RequireToken"
+_MAX_NUM_SEQS = 256
+
+
+def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model: str, name: str) -> dict[str, Any]:
+    """Return the arguments of vLLM's server, by vLLM's names.
+
+    Args:
+        config: of the model.
+        options: of the command.
+        model: folder or hub name.
+        name: of the model in requests.
+
+    Raises:
+        EngineError: an option doesn't fit the model, or vLLM can't run it on the device.
+    """
+    try:
+        shape = Shape.of(config)
+    except ModelError as error:
+        raise EngineError(
+            f"{model!r} is a {config.model_type} model without attention heads; rlpack serve runs causal language "
+            "models with attention"
+        ) from error
+    if problem := shape_problem(shape, on_gpu=options.on_gpu, way_out="serve it on a GPU"):
+        raise EngineError(problem)
+    gpus = int(options.vllm.get("tensor_parallel_size", 1)) if options.on_gpu else 0
+    capacity = _capacity(config, shape, options, gpus)
+    own = {
+        "served_model_name": name,
+        "host": options.host,
+        "port": options.port,
+        "middleware": _MIDDLEWARE,
+        "uvicorn_log_level": "warning",
+        "disable_uvicorn_access_log": True,
+    }
+    return base_arguments(shape, capacity, model=model) | own | dict(options.vllm)
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as vLLM's command line takes them; None leaves an argument at vLLM's default.
+
+    >>> command_line({"max_model_len": 64, "enforce_eager": True, "enable_lora": False, "allowed_origins": None})
+    ['--max-model-len', '64', '--enforce-eager', '--no-enable-lora']
+    >>> command_line({"hf_overrides": {"a": 1}, "served_model_name": ["x", "y"], "tokenizer": "-t"})
+    ['--hf-overrides', '{"a": 1}', '--served-model-name', 'x', 'y', '--tokenizer=-t']
+    """
+    return [word for name, value in arguments.items() for word in _words(name.replace("_", "-"), value)]
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    if value is None:
+        return
+    if isinstance(value, bool):
+        yield f"--{name}" if value else f"--no-{name}"
+    elif isinstance(value, list):
+        yield f"--{name}"
+        yield from map(str, value)
+    elif (text := json.dumps(value) if isinstance(value, dict) else str(value)).startswith("-"):
+        yield f"--{name}={text}"
+    else:
+        yield from (f"--{name}", text)
+
+
+def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gpus: int) -> Capacity:
+    """Return what the server has room for, after checking the options against the model."""
+    longest = int(settings_of(config).get("max_position_embeddings") or _UNKNOWN_LENGTH)
+    if options.max_length is not None and options.max_length > longest and "hf_overrides" not in options.vllm:
+        raise EngineError(
+            f"--max-length is {options.max_length}, and the model's config has max_position_embeddings={longest}; "
+            "lower --max-length"
+        )
+    eager = options.vllm.get("enforce_eager")
+    capacity = Capacity(
+        dtype=options.dtype or default_dtype(config),
+        max_length=options.max_length or longest,
+        max_num_seqs=int(options.vllm.get("max_num_seqs", _MAX_NUM_SEQS)),
+        gpus=gpus,
+        compile=None if eager is None else not eager,
+        kv_cache_gb=options.kv_cache_gb,
+        block_size=block_size(options.vllm),
+    )
+    if options.max_length is None:
+        capacity = replace(capacity, max_length=_fitting_length(shape, capacity))
+    if options.kv_cache_gb is not None and int(options.kv_cache_gb * 1e9) < (
+        least := least_cache_bytes(shape, capacity)
+    ):
+        raise EngineError(
+            f"--kv-cache-gb is {options.kv_cache_gb:g}, and the keys and values of a row of {capacity.max_length} "
+            f"tokens take up to {least / 1e9:.3g}; raise it, or lower --max-length"
+        )
+    return capacity
+
+
+def _fitting_length(shape: Shape, capacity: Capacity) -> int:
+    """Return the longest row that the model takes and the cache holds twice, in tokens."""
+    if capacity.kv_cache_gb is not None:
+        size = int(capacity.kv_cache_gb * 1e9)
+    elif capacity.gpus == 0:
+        size = cache_budget()
+    else:  # vLLM measures the GPU's memory
+        return capacity.max_length
+    blocks = size // (2 * shape.cache_bytes(capacity.block_size, capacity.dtype)) - 1
+    return min(capacity.max_length, max(_SHORTEST, blocks * capacity.block_size))

@@ -1,0 +1,71 @@
+"""What `rlpack serve` serves: a model's folder, a run's exported model, or a model of the Hub."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlpack.models.errors import ModelError
+from rlpack.observe.run_dir import CHECKPOINTS, MODEL, holds_run
+from rlpack.path_suggestions import suggest_path
+from rlpack.startup.model_files import is_path, weight_problems
+
+_ADAPTER = "adapter_config.json"
+_COMMITTED = "COMMITTED"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model.
+
+    Attributes:
+        name: the model's name in requests: a folder's, a run's, or that on the Hub.
+        path: absolute path of its folder, or its name on the Hub.
+        folder: its folder; None for a model of the Hub.
+    """
+
+    name: str
+    path: str
+    folder: Path | None
+
+
+def find_served_model(given: str) -> ServedModel:
+    """Return what a path or a name stands for.
+
+    Args:
+        given: a model's folder, the directory of a run, or a name on the Hub.
+
+    Raises:
+        ModelError: there is no such folder, or the folder holds no model that can be served.
+    """
+    folder = Path(os.path.expanduser(given))
+    if not os.path.isdir(folder):
+        if is_path(given):
+            hint = suggest_path(folder, folders_only=True)
+            raise ModelError(
+                f"{given!r} is not a folder{hint}; give a model's folder, the directory of a run, or a hub name"
+            )
+        return ServedModel(given, given, None)
+    resolved = folder.resolve()
+    model = resolved
+    if holds_run(resolved) and not (resolved / "config.json").is_file():
+        model = resolved / MODEL
+        if not model.is_dir():
+            raise ModelError(
+                f"{given!r} is a run without a {MODEL} folder, which a run writes at its end; finish the run with "
+                "resume=auto, or give a model's folder"
+            )
+    if (resolved / _COMMITTED).exists():
+        raise ModelError(
+            f"{given!r} is a checkpoint, whose weights are in parts of ranks; give its run, {_run_of(resolved)}, once "
+            f"it has exported its {MODEL} folder"
+        )
+    if (model / _ADAPTER).is_file() and not (model / "config.json").is_file():
+        raise ModelError(f"{given!r} has adapters alone; give a folder with the whole model, such as a run's export")
+    for problem in weight_problems(model):
+        raise ModelError(f"{str(model)!r} can't be served: {problem}; copy or download the folder again")
+    return ServedModel(resolved.name, str(model), model)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint's run."""
+    return next((folder.parent for folder in checkpoint.parents if folder.name == CHECKPOINTS), checkpoint.parent)
