@@ -18,6 +18,7 @@ import psutil
 
 import rlpack
 from rlpack.cli.main import main
+from rlpack.user_code import exit_now
 from tests.fork_server import environment, fork_context
 
 ROOT = Path(rlpack.__file__).parents[1]
@@ -150,6 +151,7 @@ def _run_command(folder: Path, words: list[str], places: list[str], variables: d
         sys.exit(main(words))
     finally:
         atexit._run_exitfuncs()  # as at the end of any other process; `multiprocessing` leaves them out
+        os._exit = exit_now  # the command refuses to end this way, which is how `multiprocessing` ends a process
 
 
 def done(folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()) -> Command:
