@@ -51,14 +51,14 @@ def test_the_log_probs_of_sampled_tokens_are_the_trainers(pair: Pair):
         assert made.token_ids.lengths.tolist() == [24] * 4
         assert not params.is_greedy or not made.logprobs.values.any()
         if params.is_greedy:
-            assert greedy_tokens_are_the_likeliest(pair.policy, prompts, made)
+            assert greedy_tokens_have_the_largest_logits(pair.policy, prompts, made)
         else:
             worst[params] = max(token_gaps(pair.policy, prompts, made, params))
     assert max(worst.values()) <= TOLERANCE, worst
 
 
-def greedy_tokens_are_the_likeliest(built: Policy, prompts: Ragged, made: Generations) -> bool:
-    """Return whether every token is the most probable: its log-prob is 0 if no other is a candidate."""
+def greedy_tokens_have_the_largest_logits(built: Policy, prompts: Ragged, made: Generations) -> bool:
+    """Return whether every token has the largest logit: its log-prob is 0 if no other is a candidate."""
     return all(difference == 0 for difference in token_gaps(built, prompts, made, SamplingParams(top_k=1)))
 
 

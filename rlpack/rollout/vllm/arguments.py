@@ -205,5 +205,6 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     return base_arguments(shape, capacity, model=model) | own | dict(settings.vllm)

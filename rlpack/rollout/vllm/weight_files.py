@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -74,13 +75,14 @@ def written(weights: Mapping[str, Tensor], index: int) -> Iterator[BucketNote]:
     descriptor, path = tempfile.mkstemp(prefix=PREFIX, dir=_folder(num_bytes))
     try:
         os.truncate(descriptor, max(1, num_bytes))
-        with mmap.mmap(descriptor, max(1, num_bytes)) as memory:
-            for weight, offset in zip(weights.values(), offsets, strict=True):
-                if weight.nbytes:
-                    target = torch.frombuffer(memory, dtype=torch.uint8, count=weight.nbytes, offset=offset)
-                    target.copy_(weight.contiguous().view(-1).view(torch.uint8))
-                    del target  # the map can't be closed while a tensor refers to it
-            digest = xxhash.xxh3_128_hexdigest(memory)
+        digest = xxhash.xxh3_128()
+        for weight, offset in zip(weights.values(), offsets, strict=True):
+            data = weight.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            _write(descriptor, data, offset)
+            digest.update(data)
+            digest.update(bytes(-len(data) % _ALIGNMENT))
+        if num_bytes == 0:
+            digest.update(bytes(1))
         yield BucketNote(
             path=path,
             index=index,
@@ -89,7 +91,7 @@ def written(weights: Mapping[str, Tensor], index: int) -> Iterator[BucketNote]:
             shapes=[list(weight.shape) for weight in weights.values()],
             offsets=offsets,
             num_bytes=max(1, num_bytes),
-            digest=digest,
+            digest=digest.hexdigest(),
         )
     finally:
         os.close(descriptor)
@@ -114,7 +116,7 @@ def mapped(note: BucketNote, expected_index: int) -> dict[str, Tensor]:
     try:
         descriptor = os.open(note.path, os.O_RDONLY)
     except OSError as error:
-        raise EngineError(f"bucket {note.index} of the weights can't be read from {note.path}: {error}") from error
+        raise EngineError(f"bucket {note.index} of the weights can't be read from {note.path}: {error}") from None
     try:
         size = os.fstat(descriptor).st_size
         if size != note.num_bytes:
@@ -132,6 +134,14 @@ def mapped(note: BucketNote, expected_index: int) -> dict[str, Tensor]:
         name: _tensor(memory, dtype, shape, offset)
         for name, dtype, shape, offset in zip(note.names, note.dtypes, note.shapes, note.offsets, strict=True)
     }
+
+
+def _write(descriptor: int, data: np.ndarray, offset: int) -> None:
+    """Write bytes at a place of a file; on fresh shared memory this takes half the time of a map."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _tensor(memory: mmap.mmap, dtype_name: str, shape: list[int], offset: int) -> Tensor:

@@ -225,7 +225,7 @@ def test_an_argument_that_rlpack_sets_is_refused_with_the_key_to_set(installed, 
 
 def test_all_arguments_that_rlpack_gives_vllm_are_its_own_but_those_with_a_default():
     given = arguments(gpus=0).keys()
-    assert given - OWN_ARGUMENTS.keys() == {"block_size", "max_num_batched_tokens"}
+    assert given - OWN_ARGUMENTS.keys() == {"block_size", "max_num_batched_tokens", "use_tqdm_on_load"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""A run with `rollout=vllm`: killed in the middle and resumed, it is the uninterrupted one bit for bit."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.commands import (
+    DEADLINE_S,
+    Command,
+    committed,
+    done,
+    records,
+    started,
+    steps,
+    until,
+    without_times,
+)
+from tests.end_to_end.settings import UNEVEN
+
+STEPS = 3
+OVERRIDES: Sequence[str] = (
+    *UNEVEN,
+    "rollout=vllm",
+    "rollout.max_new_tokens=20",
+    "rollout.kv_cache_gb=0.05",
+    "sft_warmup.steps=2",
+    f"trainer.steps={STEPS}",
+    "evaluation.every=2",
+    "checkpoint.every=1",
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    return done(tmp_path_factory.mktemp("whole"), *OVERRIDES)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """Kill a run's driver once its second step is logged, and run it to its end."""
+    folder: Path = tmp_path_factory.mktemp("resumed")
+    with started(folder, *OVERRIDES) as command:
+        command.wait_for("train", STEPS - 1)
+        until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
+        command.process.kill()
+        assert command.wait() == -9
+        assert command.left_behind() == []  # vLLM's processes included
+        assert committed(command.run_dir, "train")[-1] < STEPS
+    return done(folder, *OVERRIDES, "resume=auto")
+
+
+def test_every_step_is_trained_and_logged_once(whole: Command, resumed: Command):
+    for run in (whole, resumed):
+        assert steps(run.run_dir, "train") == list(range(1, STEPS + 1))
+
+
+def test_every_metric_is_that_of_the_uninterrupted_run(whole: Command, resumed: Command):
+    pairs = zip(records(resumed.run_dir), records(whole.run_dir), strict=True)
+    for one, other in pairs:
+        assert without_times(one) == without_times(other)
+
+
+def test_the_weights_are_those_of_the_uninterrupted_run_bit_for_bit(whole: Command, resumed: Command):
+    one, other = (load_file(run.run_dir / "model" / "model.safetensors") for run in (resumed, whole))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_vllms_log_probs_are_the_trainers(whole: Command):
+    trained = [record for record in records(whole.run_dir) if record["phase"] == "train"]
+    assert all(record["rollout/logprob_gap"] <= 1e-4 for record in trained)
+    gaps = [record["rollout/canary_gap"] for record in trained if "rollout/canary_gap" in record]
+    assert len(gaps) >= STEPS - 1  # nothing is sampled after the last step
+    assert all(0 < gap <= 1e-4 for gap in gaps)  # not 0: the two forward passes are different implementations
+
+
+def test_no_process_is_left(whole: Command, resumed: Command):
+    assert [run.left_behind() for run in (whole, resumed)] == [[], []]
