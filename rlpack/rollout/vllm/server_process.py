@@ -39,6 +39,8 @@ class ServerProcess:
         """Take a started process and the file with its output."""
         self.pid = process.pid
         self._process, self._log = process, log
+        # Knows when it started, too: once the process has ended, another may have its number.
+        self._leader = psutil.Process(process.pid)
 
     def wait_until_ready(self, host: str, port: int, timeout_s: float) -> int:
         """Return the server's port as soon as it answers.
@@ -75,13 +77,13 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and every process that it started, within 10 s; a second interrupt kills them at once."""
-        process, started = self._process, _descendants(self.pid)
+        process, started = self._process, _descendants(self._leader)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.terminate()
                 process.wait(_GRACE_S)
         finally:
-            left = started | _descendants(self.pid) | _session(self.pid)
+            left = started | _descendants(self._leader) | _session(self.pid)
             for one in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
@@ -100,7 +102,7 @@ class ServerProcess:
     def _ports(self, host: str) -> list[int]:
         """Return the ports that the server listens on at an address; its other processes have ports, too."""
         try:
-            sockets = psutil.Process(self.pid).net_connections("tcp")
+            sockets = self._leader.net_connections("tcp")
         except psutil.Error:
             return []
         return [entry.laddr.port for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr.ip == host]
@@ -179,9 +181,8 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _descendants(pid: int) -> set[psutil.Process]:
+def _descendants(process: psutil.Process) -> set[psutil.Process]:
     try:
-        process = psutil.Process(pid)
         return {process, *process.children(recursive=True)}
     except psutil.NoSuchProcess:
         return set()
