@@ -62,7 +62,8 @@ def test_every_step_is_trained_and_logged_once(whole: Command, resumed: Command)
 def test_every_metric_is_that_of_the_uninterrupted_run(whole: Command, resumed: Command):
     pairs = zip(records(resumed.run_dir), records(whole.run_dir), strict=True)
     for one, other in pairs:
-        assert without_times(one) == without_times(other)
+        # How much the store holds at once depends on which groups end first.
+        assert without_times(one | {"store/peak_bytes": 0}) == without_times(other | {"store/peak_bytes": 0})
 
 
 def test_the_weights_are_those_of_the_uninterrupted_run_bit_for_bit(whole: Command, resumed: Command):
