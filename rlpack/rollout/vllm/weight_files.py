@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -77,7 +76,7 @@ def written(weights: Mapping[str, Tensor], index: int) -> Iterator[BucketNote]:
         os.truncate(descriptor, max(1, num_bytes))
         digest = xxhash.xxh3_128()
         for weight, offset in zip(weights.values(), offsets, strict=True):
-            data = weight.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            data = weight.detach().contiguous().view(-1).view(torch.uint8).numpy().data
             _write(descriptor, data, offset)
             digest.update(data)
             digest.update(bytes(-len(data) % _ALIGNMENT))
@@ -136,12 +135,11 @@ def mapped(note: BucketNote, expected_index: int) -> dict[str, Tensor]:
     }
 
 
-def _write(descriptor: int, data: np.ndarray, offset: int) -> None:
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
     """Write bytes at a place of a file; on fresh shared memory this takes half the time of a map."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _tensor(memory: mmap.mmap, dtype_name: str, shape: list[int], offset: int) -> Tensor:
