@@ -164,7 +164,7 @@ def test_mathematics_without_its_package_is_refused_before_anything_starts(tmp_p
 
 def with_vllm(monkeypatch, problem=None, names=("model", "swap_space")):
     monkeypatch.setattr(environment, "installation_problem", lambda on_gpu: problem)
-    monkeypatch.setattr("rlpack.rollout.vllm.argument_names.argument_names", lambda: frozenset(names))
+    monkeypatch.setattr("rlpack.rollout.vllm.argument_names.argument_names", lambda **_: frozenset(names))
 
 
 def vllm_config(tmp_path, gpus=0, **rollout):

@@ -93,16 +93,22 @@ def test_every_planning_command_runs(arguments, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", SUBMIT, ids=" ".join)
-def test_every_job_would_be_submitted_if_its_server_answered(words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["submit", "--address", "http://127.0.0.1:1", *words[words.index("--address") + 2 :]]) == 2
-    assert "no Ray job server answers at http://127.0.0.1:1" in capsys.readouterr().err
+def test_every_job_would_be_submitted_if_its_server_answered(words, tmp_path):
+    arguments = ["submit", "--address", "http://127.0.0.1:1", *words[words.index("--address") + 2 :]]
+    assert_no_server_answers(arguments, tmp_path)
 
 
 @pytest.mark.parametrize("words", ASK, ids=" ".join)
-def test_every_question_about_a_job_is_put_to_its_server(words, capsys):
-    assert main(["127.0.0.1:1" if word.startswith("http") else word for word in words]) == 2
-    assert "no Ray job server answers at http://127.0.0.1:1" in capsys.readouterr().err
+def test_every_question_about_a_job_is_put_to_its_server(words, tmp_path):
+    assert_no_server_answers(["127.0.0.1:1" if word.startswith("http") else word for word in words], tmp_path)
+
+
+def assert_no_server_answers(arguments, folder):
+    """Run a command in a process of its own: this one may hold the token of a Ray that a test has started."""
+    command = [sys.executable, "-P", "-m", "rlpack", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "no Ray job server answers at http://127.0.0.1:1" in done.stderr
 
 
 def test_images_manifests_and_scripts_are_made_from_files_that_are_there_by_runs_that_can_be():

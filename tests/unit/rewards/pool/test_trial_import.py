@@ -19,7 +19,7 @@ ENDINGS = {
     "os._exit(0)": ("import os\nos._exit(0)\n", "status 0"),
     "os._exit(3)": ("import os\nos._exit(3)\n", "status 3"),
     "os.abort()": ("import os\nos.abort()\n", "SIGABRT"),
-    "closed descriptors": ("import os\nos.closerange(0, 64)\n" + F, "exited with status"),
+    "closed descriptors": ("import os\nos.closerange(0, 64)\n" + F, "(exited with status|was killed by SIGKILL)"),
     "an exit from a thread": (
         "import os, threading, time\nthreading.Timer(0.1, os._exit, [0]).start()\ntime.sleep(9)\n",
         "status 0",
