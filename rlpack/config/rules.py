@@ -109,6 +109,11 @@ def _engine(config: Config) -> Iterator[str]:
         for name, value in unread.items():
             if value is not None:
                 yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
+        if rollout.deterministic:
+            yield (
+                "rollout.deterministic is true, and with rollout.engine=hf rounding depends on the rows that run "
+                "together; set rollout.engine=vllm, or rollout.deterministic=false"
+            )
         if rollout.dtype == "bf16":
             yield "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set rollout.engine=vllm"
     elif (gpus := gpus_per_rank(config, "rollout")) % 1:

@@ -196,6 +196,12 @@ class Rollout(Section):
     request_timeout_s: Seconds = Field(
         default=600.0, description="Deadline of one response by vLLM, its time in the engine's queue included, in s."
     )
+    deterministic: bool = Field(
+        default=False,
+        description="Whether vLLM's tokens and log-probs depend on a row's prompt, seed and weights alone, to the last "
+        "bit, and not on the rows that run with it. Tried when the engine starts, which fails if they do. On GPUs it "
+        "sets VLLM_BATCH_INVARIANT, which costs speed.",
+    )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="Further engine arguments of vLLM, by vLLM's own names."
     )

@@ -49,13 +49,14 @@ class StartedEngine(NamedTuple):
         kill(self.processes)
 
 
-def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool) -> StartedEngine:
+def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool, deterministic: bool) -> StartedEngine:
     """Start an engine.
 
     Args:
         arguments: the engine arguments.
         loop: where the front end's coroutines will run.
         on_gpu: whether it runs on a GPU.
+        deterministic: whether rounding may not depend on the rows that run together.
 
     Raises:
         EngineError: vLLM is missing, doesn't fit, or did not start.
@@ -66,7 +67,10 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool)
         os.environ.setdefault(name, value)
     log = EngineLog()
     variables = process_variables(
-        num_threads=torch.get_num_threads(), on_gpu=on_gpu, enforce_eager=arguments["enforce_eager"]
+        num_threads=torch.get_num_threads(),
+        on_gpu=on_gpu,
+        enforce_eager=arguments["enforce_eager"],
+        deterministic=deterministic,
     )
     before = set(multiprocessing.active_children())
     with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}):

@@ -24,6 +24,7 @@ from rlpack.config.schema import Model, Rollout
 from rlpack.data.tokenization import pad_id
 from rlpack.models.loading import build_meta_model
 from rlpack.models.weight_stream import WeightLayout
+from rlpack.rollout.deterministic import check_deterministic
 from rlpack.rollout.engine import FinishedRow
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout, tied_names
@@ -96,7 +97,7 @@ class VLLMEngine:
         """Start vLLM with the model of the `model` section.
 
         Raises:
-            EngineError: vLLM is missing, doesn't fit, or did not start.
+            EngineError: vLLM is missing, doesn't fit, did not start, or isn't deterministic as it was to be.
             ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
         """
         meta = build_meta_model(model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
@@ -110,7 +111,7 @@ class VLLMEngine:
                     settings, Shape.of(meta.config), model=source, dtype=dtype, max_length=max_length, gpus=gpus
                 )
                 remote = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-                engine = start_engine(arguments | remote, loop, on_gpu=gpus > 0)
+                engine = start_engine(arguments | remote, loop, on_gpu=gpus > 0, deterministic=settings.deterministic)
         except BaseException:
             loop.close()
             raise
@@ -124,6 +125,8 @@ class VLLMEngine:
                 request_timeout_s=settings.request_timeout_s,
             )
             built._open_transfer()
+            if settings.deterministic:
+                check_deterministic(built, max_length=max_length)
         except BaseException:
             engine.stop()
             loop.close()

@@ -75,6 +75,10 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ),
         ({"rollout": {"kv_cache_gb": 2.0}}, "rollout.kv_cache_gb is 2.0, which rollout.engine=hf doesn't read"),
         ({"rollout": {"compile": False}}, "rollout.compile is False, which rollout.engine=hf doesn't read"),
+        (
+            {"rollout": {"deterministic": True}},
+            "rounding depends on the rows that run together; set rollout.engine=vllm",
+        ),
         ({"rollout": {"dtype": "bf16"}}, "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set roll"),
         (
             {"rollout": {"engine": "vllm"}, "placement": {"pools": {"main": {"ranks": 2, "gpus_per_rank": 0.5}}}},

@@ -1,0 +1,74 @@
+"""`rollout.deterministic`: a row's tokens and log-probs depend on its prompt, its seed and the weights alone.
+
+In general they don't: matrix products of more rows may round differently, and a sampled token can change with the last
+bit of its logits. Whether they do depends on kernels, types and devices, so an engine that is to be deterministic is
+tried when it starts.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rlpack.batch.ragged import Ragged
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import Generations, SamplingParams
+
+_ROWS, _SEED = 24, 31
+# Rows that are generated alone, too.
+_ALONE = (0, 11, 23)
+_LONGEST_PROMPT, _NEW_TOKENS = 64, 16
+
+
+class Generator(Protocol):
+    """What the trial needs of an engine."""
+
+    vocab_size: int
+
+    def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
+        """Return one response for each prompt, as documented at `Engine.generate`."""
+        ...
+
+
+def check_deterministic(engine: Generator, *, max_length: int) -> None:
+    """Generate the same rows together, in another order and alone.
+
+    Args:
+        engine: the engine; any weights will do.
+        max_length: most tokens of a row, prompt and response together.
+
+    Raises:
+        EngineError: a row's tokens or log-probs differ, in a single bit or more.
+    """
+    new_tokens = min(_NEW_TOKENS, max_length - 1)
+    params = SamplingParams(max_new_tokens=new_tokens)
+    prompts = _prompts(engine.vocab_size, min(_LONGEST_PROMPT, max_length - new_tokens))
+    seeds = np.arange(_ROWS, dtype=np.uint64)
+    expected = list(_rows(engine.generate(prompts, params, seeds)))
+    order = np.random.default_rng(_SEED).permutation(_ROWS)
+    for name, chosen in (("in another order", order), *(("alone", np.array([row])) for row in _ALONE)):
+        made = _rows(engine.generate(prompts.select(torch.from_numpy(chosen)), params, seeds[chosen]))
+        for row, (tokens, logprobs) in zip(chosen.tolist(), made, strict=True):
+            together = expected[row]
+            if torch.equal(tokens, together[0]) and torch.equal(logprobs, together[1]):
+                continue
+            what = "tokens" if not torch.equal(tokens, together[0]) else "log-probs"
+            raise EngineError(
+                f"rollout.deterministic=true: a row of {int(prompts.lengths[row])} prompt tokens has other {what} "
+                f"{name} than among {_ROWS} rows, so this engine rounds by what it runs together; set "
+                "rollout.deterministic=false, or on a CPU rollout.dtype=fp32"
+            )
+
+
+def _prompts(vocab_size: int, longest: int) -> Ragged:
+    """Return random prompts; each second one is the one before it, as in a group, whose prefix engines share."""
+    rng = np.random.default_rng(_SEED)
+    lengths = rng.integers(1, longest, _ROWS // 2, endpoint=True)
+    distinct = [torch.from_numpy(rng.integers(vocab_size, size=length)) for length in lengths]
+    return Ragged.from_rows([row for row in distinct for _ in range(2)], torch.int64)
+
+
+def _rows(made: Generations) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the tokens and log-probs of each row."""
+    return zip(made.token_ids.rows(), made.logprobs.rows(), strict=True)
