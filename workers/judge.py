@@ -5,7 +5,6 @@
 
 import asyncio
 import logging
-import os
 from typing import Self
 
 import torch
@@ -13,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Judge
-from rlpack.rewards.errors import RewardError
-from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, placeholders
+from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, api_key, placeholders
 from rlpack.rewards.reward_result import RewardResult
 from rlpack.rewards.scoring import FailureRate, combine_rewards
 from rlpack.worker import TEXT_COLUMNS, RankContext, Worker, sharded
@@ -72,30 +70,13 @@ class JudgeWorker(Worker):
         return await client.score(texts, num_rows), client.num_retries
 
 
-def api_key(section: Judge) -> str | None:
-    """Return the judge's API key from its environment variable, None if it needs none.
-
-    Raises:
-        RewardError: the variable isn't set.
-    """
-    if section.api_key_env is None:
-        return None
-    key = os.environ.get(section.api_key_env)
-    if not key:
-        raise RewardError(
-            f"judge.api_key_env is {section.api_key_env!r}, and that environment variable isn't set; set it where the "
-            "ranks run, or set judge.api_key_env=null"
-        )
-    return key
-
-
 def _settings_of(section: Judge) -> JudgeSettings:
     assert section.url is not None
     assert section.model is not None
     return JudgeSettings(
         url=section.url,
         model=section.model,
-        api_key=api_key(section),
+        api_key=api_key(section.api_key_env),
         prompt_template=section.prompt_template,
         max_score=section.max_score,
         max_tokens=section.max_tokens,

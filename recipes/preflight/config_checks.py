@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import find_advantage
-from rlpack.config.recipes import RecipeSpec, recipe_of
+from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
-from rlpack.config.roles import is_builtin, role_batching, started_roles
+from rlpack.config.roles import role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.examples import check_demonstration_length, overlong_demonstration_error
 from rlpack.data.prompts import Prompts
@@ -31,18 +31,16 @@ from rlpack.recipes.preflight.architecture_checks import check_architecture, che
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.rewards.errors import RewardError
-from rlpack.rewards.judge_client import check_prompt_template
+from rlpack.rewards.judge_client import api_key, check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
 from rlpack.startup.dataset_checks import check_enough_rows, check_reward_columns, check_stop_ids
+from rlpack.startup.function_sources import advantage_columns, judges_advantage
 from rlpack.user_code import describe_exception
 from rlpack.workers.build import set_trained_weights
-from rlpack.workers.judge import api_key
 from rlpack.workers.loss import PolicyGradientLoss
 
 # Demonstrations that are tokenized at a time.
 _CHUNK_ROWS = 1024
-# Per-row columns that an advantage function can name, whichever roles are started.
-_ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "response_lengths", "prompt_lengths")
 
 
 def check_before_start(
@@ -77,7 +75,7 @@ def check_before_start(
         check_rollout_length(config, check_classifier(config.reward_model, tokenizer))
     check_resources(config)
     if spec.generates:
-        _check_algorithm(config, spec)
+        _check_algorithm(config)
     batching = role_batching(config, "actor")
     if spec.needs_demonstrations or config.sft_warmup.steps > 0:
         _check_demonstrations(prompts, tokenizer, batching, model)
@@ -125,13 +123,12 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
                 Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
             )
             check_rollout_length(config, initial.config)
-            way_out = "leave critic.path=null, or choose a model of the policy's family"
-            check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path", way_out=way_out)
+            check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path")
         critic = ScalarHeadModel(language_model(initial))
         freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
 
 
-def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
+def _check_algorithm(config: Config) -> None:
     """Find the loss and the advantage function, and call the loss to check its bounds."""
     settings = config.algorithm
     column, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
@@ -148,16 +145,8 @@ def _check_algorithm(config: Config, spec: RecipeSpec) -> None:
         raise AlgorithmError(
             f"algorithm.loss is {settings.loss!r}, which returned a {type(result).__name__}; return a PolicyLoss"
         )
-    custom = [
-        name for name in started_roles(config) if not is_builtin(name)
-    ]  # may add any column that the advantage function names
-    if "algorithm.advantage" not in spec.ignores and not custom:
-        added = [f"reward_{name}" for name in config.reward.functions]
-        scorers = [name for name in ("reward", "reward_model") if name in started_roles(config)]
-        added += [f"rewards_of_{name}" for name in scorers if len(scorers) > 1]
-        added += spec.advantage_columns
-        added += ["kl_sum"] if "reference" in started_roles(config) else []
-        find_advantage(settings.advantage, settings.advantage_arguments, {*_ROW_COLUMNS, *added, *dict(settings)})
+    if judges_advantage(config):
+        find_advantage(settings.advantage, settings.advantage_arguments, advantage_columns(config))
 
 
 def _check_reward(config: Config, *splits: Prompts) -> None:
@@ -179,7 +168,7 @@ def _check_judge(config: Config, prompts: Prompts, held_out: Prompts) -> None:
     for split in (prompts, held_out):
         check_prompt_template(config.judge.prompt_template, ("uid", "answer", *split.column_names))
     if config.placement.address is None:  # ranks on another machine check its environment
-        api_key(config.judge)
+        api_key(config.judge.api_key_env)
 
 
 def _check_demonstrations(

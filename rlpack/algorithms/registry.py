@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlpack.algorithms import advantages, policy_loss
 from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.parameters import check_limits, check_parameters, no_function_error
 from rlpack.algorithms.policy_loss import PolicyLoss
 from rlpack.algorithms.statistics import kl_cov
 from rlpack.user_code import UserCode, describe_exception, import_user_module
@@ -41,6 +42,8 @@ def find_loss(target: str, arguments: Mapping[str, Any], settings: Mapping[str, 
         AlgorithmError: there is no such function, it lacks one of the arguments, or requires others.
     """
     function = _find("algorithm.loss", target, LOSSES)
+    if target in LOSSES:
+        check_limits("algorithm.loss", arguments)
     _check(function, "algorithm.loss", {"tokens", "statistics", *settings}, arguments, positional=1)
     return function
 
@@ -52,6 +55,8 @@ def find_advantage(target: str, arguments: Mapping[str, Any], columns: Iterable[
         AlgorithmError: there is no such function, it lacks one of the arguments, or requires others.
     """
     function = _find("algorithm.advantage", target, ADVANTAGES)
+    if target in ADVANTAGES:
+        check_limits("algorithm.advantage", arguments)
     _check(function, "algorithm.advantage", columns, arguments, positional=0)
     return function
 
@@ -113,10 +118,8 @@ def _find(key: str, target: str, known: Mapping[str, Callable[..., Any]]) -> Cal
         raise AlgorithmError(f"{key} is {target!r}, but {module_name} can't be imported: {reason}") from error
     function = vars(module).get(name)
     if not callable(function):
-        functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_"))
-        raise AlgorithmError(
-            f"{key} is {target!r}, but {module_name} has no function {name}; its functions are: {functions or 'none'}"
-        )
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"]
+        raise no_function_error(key, target, functions)
     return function
 
 
@@ -126,18 +129,4 @@ def _check(
     """Raise an `AlgorithmError` if the function lacks an argument, or requires one that is not offered."""
     with UserCode(key, AlgorithmError):
         parameters = list(inspect.signature(function).parameters.values())
-    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    unknown = sorted(set(arguments) - names)
-    if unknown and not accepts_any:
-        raise AlgorithmError(
-            f"{key}_arguments.{unknown[0]} is not a parameter of the function; those are {sorted(names)}"
-        )
-    available = {*offered, *arguments}
-    for parameter in parameters[positional:]:
-        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if not is_variadic and parameter.default is parameter.empty and parameter.name not in available:
-            raise AlgorithmError(
-                f"the function of {key} requires {parameter.name!r}; available are {', '.join(sorted(available))}; "
-                f"set others in {key}_arguments"
-            )
+    check_parameters(parameters, key, offered, arguments, positional=positional)

@@ -14,6 +14,7 @@ from rlpack.batch.errors import DataError
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
+from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import gpus_per_rank, optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.secrets import missing_secrets
@@ -22,6 +23,7 @@ from rlpack.observe.errors import RunDirectoryError, SinkError
 from rlpack.observe.run_dir import check_run_dir
 from rlpack.observe.sinks import check_packages
 from rlpack.path_suggestions import DATA_FILES, suggest_path
+from rlpack.rewards.errors import RewardError
 from rlpack.rollout.vllm.argument_names import argument_problems
 from rlpack.rollout.vllm.vllm_package import installation_problem, package_for
 from rlpack.user_code import describe_exception, find_user_module
@@ -35,7 +37,7 @@ def check_environment(config: Config, environment: Mapping[str, str]) -> None:
             installed.
         DataError: a data file doesn't exist.
     """
-    problems = [*_run_dir(config, environment), *missing_secrets(config.job, environment)]
+    problems = [*_run_dir(config, environment), *missing_secrets(config.job, environment), *_judge(config, environment)]
     check_code(config, environment, [*problems, *_packages(config, environment)])
     if missing := list(_data_files(config)):
         raise DataError("\n".join(missing))
@@ -80,6 +82,20 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     try:
         check_run_dir(path, resume=config.resume == "auto")
     except RunDirectoryError as error:
+        yield str(error)
+
+
+def _judge(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a problem if a judge that runs here lacks its API key."""
+    is_used = any(config.roles[name].target == JUDGE for name in started_roles(config))
+    variable = config.judge.api_key_env
+    if not is_used or variable is None or config.placement.address is not None or variable in config.job.secret_names:
+        return
+    from rlpack.rewards.judge_client import api_key
+
+    try:
+        api_key(variable, environment)
+    except RewardError as error:
         yield str(error)
 
 

@@ -17,17 +17,19 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import ray
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
+from rlpack.background_call import BackgroundCall
 from rlpack.config.schema import Placement
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.capacity import MAX_RANKS_PER_CORE
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.local_ray import start_local_ray
-from rlpack.distributed.ray_internals import available_memory, largest_slow_store, logs_folder, shared_memory
+from rlpack.distributed.ray_internals import available_memory, find, largest_slow_store, logs_folder, shared_memory
 from rlpack.distributed.ray_watch import RayWatch, answers, close_current, current, ended_at, ray_ended, set_current
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,26 @@ def check_object_store(placement: Placement) -> None:
             )
 
 
+def check_cluster(placement: Placement) -> None:
+    """Raise if nothing answers at `placement.address`, without joining the cluster; None needs no cluster.
+
+    Raises:
+        PlacementError: no process listens there, or the one that does is stopped.
+    """
+    address = placement.address
+    if address is None or ray.is_initialized():
+        return
+    try:
+        find_address = find("_private.services", "get_ray_address_from_environment")
+        place = find_address(address, None) if address == "auto" and find_address is not None else address
+        asked = BackgroundCall(partial(_check_answer, place), name="ask-cluster")  # a name server may never answer
+        if not asked.wait(2 * _ANSWER_S):
+            raise TimeoutError(f"no answer within {2 * _ANSWER_S:g} s")
+        asked.outcome()
+    except (OSError, ValueError) as error:
+        raise _no_cluster(address, error) from error
+
+
 class _IgnoredPaths(list[str]):
     """An import path for Ray's workers that stays empty.
 
@@ -142,11 +164,15 @@ def _join(address: str, placement: Placement) -> RayWatch:
     except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
         if ray.is_initialized():
             disconnect()
-        raise PlacementError(
-            f"no Ray cluster answers at placement.address={address}: {error}; "
-            "start one with `ray start --head`, check that its token is known here (RAY_AUTH_MODE, "
-            "RAY_AUTH_TOKEN_PATH), or set placement.address=null to start one for this run"
-        ) from error
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        f"no Ray cluster answers at placement.address={address}: {error}; "
+        "start one with `ray start --head`, check that its token is known here (RAY_AUTH_MODE, "
+        "RAY_AUTH_TOKEN_PATH), or set placement.address=null to start one for this run"
+    )
 
 
 def fits_this_machine(placement: Placement) -> bool:

@@ -12,6 +12,13 @@ class IsolationError(RuntimeError):
     """A model whose packed sequences are not independent of each other."""
 
 
+# What to change if a critic or a reward model has another tokenizer than the policy, by key.
+_SAME_TOKENIZER = {
+    "critic.path": "leave critic.path=null, or choose a model of the policy's family",
+    "reward_model.path": "write a role that tokenizes texts itself (roles.<name>.target), or set another model",
+}
+
+
 def unknown_type_error(kind: object, known: Iterable[str]) -> ModelError:
     """Return the error of a new model's type that transformers doesn't have."""
     near = ", ".join(difflib.get_close_matches(str(kind), list(known), n=3)) or "qwen3, llama, mistral"
@@ -37,6 +44,21 @@ def remote_code_error(key: str, name: str) -> ModelError:
         f"{key} is {name!r}, whose repository has custom code (auto_map in its config), which isn't run unless "
         "model.trust_remote_code=true with model.revision set to a commit that you have read; set both, or choose a "
         "model that transformers knows"
+    )
+
+
+def other_tokenizer_error(key: str, path: str, num_tokens: int, of_policy: str) -> ModelError:
+    """Return the error of a model that has another tokenizer than the policy.
+
+    Args:
+        key: `critic.path` or `reward_model.path`.
+        path: of the model.
+        num_tokens: of its tokenizer.
+        of_policy: the policy's tokenizer, or its number of tokens.
+    """
+    return ModelError(
+        f"{key} is {path!r}, whose tokenizer has {num_tokens} tokens and differs from the policy's, of {of_policy}; "
+        f"the model reads the policy's tokens: {_SAME_TOKENIZER[key]}"
     )
 
 

@@ -30,6 +30,7 @@ from rlpack.models import attention, own_attention
 from rlpack.models.errors import (
     ModelError,
     not_causal_error,
+    other_tokenizer_error,
     remote_code_error,
     unknown_setting_error,
     unknown_type_error,
@@ -159,14 +160,11 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
             "model); set a sequence classifier with one label, such as a trained "
             "AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)"
         )
-    way_out = "write a role that tokenizes texts itself (roles.<name>.target), or set another model"
-    check_same_tokenizer(settings.path, settings.revision, tokenizer, key=key, way_out=way_out)
+    check_same_tokenizer(settings.path, settings.revision, tokenizer, key=key)
     return config
 
 
-def check_same_tokenizer(
-    path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, *, key: str, way_out: str
-) -> None:
+def check_same_tokenizer(path: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, *, key: str) -> None:
     """Check that a model has the policy's tokenizer, or none.
 
     Args:
@@ -174,7 +172,6 @@ def check_same_tokenizer(
         revision: of a hub model.
         tokenizer: the policy's.
         key: configuration key of the path, for the error.
-        way_out: what to change, for the error.
 
     Raises:
         ModelError: it has another tokenizer.
@@ -184,10 +181,7 @@ def check_same_tokenizer(
         return  # loading checks that it has enough tokens
     loaded = _load(AutoTokenizer, path, key, _hub_arguments(path, Model(path=path, revision=revision), key))
     if loaded.get_vocab() != tokenizer.get_vocab():
-        raise ModelError(
-            f"{key} is {path!r}, whose tokenizer has {len(loaded)} tokens and differs from the policy's, of "
-            f"{len(tokenizer)}; the model reads the policy's tokens: {way_out}"
-        )
+        raise other_tokenizer_error(key, path, len(loaded), f"{len(tokenizer)} tokens")
 
 
 def linear_head(classifier: PreTrainedModel) -> nn.Linear:

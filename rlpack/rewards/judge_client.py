@@ -7,6 +7,7 @@ counted.
 
 import asyncio
 import json
+import os
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,27 @@ class JudgeSettings:
     timeout_s: float = 60.0
     retries: int = 2
     backoff_s: float = 1.0
+
+
+def api_key(variable: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the judge's API key from its environment variable, None if it needs none.
+
+    Args:
+        variable: `judge.api_key_env`.
+        environment: the variables and their values.
+
+    Raises:
+        RewardError: the variable isn't set.
+    """
+    if variable is None:
+        return None
+    key = environment.get(variable)
+    if not key:
+        raise RewardError(
+            f"judge.api_key_env is {variable!r}, and that environment variable isn't set; set it where the ranks run, "
+            "or set judge.api_key_env=null"
+        )
+    return key
 
 
 class _AttemptFailed(Exception):  # noqa: N818 - never leaves this file

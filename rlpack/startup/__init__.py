@@ -7,9 +7,10 @@ they can't decide is left to `rlpack.recipes.preflight`, which builds the model 
 - `dataset_checks`: the rows, and the columns that rewards and judges read.
 - `same_run`: a resumed run against the configuration that its checkpoint was written with.
 - `machine`: the pools against this machine.
-- `role_sources`: the methods of users' roles.
+- `function_sources`: the loss and the advantage function, and their arguments.
+- `role_sources`: the methods of users' roles; `user_sources` parses modules.
 - `model_files`: the folders of models and tokenizers.
 - `served_model`: the model of `rlpack serve`.
-- `model_settings`: a new model's settings; `transformers_sources` reads what exists.
+- `model_settings`: a new model's settings; `transformers_sources` reads what exists, `annotations` compares types.
 - `weight_patterns`: patterns of frozen weights and adapters, against `weight_names`.
 """

@@ -6,7 +6,7 @@ from rlpack.config.schema import Config
 from rlpack.data.hub import ask_hub
 from rlpack.models.errors import ModelError
 from rlpack.startup.dataset_checks import check_held_out, hub_datasets
-from rlpack.startup.machine import check_machine, most_gpus
+from rlpack.startup.machine import check_cluster, check_machine, most_gpus
 from rlpack.startup.model_files import TOKENIZER_FILES, check_model_files, hub_models
 from rlpack.startup.model_settings import check_model_settings
 from rlpack.startup.role_sources import check_role_sources
@@ -20,12 +20,13 @@ def check_evaluation(config: Config, run: Config | None) -> None:
         run: what a checkpoint's policy was built with; None for a model.
 
     Raises:
-        PlacementError: this machine is too small for the pools, or a role's class lacks a method.
+        PlacementError: this machine is too small for the pools, no cluster answers, or a role's class lacks a method.
         DataError: the source can't be read, or a row is invalid.
         RewardError: a reward function can't be called with the dataset's columns.
         ModelError: the folder of the model, or of a run's base model, is incomplete or damaged.
     """
     check_machine(config, most_gpus())
+    check_cluster(config)
     check_role_sources(config)
     models = config if run is None else run
     ask_hub([*hub_models(models), *hub_datasets(config)])

@@ -3,7 +3,8 @@
 from rlpack.config.schema import Config
 from rlpack.data.hub import ask_hub
 from rlpack.startup.dataset_checks import check_datasets, hub_datasets
-from rlpack.startup.machine import check_machine, most_gpus
+from rlpack.startup.function_sources import check_function_sources
+from rlpack.startup.machine import check_cluster, check_machine, most_gpus
 from rlpack.startup.model_files import check_model_files, hub_models
 from rlpack.startup.model_settings import check_model_settings
 from rlpack.startup.role_sources import check_role_sources
@@ -16,15 +17,18 @@ def check_first(config: Config) -> None:
 
     Raises:
         ConfigError: a resumed run differs from its checkpoint, or there are too few prompts.
-        PlacementError: this machine is too small for the pools, or a role's class lacks a method.
+        PlacementError: this machine is too small for the pools, no cluster answers, or a role's class lacks a method.
+        AlgorithmError: the loss or the advantage function doesn't exist, or can't be called with its arguments.
         DataError: a source can't be read, or a row is invalid.
         RewardError: a reward function or a judge can't be called with the dataset's columns.
         ModelError: the folder of a model or tokenizer is incomplete or damaged, transformers can't build the model, or
             a pattern matches none of its weights.
     """
     check_machine(config, most_gpus())
+    check_cluster(config)
     check_resumed(config)
     check_role_sources(config)
+    check_function_sources(config)
     ask_hub([*hub_models(config), *hub_datasets(config)])  # all at once: each may take until the deadline
     check_model_files(config)
     check_model_settings(config)

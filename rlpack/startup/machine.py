@@ -1,4 +1,4 @@
-"""The pools and the object store against this machine."""
+"""The pools and the object store against this machine, or the cluster that a run joins."""
 
 import ctypes
 import math
@@ -50,6 +50,18 @@ def check_machine(config: Config, num_gpus: float) -> None:
         from rlpack.distributed.ray_connection import check_object_store  # imports Ray, which takes a third of a second
 
         check_object_store(config.placement)
+
+
+def check_cluster(config: Config) -> None:
+    """Raise if no Ray cluster answers at `placement.address`; a user's recipe may not use it.
+
+    Raises:
+        PlacementError: nothing listens there, or what does is stopped.
+    """
+    if config.placement.address is not None and config.recipe.target.startswith("rlpack."):
+        from rlpack.distributed import ray_connection  # imports Ray, which takes a third of a second
+
+        ray_connection.check_cluster(config.placement)
 
 
 def most_gpus(devices: Path = _DEVICES) -> float:

@@ -12,8 +12,9 @@ from typing import Any
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import started_roles
 from rlpack.config.schema import Config
+from rlpack.data.examples import SPECIAL_TOKENS
 from rlpack.data.hub import Repository
-from rlpack.models.errors import ModelError, no_end_problem
+from rlpack.models.errors import ModelError, no_end_problem, other_tokenizer_error
 from rlpack.models.hub_models import hub_model_problem
 from rlpack.observe.run_dir import CONFIG, METRICS, MODEL
 from rlpack.path_suggestions import suggest_path
@@ -48,6 +49,7 @@ def check_model_files(config: Config) -> None:
             _check_hub(key, source, revision)
     for problem in _tokenizer_problems(config):
         raise ModelError(problem)
+    _check_same_tokenizers(config)
 
 
 def hub_models(config: Config) -> Iterator[Repository]:
@@ -178,6 +180,38 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
         check_stop_ids(config, known)
     if recipe_of(config).generates and not config.rollout.stop_token_ids and has_no_end:
         yield no_end_problem(f"{key} is {source!r}, whose tokenizer", config.rollout.max_new_tokens)
+
+
+def _check_same_tokenizers(config: Config) -> None:
+    """Raise if a critic or a reward model in a folder surely has another tokenizer than the policy."""
+    source = config.model.tokenizer or config.model.path
+    policy = _vocabulary(source) if source is not None else {}
+    for key, path, _ in _sources(config):
+        if not key.startswith("model.") and (other := _vocabulary(path)):
+            if policy and not _may_agree(other, policy):
+                raise other_tokenizer_error(key, path, len(other), f"{len(policy)} tokens")
+            if source is None and any(len(token) > 1 and token not in SPECIAL_TOKENS for token in other):
+                raise other_tokenizer_error(key, path, len(other), "characters")
+
+
+def _vocabulary(source: str) -> dict[str, int]:
+    """Return the ids of a folder's tokens, {} if it can't be told."""
+    path = Path(source).expanduser() / "tokenizer.json"
+    try:
+        tokenizer = read_object(path)
+        words = tokenizer["model"]["vocab"]
+        ids = dict(words) if isinstance(words, dict) else {word: index for index, (word, _) in enumerate(words)}
+        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _may_agree(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
+    """Return whether two vocabularies could be parts of the same one: no token has two ids, no id has two tokens."""
+    tokens = {index: token for token, index in second.items()}
+    return all(
+        second.get(token, index) == index and tokens.get(index, token) == token for token, index in first.items()
+    )
 
 
 def _num_tokens(tokenizer: Mapping[str, Any]) -> int:

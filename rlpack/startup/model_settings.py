@@ -3,7 +3,6 @@
 Only what is surely wrong is refused here; `rlpack.recipes.preflight` builds the model.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from rlpack.models.errors import (
     unknown_type_error,
 )
 from rlpack.safe_files import read_json
+from rlpack.startup.annotations import is_wrong
 from rlpack.startup.transformers_sources import (
+    ConfigSource,
     config_source,
     has_activation,
     is_not_causal,
@@ -27,17 +28,6 @@ from rlpack.startup.transformers_sources import (
 )
 
 _OWN = "rlpack."
-# Python types of the annotations that every value can be compared with.
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "dict": (dict,),
-    "RopeParameters": (dict,),
-    "list": (list, tuple),
-    "tuple": (list, tuple),
-}
 # Settings of which no model can have fewer than one, and those that can't be negative.
 _COUNTS = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_heads", "n_embd", "n_head"),
@@ -47,6 +37,8 @@ _LAYERS, _MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers
 _SIZES = ("intermediate_size", "moe_intermediate_size", "n_inner")
 # Settings of latent attention, which doesn't use `num_key_value_heads`.
 _LATENT = {"kv_lora_rank", "q_lora_rank"}
+# Settings that a new model gets from the tokenizer.
+_OF_TOKENIZER = ("vocab_size", "eos_token_id", "pad_token_id")
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 
 
@@ -88,19 +80,27 @@ def _check_new(settings: Mapping[str, Any]) -> None:
     if source is None:
         return
     for key, value in settings.items():
-        if not source.may_have(key):
-            raise unknown_setting_error(str(kind), key, source.settings())
-        annotation = source.fields.get(key)
-        if annotation is not None and _is_wrong(value, annotation):
-            raise ModelError(f"model.config is not a valid {kind} config: {key} is {value!r}; it must be {annotation}")
-        smallest = 1 if key in _COUNTS else 0 if key in _SIZES else None
-        if smallest is not None and isinstance(value, int) and value < smallest:
-            raise _unbuildable(kind, f"{key} is {value}; it must be at least {smallest}")
-        if key in _ACTIVATIONS and isinstance(value, str) and has_activation(value) is False:
-            raise _unbuildable(kind, f"{key} is {value!r}, which transformers does not know")
+        _check_setting(str(kind), source, key, value)
     heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups and not _has_own_heads(source.fields):
         raise _unbuildable(kind, f"num_attention_heads ({heads}) is not divisible by num_key_value_heads ({groups})")
+
+
+def _check_setting(kind: str, source: ConfigSource, key: str, value: Any) -> None:
+    """Raise on a setting that doesn't exist, or on a value that no model is built with."""
+    if not source.may_have(key):
+        raise unknown_setting_error(kind, key, source.settings())
+    if key in _OF_TOKENIZER:
+        raise ModelError(f"model.config.{key} is {value!r}, but a new model gets it from the tokenizer; remove it")
+    annotation = source.fields.get(key)
+    if annotation is not None and is_wrong(value, annotation):
+        raise ModelError(f"model.config is not a valid {kind} config: {key} is {value!r}; it must be {annotation}")
+    is_dense = key == "intermediate_size" and not any("expert" in name for name in source.fields)
+    smallest = 1 if key in _COUNTS or is_dense else 0 if key in _SIZES else None
+    if smallest is not None and isinstance(value, int) and value < smallest:
+        raise _unbuildable(kind, f"{key} is {value}; it must be at least {smallest}")
+    if key in _ACTIVATIONS and isinstance(value, str) and has_activation(value) is False:
+        raise _unbuildable(kind, f"{key} is {value!r}, which transformers does not know")
 
 
 def _too_many_layers(settings: Mapping[str, Any]) -> str | None:
@@ -114,18 +114,6 @@ def _too_many_layers(settings: Mapping[str, Any]) -> str | None:
 def _has_own_heads(fields: Mapping[str, Any]) -> bool:
     """Return whether a config gives heads in another way, so that their numbers need not divide."""
     return bool(fields.keys() & _LATENT) or any(name.endswith("heads_per_layer") for name in fields)
-
-
-def _is_wrong(value: Any, annotation: str) -> bool:
-    """Return whether a value surely doesn't have an annotated type.
-
-    >>> _is_wrong("a", "int | None"), _is_wrong(1, "float"), _is_wrong([1], "int | list[int]"), _is_wrong(1, "list")
-    (True, False, False, True)
-    """
-    kinds = [kind.strip() for kind in re.sub(r"\[[^\[\]]*\]", "", annotation).split("|") if kind.strip() != "None"]
-    if value is None or not all(kind in _TYPES for kind in kinds):
-        return False
-    return not any(isinstance(value, _TYPES[kind]) for kind in kinds)
 
 
 def _unbuildable(kind: object, reason: str) -> ModelError:

@@ -36,8 +36,10 @@ class ConfigSource:
     bases: list[Path] = field(default_factory=list)
 
     def may_have(self, key: str) -> bool:
-        """Return whether a name may be a setting; a file in which it doesn't occur makes it none."""
-        return key in self.fields or any(key in _words(path) for path in (*self.files, *self.bases))
+        """Return whether a name may be a setting: those of a model's own files, and those that the bases assign."""
+        if key in self.fields or any(key in _words(path) for path in self.files):
+            return True
+        return any(key in _assigned(path) for path in self.bases)
 
     def settings(self) -> set[str]:
         """Return the names of the annotated settings, those of all models included."""
@@ -202,6 +204,19 @@ def _words(path: Path) -> set[str]:
             case ast.Constant(value=str(text)) if text.isidentifier():
                 words.add(text)
     return words
+
+
+@cache
+def _assigned(path: Path) -> set[str]:
+    """Return all names that a file assigns: attributes, annotated names of classes, and keys."""
+    names = set()
+    for node in ast.walk(_tree(path)):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Subscript(slice=ast.Constant(value=str(name)), ctx=ast.Store()):
+                names.add(name)
+    return names
 
 
 @cache

@@ -16,12 +16,13 @@ from hydra._internal.hydra import Hydra
 from rlpack.cli import environment
 from rlpack.cli.main import main
 from rlpack.distributed import ray_connection
+from tests.end_to_end.bad_arguments import BAD_ARGUMENTS
 from tests.end_to_end.bad_files import BAD_FILES, FOUND_LATER
 from tests.end_to_end.bad_input import BAD_INPUT, KINDS, RUN_DIR, SMALL, BadInput
 from tests.end_to_end.bad_results import TESTS
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 
-ALL = (*BAD_INPUT, *BAD_FILES)
+ALL = (*BAD_INPUT, *BAD_FILES, *BAD_ARGUMENTS)
 # Shortened values leave a message of at most a few lines.
 LONGEST_MESSAGE = 3000
 

@@ -8,7 +8,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rlpack.config.schema import Algorithm, Config, Model
 from rlpack.models.errors import ModelError
 from rlpack.models.loading import build_meta_model
-from rlpack.startup.model_settings import _is_wrong, check_model_settings
+from rlpack.startup.annotations import is_wrong
+from rlpack.startup.model_settings import check_model_settings
 from rlpack.startup.transformers_sources import config_source, is_not_causal, is_unknown_type, model_types
 
 SMALL = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
@@ -59,7 +60,7 @@ def test_no_setting_that_a_model_type_has_is_refused():
         except StrictDataclassError:  # it has no valid defaults
             continue
         assert (kind, [key for key in values if not source.may_have(key)]) == (kind, [])
-        wrong = [key for key, value in values.items() if key in source.fields and _is_wrong(value, source.fields[key])]
+        wrong = [key for key, value in values.items() if key in source.fields and is_wrong(value, source.fields[key])]
         assert (kind, wrong) == (kind, [])
 
 

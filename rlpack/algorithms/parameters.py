@@ -1,0 +1,96 @@
+"""The parameters of losses and advantage functions, checked with and without importing PyTorch."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rlpack.algorithms.errors import AlgorithmError
+
+# Limits of the built-in functions' arguments: what is allowed, and whether a number is.
+_LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "clip_low": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "clip_high": ("0 or more", lambda value: value >= 0),
+    "dual_clip": ("above 1", lambda value: value > 1),
+    **dict.fromkeys(("tau_positive", "tau_negative", "epsilon"), ("above 0", lambda value: value > 0)),
+    "share": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "coef": ("0 or more", lambda value: value >= 0),
+}
+
+
+def check_parameters(
+    parameters: Sequence[inspect.Parameter],
+    key: str,
+    offered: Iterable[str],
+    arguments: Mapping[str, Any],
+    *,
+    positional: int,
+) -> None:
+    """Raise if a function lacks an argument, or requires one that is not offered.
+
+    Args:
+        parameters: of the function.
+        key: `algorithm.loss` or `algorithm.advantage`.
+        offered: names that it is called with if it has such parameters.
+        arguments: names and values that it is always called with.
+        positional: how many arguments are passed by position.
+
+    Raises:
+        AlgorithmError: names the argument or the parameter.
+    """
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    unknown = sorted(set(arguments) - names)
+    if unknown and not accepts_any:
+        raise AlgorithmError(
+            f"{key}_arguments.{unknown[0]} is not a parameter of the function; those are {sorted(names)}"
+        )
+    available = {*offered, *arguments}
+    for parameter in parameters[positional:]:
+        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if not is_variadic and parameter.default is parameter.empty and parameter.name not in available:
+            raise AlgorithmError(
+                f"the function of {key} requires {parameter.name!r}; available are {', '.join(sorted(available))}; "
+                f"set others in {key}_arguments"
+            )
+
+
+def check_limits(key: str, arguments: Mapping[str, Any]) -> None:
+    """Raise if an argument of a built-in function is a number outside its limits; None is left out.
+
+    >>> check_limits("algorithm.loss", {"tau_positive": 0.0})
+    Traceback (most recent call last):
+    ...
+    rlpack.algorithms.errors.AlgorithmError: algorithm.loss_arguments.tau_positive is 0.0; set it above 0
+
+    Args:
+        key: `algorithm.loss` or `algorithm.advantage`.
+        arguments: names and values.
+
+    Raises:
+        AlgorithmError: names the argument, its value and the limits.
+    """
+    for name, value in arguments.items():
+        allowed, is_allowed = _LIMITS.get(name, ("", None))
+        if is_allowed is None or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value) or not is_allowed(value):
+            raise AlgorithmError(f"{key}_arguments.{name} is {value}; set it {_to(allowed)}")
+
+
+def no_function_error(key: str, target: str, functions: Iterable[str]) -> AlgorithmError:
+    """Return the error of a module that lacks the function of a target.
+
+    Args:
+        key: `algorithm.loss` or `algorithm.advantage`.
+        target: `module:function`.
+        functions: those that the module has.
+    """
+    module, _, name = target.partition(":")
+    return AlgorithmError(
+        f"{key} is {target!r}, but {module} has no function {name}; its functions are: {', '.join(functions) or 'none'}"
+    )
+
+
+def _to(allowed: str) -> str:
+    return allowed if allowed.startswith(("from", "above")) else f"to {allowed}"

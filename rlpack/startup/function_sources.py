@@ -1,0 +1,124 @@
+"""The parameters of the loss and of the advantage function, read from their source files.
+
+Importing them imports PyTorch, which takes seconds. A function of the user is judged here only if its parameters are
+certain: it is a plain function statement in a file that can be found without importing a package.
+"""
+
+import ast
+from collections.abc import Mapping
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import rlpack
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.parameters import check_limits, check_parameters, no_function_error
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import is_builtin, started_roles
+from rlpack.config.schema import Config
+from rlpack.startup.annotations import is_wrong
+from rlpack.startup.user_sources import Uncertain, count_bindings, parse_module, words_of
+
+# The files of the built-in functions.
+_FILES = tuple(f"algorithms/{name}.py" for name in ("policy_loss", "statistics", "advantages"))
+# Per-row columns that an advantage function can name, whichever roles are started.
+_ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "response_lengths", "prompt_lengths")
+# The value of a default that isn't read.
+_SOME_DEFAULT = object()
+
+
+def check_function_sources(config: Config) -> None:
+    """Raise if the loss or the advantage function surely doesn't exist, or can't be called as configured.
+
+    Raises:
+        AlgorithmError: names the key, and what is wrong with the function or with an argument.
+    """
+    spec, settings = recipe_of(config), config.algorithm
+    if not spec.generates:
+        return
+    offered = {"tokens", "statistics", *dict(settings)}
+    _check("algorithm.loss", settings.loss, offered, settings.loss_arguments, positional=1)
+    if judges_advantage(config):
+        names = advantage_columns(config)
+        _check("algorithm.advantage", settings.advantage, names, settings.advantage_arguments, positional=0)
+
+
+def judges_advantage(config: Config) -> bool:
+    """Return whether the names that an advantage function can have are known: a user's role may add any column."""
+    has_own_roles = not all(is_builtin(name) for name in started_roles(config))
+    return "algorithm.advantage" not in recipe_of(config).ignores and not has_own_roles
+
+
+def advantage_columns(config: Config) -> set[str]:
+    """Return the names that an advantage function is called with if it has such parameters."""
+    roles = started_roles(config)
+    scorers = [name for name in ("reward", "reward_model") if name in roles]
+    added = [f"reward_{name}" for name in config.reward.functions]
+    added += [f"rewards_of_{name}" for name in scorers if len(scorers) > 1]
+    added += recipe_of(config).advantage_columns
+    added += ["kl_sum"] if "reference" in roles else []
+    return {*_ROW_COLUMNS, *added, *dict(config.algorithm)}
+
+
+def _check(key: str, target: str, offered: set[str], arguments: Mapping[str, Any], *, positional: int) -> None:
+    """Check one function."""
+    try:
+        definition = _users(key, target) if ":" in target else _built_in(target)
+    except Uncertain:
+        return
+    check_parameters(_parameters(definition.args), key, offered, arguments, positional=positional)
+    if ":" in target:
+        return
+    check_limits(key, arguments)
+    for parameter in (*definition.args.args, *definition.args.kwonlyargs):
+        annotation = ast.unparse(parameter.annotation) if parameter.annotation is not None else ""
+        value = arguments.get(parameter.arg)
+        if is_wrong(value, annotation):
+            raise AlgorithmError(f"{key}_arguments.{parameter.arg} is {value!r}; it must be {annotation}")
+
+
+def _built_in(name: str) -> ast.FunctionDef:
+    """Return the function statement of a built-in function."""
+    for file in _FILES:
+        tree = ast.parse((Path(rlpack.__file__).parent / file).read_bytes())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return node
+    raise Uncertain
+
+
+def _users(key: str, target: str) -> ast.FunctionDef:
+    """Return the function statement of a user's function.
+
+    Raises:
+        Uncertain: it may have other parameters.
+        AlgorithmError: its module can't be parsed, or has no such function.
+    """
+    module, _, name = target.partition(":")
+    try:
+        tree = parse_module(module)
+    except SyntaxError as error:
+        raise AlgorithmError(f"{key} is {target!r}, but {module} can't be imported: SyntaxError: {error}") from error
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if name not in words_of(tree):
+        raise no_function_error(key, target, (node.name for node in functions if node.name[0] != "_"))
+    for node in functions:
+        if node.name == name and not node.decorator_list and count_bindings(tree, name) == 1:
+            return node
+    raise Uncertain
+
+
+def _parameters(arguments: ast.arguments) -> list[Parameter]:
+    """Return the parameters of a function statement, in their order; defaults are not read."""
+    by_position = [(argument.arg, Parameter.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
+    by_position += [(argument.arg, Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
+    required = len(by_position) - len(arguments.defaults)
+    parameters = [
+        Parameter(name, kind, default=Parameter.empty if index < required else _SOME_DEFAULT)
+        for index, (name, kind) in enumerate(by_position)
+    ]
+    parameters += [Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL)] if arguments.vararg else []
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        empty = Parameter.empty if default is None else _SOME_DEFAULT
+        parameters.append(Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=empty))
+    return parameters + ([Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)] if arguments.kwarg else [])

@@ -1,0 +1,82 @@
+"""Bad arguments: rows of `tests.end_to_end.bad_input` about losses, advantages, settings of models, and addresses."""
+
+import json
+from pathlib import Path
+
+from rlpack.data.tokenization import character_tokenizer
+from tests.end_to_end.bad_input import ALPHABET, MODEL, SMALL, BadInput, key, model_folder
+
+JUDGE = ("roles.judge.target=rlpack.workers.judge:JudgeWorker", "judge.url=http://127.0.0.1:9/v1", "judge.model=x")
+
+
+def function(name: str, source: str, *words: str, what: str = "loss") -> BadInput:
+    """Return a mistake in the user's own loss or advantage function."""
+    target = f"algorithm.{what}=mine:f"
+    return key(name, *SMALL, target, words=(f"algorithm.{what}", *words), files={"mine.py": source})
+
+
+def with_critic(folder: Path) -> None:
+    """Write a model, and another one with other tokens."""
+    model_folder()(folder)
+    critic = folder / "critic"
+    character_tokenizer("xyz").save_pretrained(critic)
+    for name in ("config.json", "model.safetensors"):
+        (critic / name).write_bytes((folder / "model" / name).read_bytes())
+
+
+def with_longer_tokens(folder: Path) -> None:
+    """Write a critic whose tokenizer has words for tokens."""
+    model_folder()(folder)
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"]["word"] = len(ALPHABET) + 10
+    path.write_text(json.dumps(tokenizer))
+
+
+def setting(name: str, argument: str, *words: str) -> BadInput:
+    """Return a mistake in the settings of a new model."""
+    return key(name, *SMALL, f"+model.config.{argument}", words=("model.config", *words))
+
+
+BAD_ARGUMENTS = (
+    key("an argument that the loss lacks", *SMALL, "+algorithm.loss_arguments.taper=1",
+        words=("algorithm.loss_arguments.taper is not a parameter",)),
+    key("an argument of a loss in words", *SMALL, "algorithm.loss=sapo", "+algorithm.loss_arguments.tau_positive=high",
+        words=("algorithm.loss_arguments.tau_positive is 'high'", "float")),
+    key("an argument of a loss below its limit", *SMALL, "algorithm.loss=sapo",
+        "+algorithm.loss_arguments.tau_positive=-1",
+        words=("algorithm.loss_arguments.tau_positive is -1; set it above 0",)),
+    key("a share over 1", *SMALL, "algorithm.loss=kl_cov", "+algorithm.loss_arguments.share=2",
+        words=("algorithm.loss_arguments.share is 2; set it above 0 and at most 1",)),
+    key("an argument that the advantage lacks", *SMALL, "+algorithm.advantage_arguments.taper=1",
+        words=("algorithm.advantage_arguments.taper is not a parameter",)),
+    key("an argument of an advantage that isn't finite", *SMALL, "+algorithm.advantage_arguments.epsilon=nan",
+        words=("algorithm.advantage_arguments.epsilon is nan",)),
+    key("an advantage without its column", *SMALL, "algorithm.advantage=remax",
+        words=("the function of algorithm.advantage requires 'greedy_rewards'",)),
+    function("a loss that its module lacks", "import torch\ndef g(tokens): ...\n", "mine has no function f", "are: g"),
+    function("a loss that needs what isn't there", "import torch\ndef f(tokens, *, taper): ...\n", "requires 'taper'"),
+    function("a loss that isn't Python", "def f(:\n", "mine can't be imported: SyntaxError"),
+    function("an advantage that needs what isn't there", "import torch\ndef f(x): ...\n", "requires 'x'",
+        what="advantage"),
+    setting("the old name of a setting", "rope_scaling={rope_type: linear}", "rope_scaling is not a setting of qwen2"),
+    setting("another attention", "attn_implementation=eager", "attn_implementation is not a setting of qwen2"),
+    key("no intermediate size", *SMALL, "model.config.intermediate_size=0", words=("intermediate_size is 0",)),
+    setting("a size of the vocabulary", "vocab_size=3", "vocab_size is 3", "from the tokenizer"),
+    key("settings of another type", *SMALL, "model.config.model_type=bert",
+        words=("model.config.num_key_value_heads is not a setting of bert",)),
+    *(key(f"an address that is {name}", *SMALL, f"placement.address='{address}'",
+          words=(f"placement.address is '{address}'", "host:port"))
+        for name, address in {"blank": "", "a sentence": "not an address", "a host": "node", "a port too high":
+                              "node:99999", "another word": "local"}.items()),
+    key("an address at which nothing listens", *SMALL, "placement.address=127.0.0.1:9",
+        words=("no Ray cluster answers at placement.address=127.0.0.1:9", "placement.address=null")),
+    key("an address of no machine", *SMALL, "placement.address=no-such-host.invalid:6379",
+        words=("no Ray cluster answers at placement.address=no-such-host.invalid:6379",)),
+    key("a judge without its key", *SMALL, *JUDGE, "judge.api_key_env=NO_SUCH_KEY",
+        words=("judge.api_key_env is 'NO_SUCH_KEY', and that environment variable isn't set",)),
+    key("a critic of other tokens", *MODEL, "recipe=ppo", "critic.path=critic", words=("critic.path is 'critic'",
+        "differs from the policy's"), setup=with_critic),
+    key("a critic of words for a policy of characters", *SMALL, "recipe=ppo", "critic.path=model",
+        words=("critic.path is 'model'", "differs from the policy's, of characters"), setup=with_longer_tokens),
+)  # fmt: skip

@@ -1,0 +1,54 @@
+import inspect
+import sys
+
+import pytest
+
+from rlpack.algorithms.errors import AlgorithmError
+from rlpack.algorithms.registry import ADVANTAGES, LOSSES, find_loss
+from rlpack.config.schema import Algorithm, Config
+from rlpack.startup.function_sources import _built_in, _parameters, check_function_sources
+
+# What may have the parameters, or can't be told without importing it.
+POSSIBLE = {
+    "a loss": "def f(tokens): ...",
+    "settings by name": "def f(tokens, *, clip_low, clip_high, dual_clip=None, statistics): ...",
+    "any setting": "def f(tokens, **settings): ...",
+    "one that is made": "f = object()",
+    "one with a decorator": "import mine_too\n@mine_too.with_statistics\ndef f(tokens, taper): ...",
+    "one of two": "def f(tokens, taper): ...\ndef f(tokens): ...",
+    "one in a branch": "if True:\n    def f(tokens, taper): ...",
+    "one of another module": "from mine_too import f",
+    "names of another module": "from mine_too import *\n",
+    "a name in the namespace": "globals()['f'] = object\n",
+}
+
+
+@pytest.mark.parametrize("function", [*LOSSES.values(), *ADVANTAGES.values()])
+def test_the_source_of_a_built_in_function_has_the_parameters_of_the_function(function):
+    read = _parameters(_built_in(function.__name__).args)
+    true = list(inspect.signature(function).parameters.values())
+    assert [(one.name, one.kind) for one in read] == [(one.name, one.kind) for one in true]
+    assert [one.default is one.empty for one in read] == [one.default is one.empty for one in true]
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_a_function_that_may_be_right_is_left_to_its_import(tmp_path, monkeypatch, name):
+    (tmp_path / "a_loss.py").write_text(POSSIBLE[name])
+    monkeypatch.syspath_prepend(tmp_path)
+    check_function_sources(Config(algorithm=Algorithm(loss="a_loss:f")))
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [("def f(tokens, taper): ...", {}), ("def f(tokens): ...", {"taper": 1}), ("def g(tokens): ...", {})],
+)
+def test_a_function_that_surely_is_wrong_is_refused_as_after_its_import(tmp_path, monkeypatch, source, arguments):
+    (tmp_path / "a_wrong_loss.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = Algorithm(loss="a_wrong_loss:f", loss_arguments=arguments)
+    with pytest.raises(AlgorithmError) as early:
+        check_function_sources(Config(algorithm=settings))
+    with pytest.raises(AlgorithmError) as late:
+        find_loss(settings.loss, arguments, dict(settings))
+    assert str(early.value) == str(late.value)
+    sys.modules.pop("a_wrong_loss")
