@@ -63,6 +63,8 @@ ROLES = ("policy", "critic", "reward model")
 PRECISIONS = ("fp32", "bf16")
 # Lengths around the windows of 12 tokens; rows of two and three tokens, too.
 _LENGTHS = (19, 2, 33, 12, 3, 26)
+# Tokens that are generated.
+_NEW_TOKENS = 16
 _TIMEOUT_S = 240.0
 
 # fp32: allowed difference of an output (nats, or relative to the largest), and of a weight's gradient relative to the
@@ -307,10 +309,10 @@ def _gradient_gap(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 def _generate(source: Path) -> str:
     """Generate with the `hf` engine; compare each token's log-prob with a forward pass of the whole row alone."""
     model = build_causal_lm(Model(path=str(source)), vocab_size=VOCABULARY, attention_name=own_attention.DEFAULT)
-    engine = HFEngine(model, pad_token_id=0)
+    engine = HFEngine(model, pad_token_id=0, max_length=max(_LENGTHS) // 2 + _NEW_TOKENS)
     prompts = [row[: max(1, len(row) // 2)] for row in _rows()] * 2
     seeds = torch.arange(len(prompts)).numpy()
-    params = SamplingParams(max_new_tokens=16, stop_token_ids=(2, 5, 9))
+    params = SamplingParams(max_new_tokens=_NEW_TOKENS, stop_token_ids=(2, 5, 9))
     generated = engine.generate(Ragged.from_rows([p.tolist() for p in prompts], torch.int64), params, seeds)
     truth = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     gap = 0.0

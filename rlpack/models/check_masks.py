@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from rlpack.models.attention import causal_mask
-from rlpack.models.check_rows import MAX_MASK_LENGTH, RowLimits, position_limit, windows
+from rlpack.models.check_rows import RowLimits
 from rlpack.models.errors import ModelError
+from rlpack.models.length_thresholds import MAX_MASK_LENGTH, position_limit, windows
 from rlpack.models.own_attention import LayerMask, layer_masks
 from rlpack.models.packed import PackedModel, language_model
 

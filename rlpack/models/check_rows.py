@@ -1,9 +1,7 @@
 """The rows that the checks of a model run: random, in the layouts and sizes of a run where that is affordable."""
 
-import re
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +9,14 @@ from transformers import PreTrainedModel
 
 from rlpack.config.roles import longest_known_row, role_batching
 from rlpack.config.schema import Config
-from rlpack.models.rope import POSITION_LIMITS, frequency_limits
+from rlpack.models.length_thresholds import MAX_MASK_LENGTH, length_thresholds, longest_row, selections
+from rlpack.models.rope import frequency_limits
 from rlpack.packing.lengths import UNLIMITED
 
 # Eager attention over longer rows takes too much memory; the masks of longer windows are still compared.
-_MAX_LENGTH, MAX_MASK_LENGTH = 512, 8192
+_MAX_LENGTH = 512
 # Uneven, and none a multiple of another.
 _LENGTHS = (23, 37, 11)
-# Config keys whose values bound how far a token sees, and how many tokens it sees.
-_WINDOW_KEY = re.compile(r"window|chunk|local_attention|local_size")
-_SELECTION_KEY = re.compile(r"index_topk")
 
 # A full microbatch has this many short rows, of these lengths in turn, and rows up to this length.
 _SHORT_ROWS, _SHORT_LENGTHS, _MAX_FULL_LENGTH = 300, (2, 1, 3, 2, 4), 1024
@@ -63,10 +59,10 @@ class RowLimits:
 
 
 def draw_rows(model: PreTrainedModel, vocab_size: int, *, seed: int, longest: int | None = None) -> list[Tensor]:
-    """Return three rows of random tokens, int64 [L], two of them longer than the model's windows if affordable.
+    """Return three rows of random tokens, int64 [L], two past the model's length thresholds if affordable.
 
     Args:
-        model: whose windows and positions count.
+        model: whose thresholds and positions count.
         vocab_size: tokens are drawn below it.
         seed: of the tokens.
         longest: tokens of the longest row of the run; None if not known.
@@ -78,8 +74,9 @@ def three_lengths(model: PreTrainedModel, longest: int | None) -> list[int]:
     """Return the lengths of `draw_rows`."""
     limit = max(4, min(longest_row(model), longest or MAX_MASK_LENGTH))
     most = _MAX_LENGTH if longest is None else min(_MAX_LENGTH, max(longest, max(_LENGTHS)))
-    window = max((size for size in windows(model) + _sizes(model, _SELECTION_KEY) if size + 12 <= most), default=0)
-    lengths = (max(_LENGTHS[0], window + 5), max(_LENGTHS[1], window + 12), _LENGTHS[2])
+    most = min([most, *(limit for _, limit in frequency_limits(model.config))])
+    threshold = max((size for size in length_thresholds(model) if size + 12 <= most), default=0)
+    lengths = (max(_LENGTHS[0], threshold + 5), max(_LENGTHS[1], threshold + 12), _LENGTHS[2])
     return [min(length, limit) for length in lengths]
 
 
@@ -135,11 +132,6 @@ def affordable_slots(model: PreTrainedModel) -> int:
     return max(_LEAST_SLOTS, int(_WORK["cpu" if model.device.type == "cpu" else "cuda"] / max(1, weights)))
 
 
-def windows(model: PreTrainedModel) -> list[int]:
-    """Return the sizes of windows and chunks in the model's config."""
-    return _sizes(model, _WINDOW_KEY)
-
-
 def _longest_full_row(model: PreTrainedModel, limits: RowLimits) -> int:
     """Return the tokens of the longest row of a full microbatch."""
     most = min(limits.longest or _MAX_FULL_LENGTH, longest_row(model), _MAX_FULL_LENGTH)
@@ -148,7 +140,7 @@ def _longest_full_row(model: PreTrainedModel, limits: RowLimits) -> int:
     most = min([most, affordable_slots(model) // 3, (limits.slots or _DEFAULT_SLOTS) // 2, *limits_of_ropes])
     if model._is_stateful:
         most = min(most, _MAX_RECURRENT_LENGTH)
-    if _sizes(model, _SELECTION_KEY):  # of many keys two can be equally good, and rounding selects one
+    if selections(model):  # of many keys two can be equally good, and rounding selects one
         most = min(most, max(three_lengths(model, limits.longest)))
     return max(4, most)
 
@@ -162,32 +154,3 @@ def _lengths_in_turn(lengths: tuple[int, ...], num_rows: int, limits: RowLimits,
 def _uneven(longest: int) -> tuple[int, ...]:
     """Return few lengths around `longest`: rows of equal length are scored together as the reference."""
     return longest, longest * 2 // 3, longest // 2
-
-
-def _sizes(model: PreTrainedModel, pattern: re.Pattern[str]) -> list[int]:
-    """Return the positive integers in the model's config whose key has the pattern."""
-    sizes: list[int] = []
-
-    def collect(name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                collect(str(key), entry)
-        elif isinstance(value, list):
-            for entry in value:
-                collect(name, entry)
-        elif type(value) is int and value > 0 and pattern.search(name) and "pattern" not in name:
-            sizes.append(value)
-
-    collect("", model.config.get_text_config().to_dict())
-    return sizes
-
-
-def longest_row(model: PreTrainedModel) -> int:
-    """Return the number of positions that the model has."""
-    return max(4, position_limit(model) or MAX_MASK_LENGTH)
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the number of positions in the model's config, None without such a key."""
-    settings = model.config.get_text_config().to_dict()
-    return min((settings[name] for name in POSITION_LIMITS if type(settings.get(name)) is int), default=None)

@@ -23,18 +23,27 @@ from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout
 from rlpack.rollout.sampling import sample, uniforms
 from rlpack.rollout.types import Generations, SamplingParams
+from rlpack.rollout.whole_rows import WholeRowComparison
 
 
 class HFEngine:
     """Generates with its own transformers model; implements `rlpack.rollout.engine.Engine`."""
 
-    def __init__(self, model: PreTrainedModel, *, pad_token_id: int = 0, max_num_seqs: int = 256) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int = 0,
+        max_num_seqs: int = 256,
+        max_length: int | None = None,
+    ) -> None:
         """Wrap `model`, which nothing else may train or reconfigure.
 
         Args:
             model: a decoder whose attention supports a cache (`sdpa`, `eager`), on its device.
             pad_token_id: any id of the vocabulary; it is always masked.
             max_num_seqs: rows that run at the same time.
+            max_length: most tokens of a row; None if not known.
 
         Raises:
             EngineError: the model's attention does not support a cache, or the model can't generate.
@@ -48,7 +57,8 @@ class HFEngine:
         self._model = model.eval()
         self._pad_token_id = pad_token_id
         self._max_num_seqs = max_num_seqs
-        self._decoder = choose_decoder(self._model, pad_token_id)
+        self._decoder = choose_decoder(self._model, pad_token_id, max_length=max_length)
+        self._comparison = WholeRowComparison(self._model)
 
     @classmethod
     def from_settings(
@@ -63,8 +73,6 @@ class HFEngine:
     ) -> Self:
         """Build the model of the `model` section on the rank's device, with an attention that supports a cache.
 
-        `max_length` is not needed: caches grow with their rows.
-
         Raises:
             ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
         """
@@ -77,7 +85,7 @@ class HFEngine:
             device=device,
             attention_name="sdpa",
         )
-        return cls(built, pad_token_id=pad_id(tokenizer), max_num_seqs=settings.max_num_seqs)
+        return cls(built, pad_token_id=pad_id(tokenizer), max_num_seqs=settings.max_num_seqs, max_length=max_length)
 
     def generate(self, prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> Generations:
         """Return one response for each prompt, as documented at `Engine.generate`.
@@ -95,6 +103,7 @@ class HFEngine:
         for rows in self._batches(order, prompts.lengths[order]):
             decoder = self._decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             responses = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
+            self._check_last_logits(prompts.select(rows), responses)
             lengths = torch.from_numpy(responses.lengths)
             tokens.append(Ragged.from_padded(torch.from_numpy(responses.tokens), lengths))
             logprobs.append(Ragged.from_padded(torch.from_numpy(responses.logprobs), lengths))
@@ -108,6 +117,17 @@ class HFEngine:
             policy_versions=token_ids.with_values(versions),
             finish_reasons=["stop" if stopped else "length" for stopped in is_stopped],
         )
+
+    def _check_last_logits(self, prompts: Ragged, responses: "_Responses") -> None:
+        """Compare the last logits of a batch with those of whole rows, if longer rows than ever ran in it."""
+        last = responses.last
+        lengths = prompts.lengths.numpy(force=True)[last.rows] + last.position
+        longest = self._comparison.due(lengths, self.policy_version)
+        rows = [
+            torch.cat([prompts[int(row)].cpu(), torch.from_numpy(responses.tokens[row, : last.position])])
+            for row in last.rows[longest]
+        ]
+        self._comparison.compare(rows, last.logits[torch.from_numpy(longest).to(last.logits.device)])
 
     @property
     def decoder_name(self) -> str:
@@ -156,6 +176,14 @@ class HFEngine:
         """Do nothing: `load_bucket` has copied every bucket into the model."""
 
 
+class _Last(NamedTuple):
+    """The last forward pass of a batch of rows."""
+
+    rows: np.ndarray  # int64 [R], those that were running
+    position: int  # tokens of their responses before it
+    logits: Tensor  # [R, V]
+
+
 class _Responses(NamedTuple):
     """Responses of a batch of rows, on the CPU; entries after a row's length are undefined."""
 
@@ -163,6 +191,7 @@ class _Responses(NamedTuple):
     logprobs: np.ndarray  # f32 [B, limit]
     lengths: np.ndarray  # int64 [B]
     stopped: np.ndarray  # bool [B]
+    last: _Last
 
 
 @torch.inference_mode()
@@ -178,10 +207,12 @@ def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device
     is_stop = np.zeros(logits.shape[-1], dtype=bool)
     is_stop[[token for token in params.stop_token_ids if token < len(is_stop)]] = True
     running = np.arange(len(seeds))
+    last = _Last(running, 0, logits)
     steps: list[tuple[np.ndarray, Tensor]] = []  # the rows of each step, and their log-probs
     for position in range(limit):
         sampled, scores = sample(logits, params, uniforms(seeds[running], position))
         steps.append((running, scores))
+        last = _Last(running, position, logits)
         chosen = sampled.numpy(force=True)
         tokens[running, position] = chosen
         ending = is_stop[chosen]
@@ -196,7 +227,7 @@ def _respond(decoder: Decoder, params: SamplingParams, seeds: np.ndarray, device
             logits = decoder.step(sampled)
     for position, (rows, scores) in enumerate(steps):
         logprobs[rows, position] = scores.numpy(force=True)
-    return _Responses(tokens, logprobs, lengths, stopped)
+    return _Responses(tokens, logprobs, lengths, stopped, last)
 
 
 def _filled(alive: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from rlpack.config.schema import Data, Rollout
 from rlpack.config.sections.optimization import Lora
 from rlpack.models import attention as attention_module
 from rlpack.models.adapters import add_adapters
-from rlpack.models.check_rows import RowLimits, full_microbatches
+from rlpack.models.check_rows import RowLimits, draw_rows, full_microbatches
 from rlpack.models.checks import check_model
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.heads import ScalarHeadModel
@@ -222,3 +222,18 @@ def test_full_microbatches_hold_what_a_run_can_hold():
         assert (max(short), max(long)) == (4, 100)
     for limits, longest in ((RowLimits(slots=4096), 512), (RowLimits(slots=40), 20)):
         assert max(full_microbatches(model, limits, packed=True)[0]) == longest
+
+
+def test_checked_rows_go_past_the_lengths_from_which_attention_changes():
+    sparse = {"index_block_size": 64, "index_topk_blocks": 2, "rotary_dim": 4, "head_dim": 8, "num_local_experts": 4}
+    scaled = {"floor_scale": 100, "attention_chunk_size": 20, "intermediate_size_mlp": 48, "num_local_experts": 4}
+    longrope = {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 1e4}
+    for kind, settings, threshold, limit in (
+        ("minimax_m3_vl_text", sparse, 128, 200),
+        ("llama4_text", scaled | {"pad_token_id": 0}, 100, 200),
+        ("mistral", {"sliding_window": 90}, 90, 200),
+        ("phi3", {"rope_parameters": longrope | {"original_max_position_embeddings": 60}, "pad_token_id": 0}, 36, 60),
+    ):
+        model = tiny_model(kind, **settings, max_position_embeddings=512)
+        lengths = [row.shape[0] for row in draw_rows(model, VOCABULARY, seed=0, longest=None)]
+        assert threshold < max(lengths) <= limit, kind
