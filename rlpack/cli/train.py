@@ -30,9 +30,10 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.cli.environment import check_environment
 from rlpack.cli.error_text import print_error
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
-from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, plain, register_base
+from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
+from rlpack.config.preset_defaults import Presets
 from rlpack.config.preset_files import preset_problems
 from rlpack.config.recipe_targets import recipe_targets
 from rlpack.config.recipes import load_main
@@ -226,7 +227,9 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
     flags, overrides = _split(arguments)
     names = list(_values_of(flags, _NAME_FLAGS))
     root = register_base(recipe_targets(overrides, _search_path(flags), *names[-1:]))
-    if wrong := preset_problems(overrides, [folder for folder in _search_path(flags) if folder != PRESETS], root):
+    folders = _search_path(flags)
+    own = [folder for folder in folders if folder != PRESETS]
+    if wrong := preset_problems(overrides, Presets(groups(folders), groups(), own), root):
         raise ConfigError(wrong)
     with config_errors(overrides, root, _search_path(flags)), _hydras_command_line([*flags, *overrides]):
         hydra.main(config_path=str(PRESETS), config_name=CONFIG_NAME, version_base=VERSION_BASE)(collect)()

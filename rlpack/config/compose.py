@@ -213,7 +213,7 @@ def _diagnose(overrides: Sequence[str], error: Exception, root: Key, choices: Ma
 def _is_missing(group: str, choice: str, error: Exception, choices: Sequence[str]) -> bool:
     """Return whether the error is that a group lacks the choice; no file can have a name of more than 255 bytes."""
     if isinstance(error, MissingConfigException):
-        return f"'{group}/{choice}'" in str(error)
+        return f"'{group}/{choice}'" in str(error) and choice not in choices
     return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and choice not in choices
 
 

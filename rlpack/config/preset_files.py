@@ -12,20 +12,22 @@ from pathlib import Path
 import yaml
 
 from rlpack.config.keys import Key, children
+from rlpack.config.preset_defaults import Presets, defaults_problems
 from rlpack.config.recipe_targets import chosen_values
 
 GLOBAL = "# @package _global_"
 _PACKAGE = re.compile(r"#\s*@package\s+\S")
 
 
-def preset_problems(overrides: Sequence[str], folders: Sequence[Path], root: Key) -> list[str]:
-    """Return a problem for each chosen preset that can't be read, or lacks the header that its keys need.
+def preset_problems(overrides: Sequence[str], presets: Presets, root: Key) -> list[str]:
+    """Return the problems of chosen presets: unreadable, a wrong `defaults` list, no header where its keys need one.
 
     Args:
         overrides: Hydra overrides as written.
-        folders: config directories of the user.
+        presets: those that exist, and the config directories of the user.
         root: key that all keys are below.
     """
+    folders = presets.folders
     groups = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
     files = (
         (group, folder / group / f"{choice.removesuffix('.yaml')}.yaml")
@@ -33,10 +35,12 @@ def preset_problems(overrides: Sequence[str], folders: Sequence[Path], root: Key
         for choice in chosen_values(overrides, group)
         for folder in folders
     )
-    return [problem for group, path in files if os.path.lexists(path) for problem in _problems(group, path, root)]
+    return [
+        problem for group, path in files if os.path.lexists(path) for problem in _problems(group, path, root, presets)
+    ]
 
 
-def _problems(group: str, path: Path, root: Key) -> Iterator[str]:
+def _problems(group: str, path: Path, root: Key, presets: Presets) -> Iterator[str]:
     """Yield why a preset can't be read, or that its keys would be put below its group instead of at the top level."""
     if not path.is_file():
         what = (
@@ -55,6 +59,8 @@ def _problems(group: str, path: Path, root: Key) -> Iterator[str]:
     if values is not None and not isinstance(values, dict):
         yield f"{path} holds a {type(values).__name__} instead of keys; write one key: value per line"
         return
+    if values is not None and "defaults" in values:
+        yield from defaults_problems(path, group, values["defaults"], presets)
     top = children(root)
     below = children(top[group]) if group in top else {}
     keys = set(values) - {"hydra"} if isinstance(values, dict) else set()

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rlpack.data.tokenization import character_tokenizer
-from tests.end_to_end.bad_input import ALPHABET, MODEL, SMALL, BadInput, key, model_folder
+from tests.end_to_end.bad_input import ALPHABET, EXPERIMENT, MODEL, SMALL, BadInput, key, model_folder
 
 JUDGE = ("roles.judge.target=rlpack.workers.judge:JudgeWorker", "judge.url=http://127.0.0.1:9/v1", "judge.model=x")
 
@@ -38,7 +38,38 @@ def setting(name: str, argument: str, *words: str) -> BadInput:
     return key(name, *SMALL, f"+model.config.{argument}", words=("model.config", *words))
 
 
+def defaults(name: str, lines: str, *words: str, **files: str) -> BadInput:
+    """Return a mistake in the defaults list of a user's own experiment."""
+    texts = {"mine": f"# @package _global_\ndefaults:{lines}\n"} | files
+    return BadInput(name, 2, ("conf/experiment/", *words), EXPERIMENT,
+                    {f"conf/experiment/{name}.yaml": text for name, text in texts.items()})  # fmt: skip
+
+
+BAD_DEFAULTS = (
+    defaults("a group that doesn't exist", "\n  - override /modle: small", "no group modle; did you mean model?"),
+    defaults("a group that doesn't exist, added", "\n  - /modle: small", "there is no group modle"),
+    defaults("a group without a slash", "\n  - override model: small", "write `- override /model: small`"),
+    defaults("a group that is added again", "\n  - /model: small", "write `- override /model: small`"),
+    defaults("a choice that doesn't exist", "\n  - override /model: smal", "no choice smal; did you mean small?"),
+    defaults("a choice that is a number", "\n  - override /model: 3", "the choice of model is 3; it has: pretrained"),
+    defaults("two choices", "\n  - override /model: [small, tiny]", "model has more than one choice (small, tiny)"),
+    defaults("the experiment itself replaced", "\n  - override /experiment: smoke", "write `- smoke`"),
+    defaults("_self_ twice", "\n  - _self_\n  - _self_", "_self_ 2 times"),
+    defaults("_self_ overridden", "\n  - override _self_", "`override _self_` names no choice"),
+    defaults("defaults of keys", "\n  model: small", "holds keys instead of a list"),
+    defaults("defaults of one word", " small", "holds a str instead of a list"),
+    defaults("an entry of defaults that is a list", "\n  - [a]", "an entry of defaults holds a list"),
+    defaults("an empty entry of defaults", "\n  -", "an entry of defaults holds a NoneType"),
+    defaults("an entry of defaults with two keys", "\n  - override /model: small\n    override /data: jsonl",
+        "holds 2 keys; write one group per line"),
+    defaults("a preset that includes itself", "\n  - mine", "`mine` includes"),
+    defaults("presets that include each other", "\n  - base", "base.yaml: defaults: `mine` includes",
+        base="# @package _global_\ndefaults:\n  - mine\n"),
+    defaults("a preset that includes nothing", "\n  - smoek", "no preset experiment/smoek; did you mean smoke?"),
+    defaults("the schema included", "\n  - /schema", "`/schema` would reset every key"),
+)  # fmt: skip
 BAD_ARGUMENTS = (
+    *BAD_DEFAULTS,
     key("an argument that the loss lacks", *SMALL, "+algorithm.loss_arguments.taper=1",
         words=("algorithm.loss_arguments.taper is not a parameter",)),
     key("an argument of a loss in words", *SMALL, "algorithm.loss=sapo", "+algorithm.loss_arguments.tau_positive=high",
