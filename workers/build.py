@@ -17,6 +17,7 @@ from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.distributed.errors import PlacementError
 from rlpack.models import attention, own_attention
 from rlpack.models.adapters import add_adapters
+from rlpack.models.check_adapters import check_adapters
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.heads import ScalarHeadModel
@@ -62,13 +63,16 @@ def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, 
         context: the rank's place in the pool.
 
     Raises:
-        ModelError: a pattern of `actor` matches no weight or layer of this model.
+        ModelError: a pattern of `actor` matches no weight or layer of this model, or an adapter has no effect.
         IsolationError: packed sequences see each other in this model.
     """
     lm = build_model(config.model, tokenizer, context, seed=config.seed, attention_name=_attention(config, role))
     if role == "actor":
         set_trained_weights(lm, config.actor, seed=config.seed)
     policy = Policy(lm, chunk=role_compute(config, role).logprob_chunk)
+    if role == "actor" and config.actor.lora.rank > 0:
+        packed = role_batching(config, role).mode == "packed"
+        check_adapters(policy, context.torch_device, len(tokenizer), packed=packed)
     return _shard_and_check(policy, config, role, tokenizer, context)
 
 

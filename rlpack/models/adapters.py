@@ -50,7 +50,7 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and any(name.startswith(f"{layer}.") for layer in inside)
+        if _is_linear(module) and any(name.startswith(f"{layer}.") for layer in inside)
     ]
     if not layers:
         raise ModelError(
@@ -61,6 +61,17 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
         raise ModelError('actor.lora.targets is [], so no layer would get an adapter; set some, or all of them: ["*"]')
     matching = match_patterns(settings.targets, layers, "actor.lora.targets")
     return [name for name in layers if name in matching]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module maps vectors by its weight; routers and grouped layers derive from Linear, too."""
+    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+        return isinstance(module, nn.Linear)
+    try:
+        output = module(module.weight.new_zeros(1, module.in_features))
+    except Exception:  # noqa: BLE001 - it takes another input
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
 
 
 def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:

@@ -1,18 +1,21 @@
 """LoRA against its definition: the same model with W + (alpha / rank)·B·A as weights."""
 
 import copy
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import adapter_layers, add_adapters, dropout_seed, find_adapters
+from rlpack.models.check_adapters import check_adapters
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import full_state_dict
-from tests.unit.models.tiny import KINDS, pad_rows, reference_scores, tiny_model, tiny_rows
+from tests.unit.models.tiny import KINDS, VOCABULARY, pad_rows, reference_scores, tiny_model, tiny_rows
 
 ROWS = tiny_rows([9, 1, 13, 6])
 LORA = Lora(rank=3, alpha=6.0)
@@ -157,3 +160,72 @@ def test_adapters_that_would_reach_routed_experts_are_refused_and_attention_alon
     model = tiny_model("deepseek_v3", **experts, **ranks, **sizes)
     add_adapters(model, Lora(rank=2, targets=("*.o_proj",)), seed=0)
     assert len(find_adapters(model)) == 2
+
+
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+JAMBA |= {"num_experts": 4, "num_experts_per_tok": 2, "use_mamba_kernels": False, "mamba_dt_rank": 4, "pad_token_id": 0}
+
+
+def policy_with_adapters(kind: str, targets: tuple[str, ...] = ("*",), **changes: object) -> Policy:
+    model = tiny_model(kind, implementation="sdpa", dtype=torch.float32, **changes)
+    add_adapters(model, Lora(rank=2, targets=targets, dropout=0.5), seed=0)
+    return Policy(model)
+
+
+def effect(policy: Policy, layer: str) -> float:
+    """Return by how much the model's own logits change with the adapter of a layer."""
+    rows = tiny_rows([9])[0][None]
+    with torch.no_grad():
+        before = policy.model(rows, use_cache=False).logits
+        dict(policy.model.named_parameters())[f"{layer}.lora_B.default.weight"].fill_(1.0)
+        return (policy.model(rows, use_cache=False).logits - before).abs().max().item()
+
+
+def test_adapters_of_layers_whose_weights_are_read_are_refused_by_name():
+    targets = ("*_proj",)
+    policy = policy_with_adapters("jamba", targets, **JAMBA)
+    assert effect(copy.deepcopy(policy), "model.layers.0.mamba.dt_proj") == 0
+    assert effect(copy.deepcopy(policy), "model.layers.0.mamba.x_proj") > 0
+    with pytest.raises(ModelError, match=r"layers\.0\.mamba\.dt_proj without .*actor\.lora\.targets=\[") as info:
+        check_adapters(policy, "cpu", VOCABULARY, packed=False)
+    advised = tuple(re.findall(r'"([^"]+)"', str(info.value)))
+    assert {"*.x_proj", "*.q_proj"} < set(advised)
+    check_adapters(policy_with_adapters("jamba", advised, **JAMBA), "cpu", VOCABULARY, packed=False)
+
+
+def test_a_layer_that_is_called_only_in_evaluation_mode_is_refused():
+    policy = policy_with_adapters("llama")
+    layer = policy.model.get_submodule("model.layers.1.mlp.up_proj")
+    called = layer.forward
+    layer.forward = lambda x: F.linear(x, layer.weight) if policy.training else called(x)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj without"):
+        check_adapters(policy, "cpu", VOCABULARY, packed=False)
+
+
+def test_right_adapters_pass_and_leave_the_model_as_it_was():
+    for kind in ("qwen2", "gemma3"):
+        policy = adapted(kind, Lora(rank=3, dropout=0.5))
+        before = {name: (weight.clone(), weight.requires_grad) for name, weight in policy.named_parameters()}
+        policy.train()
+        check_adapters(policy, "cpu", VOCABULARY, packed=True)
+        assert policy.training
+        for name, weight in policy.named_parameters():
+            assert torch.equal(weight, before[name][0])
+            assert weight.requires_grad == before[name][1]
+            assert weight.grad is None
+
+
+def test_routers_and_grouped_layers_that_derive_from_linear_get_no_adapter():
+    settings = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8, "pad_token_id": 0}
+    policy = policy_with_adapters("llama4_text", **settings)
+    assert not any("router" in name for name in find_adapters(policy.model))
+    check_adapters(policy, "cpu", VOCABULARY, packed=False)
+
+
+def test_layers_that_share_a_weight_are_refused():
+    model = tiny_model("llama", implementation="sdpa", dtype=torch.float32)
+    first, second = (model.get_submodule(f"model.layers.{index}.mlp") for index in range(2))
+    second.up_proj.weight = first.up_proj.weight
+    add_adapters(model, Lora(rank=2), seed=0)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj .*in other layers"):
+        check_adapters(Policy(model), "cpu", VOCABULARY, packed=False)

@@ -1,0 +1,118 @@
+"""Check that adapters act wherever a model uses their layers' weights.
+
+A fused kernel that reads `layer.weight` gets the frozen weight W without its adapter, which then has no effect. A
+weight that two layers share has an adapter in each, and no single merged value. For y = (W + s·B·A)·x, the gradient of
+B is s·G·Aᵀ, where G is the gradient of W. The check compares both, layer by layer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from rlpack.models.adapters import Adapter, find_adapters, is_adapter_dropout
+from rlpack.models.check_outputs import lay_out
+from rlpack.models.check_rows import random_rows
+from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel
+
+_LENGTHS = (7, 4)
+# Allowed difference, relative to the norm of the expected gradient, or to this part of the largest norm.
+_TOLERANCE, _LEAST_PART = 0.02, 1e-4
+_NAMED = 3
+
+
+def check_adapters(model: PackedModel, device: torch.device | str, vocab_size: int, *, packed: bool) -> None:
+    """Raise unless each adapter gets the gradient that its layer's weight implies, in training and evaluation mode.
+
+    Call it before the model is sharded. It takes two forward and backward passes of 11 tokens. Layers that get no
+    gradient at all, such as those of experts that no token is routed to, are not judged.
+
+    Args:
+        model: the policy with adapters; its training mode is restored.
+        device: the model's device.
+        vocab_size: tokens are drawn below it.
+        packed: whether the role packs rows, or pads them.
+
+    Raises:
+        ModelError: names the layers, and targets that leave them out.
+    """
+    was_training = model.training
+    rows = random_rows(list(_LENGTHS), vocab_size, seed=0)
+    try:
+        for training in (True, False):
+            model.train(training)
+            for name, module in model.named_modules():
+                if is_adapter_dropout(name):
+                    module.eval()
+            with _adapter_gradients(model.model) as gradients, torch.enable_grad():
+                model.probe(lay_out(rows, packed=packed).to(device)).square().sum().backward()
+            _compare(model.model, gradients)
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # architectures fail in their own ways
+        raise ModelError(
+            f"{type(model.model).__name__} can't be run with adapters on all layers of actor.lora.targets: "
+            f"{type(error).__name__}: {error}; name other layers, such as *.q_proj, or set actor.lora.rank=0"
+        ) from error
+    finally:
+        model.train(was_training)
+
+
+def _compare(model: nn.Module, gradients: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise if the gradient of an adapter's B, the first of a pair, differs from the expected one, the second."""
+    least = _LEAST_PART * max((expected.norm() for _, expected in gradients.values()), default=torch.zeros(()))
+    ignored = [
+        layer
+        for layer, (own, expected) in gradients.items()
+        if expected.norm() > least and not (own - expected).norm() <= _TOLERANCE * expected.norm()
+    ]
+    if not ignored:
+        return
+    ends = {layer.rpartition(".")[2] for layer in ignored}
+    others = sorted({layer.rpartition(".")[2] for layer in gradients} - ends)
+    targets = "[" + ", ".join(f'"*.{end}"' for end in others) + "]"
+    way_out = f"set actor.lora.targets={targets}" if others else "set actor.lora.rank=0"
+    more = f" and {len(ignored) - _NAMED} more" if len(ignored) > _NAMED else ""
+    raise ModelError(
+        f"{type(model).__name__} uses the weights of {', '.join(ignored[:_NAMED])}{more} without calling these layers, "
+        "in a fused operation or in other layers, where adapters on them (actor.lora.targets) would have no effect; "
+        f"{way_out}"
+    )
+
+
+@contextmanager
+def _adapter_gradients(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Collect the gradients [d_out, r] of each layer's B, and what they have to be; store none."""
+    weights = dict(model.named_parameters())
+    gradients: dict[str, tuple[Tensor, Tensor]] = {}
+    adapters = {name: adapter for name, adapter in find_adapters(model).items() if name in weights}
+    trained = {name: weight.requires_grad for name, weight in weights.items()}
+
+    def collect(name: str, adapter: Adapter, weight: Tensor) -> None:
+        assert weight.grad is not None
+        expected = adapter.scale * (weight.grad.float() @ weights[adapter.down].detach().float().t())
+        weight.grad = None
+        layer = name.removesuffix(".base_layer.weight")
+        own, before = gradients.get(layer, (torch.zeros_like(expected), torch.zeros_like(expected)))
+        gradients[layer] = own, before + expected
+
+    hooks = []
+    for name, adapter in adapters.items():
+        weights[name].requires_grad_(True)
+        hook = weights[name].register_post_accumulate_grad_hook
+        hooks.append(hook(lambda weight, name=name, adapter=adapter: collect(name, adapter, weight)))
+    try:
+        yield gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, adapter in adapters.items():
+            layer, gradient = name.removesuffix(".base_layer.weight"), weights[adapter.up].grad
+            if layer in gradients and gradient is not None:
+                gradients[layer] = gradient.float(), gradients[layer][1]
+        for name, weight in weights.items():
+            weight.requires_grad_(trained[name])
+            if trained[name]:
+                weight.grad = None
