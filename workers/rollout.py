@@ -171,7 +171,8 @@ class RolloutWorker(Worker):
         """Check one bucket of the actor's weights and copy it into the engine.
 
         Raises:
-            EngineError: it is not the bucket that is due or was damaged, so nothing is copied; or the engine failed.
+            EngineError: it is not the bucket that is due or was damaged, so nothing is copied; or the engine failed to
+                load it or an earlier one.
         """
         with self._received.receive(bucket, version) as weights:
             self._engine.load_bucket(weights)
@@ -191,11 +192,11 @@ class RolloutWorker(Worker):
             The largest difference between the engine's and the trainer's log-probs, in nats.
 
         Raises:
-            EngineError: a bucket has not arrived.
+            EngineError: a bucket has not arrived, or was not loaded.
             CanaryError: the largest or the mean difference exceeds its tolerance.
         """
-        self._received.check_complete(version)
-        self._engine.finish_update()
+        with self._received.complete(version):
+            self._engine.finish_update()
         try:
             gap = check_canary(
                 self._engine.logprobs(token_ids),

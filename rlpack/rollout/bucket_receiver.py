@@ -16,7 +16,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from rlpack.batch.bucket import Bucket, BucketHeader, bucket_name, digest, unpack_bucket
-from rlpack.rollout.errors import EngineError
+from rlpack.rollout.errors import BucketError, EngineError
 
 
 class BucketReceiver:
@@ -82,15 +82,23 @@ class BucketReceiver:
         """Check the next bucket of an update, as `unpack` does, and yield its tensors to be loaded.
 
         Raises:
-            EngineError: the bucket is not the one that is due, was damaged, or could not be loaded.
+            EngineError: the bucket is not the one that is due, was damaged, or could not be loaded; or an earlier one
+                could not, of which a `BucketError` tells.
         """
         weights = self.unpack(bucket, version)
-        try:
+        with self._failing(f"{bucket.header} was not loaded"):
             yield weights
-        except Exception as error:
-            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            self._failure = self._unusable = f"{bucket.header} was not loaded: {reason}"
-            raise EngineError(f"role {self._role}: {self._failure}") from error
+
+    @contextmanager
+    def complete(self, version: int) -> Iterator[None]:
+        """Check that all buckets of the update to `version` have arrived, and let the block apply them.
+
+        Raises:
+            EngineError: buckets are missing, another update is under way, or the block failed.
+        """
+        self.check_complete(version)
+        with self._failing(f"policy version {version} was not loaded"):
+            yield
 
     def check_complete(self, version: int) -> None:
         """Raise unless all buckets of the update to `version` have arrived.
@@ -132,6 +140,22 @@ class BucketReceiver:
         """
         if self._unusable is not None:
             raise EngineError(f"role {self._role} has no usable weights: {self._unusable}; restart with resume=auto")
+
+    @contextmanager
+    def _failing(self, problem: str) -> Iterator[None]:
+        """Refuse all later buckets if the block fails.
+
+        Args:
+            problem: what has failed then, unless a `BucketError` names another bucket.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, BucketError) and self._num_buckets is not None and self._version is not None:
+                problem = f"{bucket_name(error.index, self._num_buckets, self._version)} was not loaded"
+            reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            self._failure = self._unusable = f"{problem}: {reason}"
+            raise EngineError(f"role {self._role}: {self._failure}") from error
 
     def _wrong_update(self, header: BucketHeader, version: int) -> str | None:
         """Return why a bucket is not of the update under way, None if it is."""

@@ -15,3 +15,18 @@ class CanaryError(EngineError):
 
 class LogprobGapError(EngineError):
     """The trainer's and the sampler's log-probs of the same responses differ by far more than rounding."""
+
+
+class BucketError(EngineError):
+    """A bucket of weights was not loaded; engines that load in the background raise it after later buckets.
+
+    Attributes:
+        index: of the bucket in its update, from 0.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message, index)
+        self.index = index
+
+    def __str__(self) -> str:
+        return self.args[0]

@@ -47,6 +47,10 @@ BOUNDED = {
         "rlpack/testing/local_ranks.py: "
         "target.submit(Call(role, method, [(value, *args)] * target.num_ranks, {})).result()",
     },
+    "a call to vLLM, which has its deadline from its start": {
+        "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, timeout_s, what).result()",
+        "rlpack/rollout/vllm/weight_sender.py: call.result()",
+    },
     "it runs on a rank, within a call that the driver ends at its deadline": {
         "rlpack/distributed/process.py: self._background.pop(call_id).result()",
     },

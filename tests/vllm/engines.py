@@ -140,3 +140,9 @@ def token_gaps(built: Policy, prompts: Ragged, made: Generations, params: Sampli
         logits = row_logits(built, torch.cat([prompt, tokens]))[len(prompt) - 1 : -1]
         exact = filtered_logprobs(logits, params).gather(1, tokens[:, None])[:, 0]
         yield (exact - logprobs).abs().max().item()
+
+
+def why_not_direct(engine: VLLMEngine) -> str:
+    """Return why an engine's updates are not loaded directly, "" if they are."""
+    (reason,) = engine._control(engine._engine.collective_rpc("why_not_direct"), "answer")
+    return reason

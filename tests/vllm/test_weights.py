@@ -1,9 +1,11 @@
 """Weights on their way to vLLM: each fault is detected before a token is sampled, and 100 updates all arrive."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,25 @@ from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.distributed.context import RankContext
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES
-from rlpack.rollout.errors import CanaryError, EngineError
+from rlpack.rollout.errors import BucketError, CanaryError, EngineError
 from rlpack.rollout.types import SamplingParams
-from rlpack.rollout.vllm import vllm_engine
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
-from rlpack.rollout.vllm.weight_files import PREFIX, SHARED_MEMORY, BucketNote, written
+from rlpack.rollout.vllm.weight_buffers import BucketNote, WeightBuffers
 from rlpack.workers.rollout import RolloutWorker
 from tests.builders import tiny_rollouts
-from tests.vllm.engines import CANARY, TOKENIZER, gap, perturb, policy, prompts_of, reference, sampled, send, start
+from tests.vllm.engines import (
+    CANARY,
+    TOKENIZER,
+    gap,
+    perturb,
+    policy,
+    prompts_of,
+    reference,
+    sampled,
+    send,
+    start,
+    why_not_direct,
+)
 from tests.weight_faults import FAULTS, Fault, check_fault, check_no_fault
 
 BUCKET_BYTES = 200_000
@@ -88,10 +101,6 @@ def test_an_update_without_a_fault_is_published(shared_engine: VLLMEngine):
     check_no_fault(VLLMTransport(shared_engine))
 
 
-def files_of_weights() -> set[Path]:
-    return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
-
-
 Damage = Callable[[BucketNote], BucketNote]
 
 
@@ -101,81 +110,95 @@ def cut(note: BucketNote) -> BucketNote:
 
 
 def flip(note: BucketNote) -> BucketNote:
-    data = bytearray(Path(note.path).read_bytes())
-    data[len(data) // 2] ^= 1
-    Path(note.path).write_bytes(data)
+    with Path(note.path).open("r+b") as file:
+        file.seek(note.num_bytes // 2)
+        bits = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([bits ^ 1]))
     return note
 
 
-def remove(note: BucketNote) -> BucketNote:
-    Path(note.path).unlink()
-    return note
-
-
-FILE_FAULTS: dict[str, tuple[Damage, str]] = {
+FAULTS_IN_MEMORY: dict[str, tuple[Damage, str]] = {
     "cut": (cut, r"bucket {} of the weights has \d+ bytes in \S+, not \d+"),
     "bit flip": (flip, "bucket {} of the weights was changed on its way: its digest is"),
-    "missing": (remove, "bucket {} of the weights can't be read from .*No such file"),
+    "missing": (
+        lambda note: replace(note, path="/proc/self/fd/99999"),
+        "bucket {} of the weights can't be read from .*No such file",
+    ),
     "drop": (lambda note: replace(note, index=note.index + 1), r"arrived where bucket {} was expected"),
     "duplicate": (lambda note: replace(note, index=max(0, note.index - 1)), r"arrived where bucket {} was expected"),
 }
 CASES = [
     pytest.param(kind, place, id=f"{kind} {place}")
-    for kind in FILE_FAULTS
+    for kind in FAULTS_IN_MEMORY
     for place in ("first", "middle", "last")
     if (kind, place) != ("duplicate", "first")  # nothing comes before it
 ]
 
 
+@contextmanager
+def damaged(at: int, damage: Damage) -> Iterator[None]:
+    """Damage a bucket between the rank and vLLM's process."""
+    write, sizes = WeightBuffers.write, {}
+
+    def damaging(self: WeightBuffers, weights: Any, index: int) -> BucketNote:
+        note = write(self, weights, index)
+        if index != at:
+            return note
+        sizes[note.path] = Path(note.path).stat().st_size
+        return damage(note)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightBuffers, "write", damaging)
+        yield
+    for path, size in sizes.items():  # the rank has mapped all of it
+        os.truncate(path, size)
+
+
 @pytest.mark.parametrize(("kind", "place"), CASES)
 def test_a_fault_between_rank_and_engine_is_detected_and_named_before_a_token_is_sampled(
-    shared_engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, kind: str, place: str
+    shared_engine: VLLMEngine, kind: str, place: str
 ):
-    damage, words = FILE_FAULTS[kind]
-    transport, before = VLLMTransport(shared_engine), files_of_weights()
+    damage, words = FAULTS_IN_MEMORY[kind]
+    transport, errors = VLLMTransport(shared_engine), []
     at = {"first": 0, "middle": transport.count // 2, "last": transport.count - 1}[place]
-
-    @contextmanager
-    def damaged(weights: Any, index: int) -> Any:
-        with written(weights, index) as note:
-            yield damage(note) if index == at else note
-
-    monkeypatch.setattr(vllm_engine, "written", damaged)
-    for index in range(at):
-        transport.deliver(transport.export(index))
-    named = rf"role rollout: bucket {at + 1} of {transport.count} of policy version 2 was not loaded: vLLM could not "
-    with pytest.raises(EngineError, match=named + f".*EngineError: .*{words.format(at)}"):
-        transport.deliver(transport.export(at))
-    for refused in (lambda: transport.deliver(transport.export(at)), transport.publish, transport.sampled_versions):
+    assert why_not_direct(shared_engine) == ""
+    deliveries = [partial(lambda index: transport.deliver(transport.export(index)), i) for i in range(transport.count)]
+    with damaged(at, damage):
+        for number, step in enumerate([*deliveries, transport.publish]):
+            try:
+                step()
+            except EngineError as error:
+                errors.append(str(error))
+            else:
+                assert not errors, "the engine went on"
+                assert number <= at + 1, "the next bucket but one was written"
+    named = rf"^role rollout: bucket {at + 1} of {transport.count} of policy version 2 was not loaded: vLLM could not "
+    assert re.search(named + f".*EngineError: .*{words.format(at)}", errors[0]), errors[0]
+    for refused in (deliveries[at], transport.publish, transport.sampled_versions):
         with pytest.raises(EngineError):
             refused()
-    assert files_of_weights() <= before
 
 
 def test_the_engine_itself_refuses_what_follows_a_bucket_that_failed_until_the_update_begins_again(
-    shared_engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+    shared_engine: VLLMEngine,
 ):
     built = policy("qwen2", tied=False, seed=31)
     stream = WeightStream(built, torch.float32, bucket_bytes=BUCKET_BYTES)
     buckets = list(stream)
     shared_engine.check_weights(stream.layout)
-    shared_engine.load_bucket(buckets[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(vllm_engine, "written", lambda weights, index: damaged_by(cut, weights, index))
-        with pytest.raises(EngineError, match=r"has \d+ bytes"):
-            shared_engine.load_bucket(buckets[1])
+    with damaged(1, cut):
+        shared_engine.load_bucket(buckets[0])
+        shared_engine.load_bucket(buckets[1])
+        with pytest.raises(BucketError, match=r"has \d+ bytes") as caught:
+            shared_engine.finish_update()
+    assert caught.value.index == 1
     with pytest.raises(EngineError, match="call check_weights to begin again"):
         shared_engine.load_bucket(buckets[1])
     with pytest.raises(EngineError, match="no bucket of weights arrived"):
         shared_engine.finish_update()
     send(shared_engine, built)
     assert gap(shared_engine, built) <= 1e-4
-
-
-@contextmanager
-def damaged_by(damage: Damage, weights: Any, index: int) -> Any:
-    with written(weights, index) as note:
-        yield damage(note)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -233,14 +256,21 @@ def test_100_updates_in_a_row_all_arrive_at_2_engines(shared_engine: VLLMEngine)
 def test_vllm_packs_a_copy_of_a_tied_output_layer_which_is_why_it_is_sent_under_both_names():
     """The control of the canary: without the output layer's own name its copy stays old, in silence."""
     engine, built = start("qwen2", tied=True), policy("qwen2", tied=True)
+    aliases, engine._aliases = engine._aliases, {}
+    assert aliases == {"model.embed_tokens.weight": ["lm_head.weight"]}
     try:
         send(engine, built)
-        assert gap(engine, built) <= 1e-4
-        perturb(built, 5, 0.05)
-        engine._aliases = {}
-        send(engine, built)
         assert gap(engine, built) > 1e-2
-        engine._aliases = {"model.embed_tokens.weight": ["lm_head.weight"]}
+        assert why_not_direct(engine) == "lm_head.weight got no weight"
+        engine._aliases = aliases
+        for seed in (5, 6):
+            perturb(built, seed, 0.05)
+            send(engine, built)
+            assert gap(engine, built) <= 1e-4
+        engine._aliases = {}
+        with pytest.raises(EngineError, match=r"1 weights of the update are missing, the first is lm_head\.weight"):
+            send(engine, built)
+        engine._aliases = aliases
         send(engine, built)
         assert gap(engine, built) <= 1e-4
     finally:

@@ -7,7 +7,8 @@
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
 - `shared_weights`: vLLM's weight-transfer backend that reads buckets from shared memory; runs in vLLM's process.
-- `weight_files`: writes those buckets.
+- `direct_load`: loads updates straight into the model, where that is proved to be what vLLM does; also there.
+- `weight_buffers`, `weight_sender`: the shared memory, and the rank's side of an update.
 - `process_variables`: the environment variables of vLLM's processes.
 - `server_options`, `server_arguments`, `server_process`, `server_main`, `require_token`: vLLM's OpenAI-compatible
   server, for `rlpack serve`; the last two run in its process.

@@ -3,8 +3,9 @@
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlpack.rollout.errors import EngineError
 
@@ -28,27 +29,24 @@ class EventLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine to its end and return its result.
+        """Run a coroutine to its end and return its result; arguments and errors as of `start`."""
+        return self.start(coroutine, timeout_s, what).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> "StartedCall[T]":
+        """Start a coroutine and return at once.
 
         Args:
             coroutine: what to run.
-            timeout_s: deadline in seconds.
+            timeout_s: deadline in seconds, from now.
             what: what it does, for the error.
 
         Raises:
-            EngineError: the deadline passed, and the coroutine has been cancelled; or the loop is closed.
+            EngineError: the loop is closed.
         """
         if not self._thread.is_alive():
             coroutine.close()
             raise EngineError(f"vLLM can't {what}: its engine is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout=timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():  # the coroutine's own error
-                raise
-            future.cancel()
-            raise EngineError(f"vLLM did not {what} within {timeout_s:g} s") from error
+        return StartedCall(asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout_s, what)
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
@@ -58,6 +56,29 @@ class EventLoop:
         self._thread.join(timeout=_CANCEL_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+class StartedCall(Generic[T]):
+    """A coroutine that was started, with its deadline."""
+
+    def __init__(self, future: "concurrent.futures.Future[T]", timeout_s: float, what: str) -> None:
+        """Take a running coroutine; its time begins now."""
+        self._future, self._timeout_s, self._what = future, timeout_s, what
+        self._end = time.monotonic() + timeout_s
+
+    def result(self) -> T:
+        """Return the result, once the coroutine has ended.
+
+        Raises:
+            EngineError: the deadline passed, and the coroutine has been cancelled.
+        """
+        try:
+            return self._future.result(timeout=max(0.0, self._end - time.monotonic()))
+        except concurrent.futures.TimeoutError as error:
+            if self._future.done():  # the coroutine's own error
+                raise
+            self._future.cancel()
+            raise EngineError(f"vLLM did not {self._what} within {self._timeout_s:g} s") from error
 
 
 async def _cancel_all() -> None:

@@ -1,8 +1,9 @@
 """A weight-transfer backend of vLLM that reads buckets from shared memory.
 
-vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the file that a rank wrote, and loads
-the weights as a checkpoint's, layer by layer. vLLM imports this module in its own process, where `worker_extension_cls`
-names `RegistersBackend`; importing it registers the backend, and ends the process with its rank.
+vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the memory that a rank writes, and
+loads the weights as a checkpoint's, layer by layer, or directly (`direct_load`). vLLM imports this module in its own
+process, where `worker_extension_cls` names `RegistersBackend`; importing it registers the backend, and ends the process
+with its rank.
 """
 
 import ctypes
@@ -10,10 +11,12 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
     WeightTransferEngine,
@@ -27,9 +30,14 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+    get_layerwise_info,
+)
 
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.direct_load import DirectLoader, LoadRecorder, NoPlanError
 from rlpack.rollout.vllm.shared_names import BACKEND
-from rlpack.rollout.vllm.weight_files import BucketNote, mapped
+from rlpack.rollout.vllm.weight_buffers import BucketNote, BucketReader
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -41,51 +49,110 @@ class SharedInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedUpdate(WeightTransferUpdateInfo):
-    """One bucket.
+    """One bucket, or the end of an update.
 
     Attributes:
-        note: the fields of its `BucketNote`.
+        note: the fields of a bucket's `BucketNote`.
+        count: the number of buckets of an update, at its end; else 0.
     """
 
     note: dict[str, Any] = field(default_factory=dict)
+    count: int = 0
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
-    """Loads buckets from files of shared memory."""
+    """Loads buckets from shared memory: the first update as vLLM does, later ones directly where that is proved."""
 
     init_info_cls = SharedInit
     update_info_cls = SharedUpdate
     _is_open = False
+    _direct: DirectLoader | None = None
+    _recorder: LoadRecorder | None = None
+    # Why updates are not loaded directly; "" if they are.
+    reason = "no update has been loaded"
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        """Do nothing: files need no connection."""
+        """Map nothing yet: buckets say where they are."""
+        self._reader = BucketReader()
 
     def start_weight_update(self) -> None:
-        """Begin an update: vLLM unpacks what it packed for its kernels."""
+        """Begin an update: unless it is loaded directly, vLLM unpacks what it packed for its kernels."""
+        self._next_index = 0
+        if self._direct is not None:
+            self._direct.begin()
+            return
         if self._is_open:  # the last update failed; vLLM would count what had come of it to this one
             finalize_layerwise_reload(self.model, self.model_config)
-        self._is_open, self._next_index = True, 0
+        self._is_open = True
         if self.device.type == "cpu":
             _pack_experts_again(self.model)
         initialize_layerwise_reload(self.model)
+        self._recorder = LoadRecorder(self.model) if self.device.type == "cpu" else None
 
     def receive_weights(self, update_info: SharedUpdate) -> None:
-        """Load one bucket.
+        """Load one bucket, or check that all have come; vLLM ends the update if that fails.
 
         Raises:
-            EngineError: the bucket is not the next one, or was changed on its way.
+            EngineError: the bucket is not the next one, or was changed on its way; or a bucket or a weight is missing.
         """
-        weights = mapped(BucketNote(**update_info.note), self._next_index)
-        self.model.load_weights(weights.items())
+        if update_info.count:
+            if update_info.count != self._next_index:
+                raise EngineError(f"{self._next_index} of {update_info.count} buckets of weights have arrived")
+            if self._direct is not None:
+                self._direct.check_complete()
+            return
+        weights = self._reader.read(BucketNote(**update_info.note), self._next_index)
+        if self._direct is not None:
+            self._load_directly(self._direct, weights)
+        else:
+            with nullcontext() if self._recorder is None else self._recorder.watch(weights):
+                self.model.load_weights(weights.items())
+            for tensor in _copies_of_unused(self.model, weights):
+                if self._recorder is not None:
+                    self._recorder.keep(tensor)
         self._next_index += 1
 
     def finish_weight_update(self) -> None:
-        """Make the kernels' copies of the weights."""
+        """Make the kernels' copies of the weights, also of an update that is dropped halfway."""
+        if self._direct is not None:
+            self._direct.finish()
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         self._is_open = False
+        if self._recorder is None:
+            self.reason = "weights are loaded directly on CPUs only"
+            return
+        try:
+            # Of an update that was dropped halfway, no plan can be made: a parameter got no weight.
+            self._direct = DirectLoader(self.model, self._recorder, self.model_config.dtype)
+            self.reason = ""
+        except NoPlanError as reason:
+            self.reason = str(reason)
+        self._recorder = None
 
     def shutdown(self) -> None:
-        """Do nothing: no file outlives its bucket."""
+        """Do nothing: the kernel frees the buffers once both sides have ended."""
+
+    def _load_directly(self, loader: DirectLoader, weights: Mapping[str, Tensor]) -> None:
+        """Load one bucket; vLLM itself loads the next update if this one has other weights."""
+        try:
+            loader.load(weights)
+        except EngineError as error:
+            self._direct, self.reason = None, str(error)
+            raise
+
+
+def _copies_of_unused(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
+    """Copy the weights that vLLM keeps until all of their layer have come, since their memory is written again."""
+    copies = []
+    storages = {weight.untyped_storage().data_ptr() for weight in weights.values() if weight.numel()}
+    for module in model.modules():
+        for _, call in get_layerwise_info(module).loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in storages:
+                    copies.append(value.clone())
+                    call.arguments[name] = copies[-1]
+    return copies
 
 
 def _pack_experts_again(model: nn.Module) -> None:
@@ -114,4 +181,10 @@ WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
 
 
 class RegistersBackend:
-    """Adds nothing to vLLM's worker; naming it as the worker's extension imports this module."""
+    """A base class of vLLM's worker; naming it as the worker's extension imports this module."""
+
+    weight_transfer_engine: Any
+
+    def why_not_direct(self) -> str:
+        """Return why updates of weights are not loaded directly, "" if they are."""
+        return self.weight_transfer_engine.reason

@@ -2,7 +2,7 @@
 
 Each row is a request of its own with its own seed and deadline; vLLM batches what is in flight token by token, so a
 short response makes room for the next one at once. New weights reach EngineCore through shared memory
-(`weight_files`, `shared_weights`).
+(`weight_sender`, `shared_weights`).
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import queue
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, Self
 
 import numpy as np
@@ -34,7 +33,7 @@ from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
 from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
-from rlpack.rollout.vllm.weight_files import written
+from rlpack.rollout.vllm.weight_sender import WeightSender
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Shortest `max_model_len`: the canary's rows and a token have to fit.
@@ -77,8 +76,7 @@ class VLLMEngine:
         self._next_request = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
-        self._next_bucket: int | None = None
-        self._has_failed = False  # the update under way
+        self._sender = WeightSender(engine.front_end, loop, self._explain)
         self._cause: str | None = None
         self._policy_version = 0
         self.policy_version = 0
@@ -222,40 +220,25 @@ class VLLMEngine:
             EngineError: a name or a shape does not fit the model.
         """
         check_layout(self._model, layout)
-        # An update that was not finished: all of its weights come again. vLLM itself ends one if a bucket fails.
-        if self._next_bucket is not None and not self._has_failed:
-            self._control(self._engine.finish_weight_update(), "drop an update of its weights")
-        self._next_bucket, self._has_failed = None, False
+        self._sender.restart()
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
-        """Send one bucket of weights to EngineCore.
+        """Send one bucket of weights to EngineCore, which loads it while the next one is made.
 
         Raises:
-            EngineError: the bucket did not arrive as it was sent, or the deadline passed.
+            BucketError: an earlier bucket did not arrive as it was sent, or the deadline passed.
+            EngineError: an earlier bucket of the update has failed.
         """
-        from rlpack.rollout.vllm import library
-
-        if self._has_failed:
-            raise EngineError("an earlier bucket of this update was not loaded; call check_weights to begin again")
-        if self._next_bucket is None:
-            self._control(self._engine.start_weight_update(), "begin an update of its weights")
-            self._next_bucket = 0
-        with written(self._checkpoint_names(weights), self._next_bucket) as note:
-            request = library.WeightTransferUpdateRequest(update_info={"note": asdict(note)})
-            self._has_failed = True  # unless it arrives
-            self._control(self._engine.update_weights(request), f"load bucket {note.index} of the weights")
-        self._next_bucket, self._has_failed = note.index + 1, False
+        self._sender.send(self._checkpoint_names(weights))
 
     def finish_update(self) -> None:
         """Use the weights that arrived, and forget all cached keys and values of older ones.
 
         Raises:
+            BucketError: a bucket did not arrive as it was sent.
             EngineError: no bucket arrived, weights are missing, or the deadline passed.
         """
-        if self._next_bucket is None or self._has_failed:
-            raise EngineError("no bucket of weights arrived before the update was to end")
-        self._next_bucket = None
-        self._control(self._engine.finish_weight_update(), "apply its new weights")
+        self._sender.finish()
         if not self._control(self._engine.reset_prefix_cache(), "reset its prefix cache"):
             raise EngineError("vLLM kept cached keys and values of older weights: requests are in flight")
 
@@ -266,6 +249,7 @@ class VLLMEngine:
         self._started.stop()
         self._engine = None
         self._loop.close()
+        self._sender.close()
 
     def _checkpoint_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as a checkpoint has them: transformers' fused ones split, and tied ones under each name.

@@ -1,0 +1,219 @@
+"""Buckets of weights in shared memory, from a rank to its vLLM process.
+
+The rank owns two buffers, which buckets take in turns: it writes one while vLLM's process loads from the other. Both
+stay mapped on both sides between updates, since a fresh page of shared memory costs ten times the copy into it. What
+is in a buffer, and a digest of it, travel in the call that announces a bucket (`BucketNote`).
+
+Invariants (tests/unit/rollout/vllm/test_weight_buffers.py):
+
+1. what is read is what was written, whatever its dtypes and shapes;
+2. a buffer that is cut, changed or missing, and a bucket that is out of order, is refused before a weight is used;
+3. a buffer has no name in a file system: the kernel frees it when the processes that hold it have ended, however;
+4. matrices come first, in their order and without gaps if their sizes are multiples of 64 bytes, so that those that an
+   engine stacks into one, such as q, k and v, are one matrix already.
+"""
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rlpack.rollout.errors import EngineError
+
+NUM_BUFFERS = 2
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class BucketNote:
+    """What a buffer holds.
+
+    Attributes:
+        path: where a process can open the buffer while the rank lives.
+        index: of the bucket in its update, from 0.
+        names: of the weights.
+        dtypes: their PyTorch types by name, such as `float32`.
+        shapes: their shapes.
+        offsets: where each begins, in bytes.
+        num_bytes: size of the bucket, from the buffer's begin.
+        digest: xxh3-128 of these bytes, as hexadecimal text.
+    """
+
+    path: str
+    index: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+    num_bytes: int
+    digest: str
+
+
+class WeightBuffers:
+    """The rank's two buffers; each has the size of the largest bucket that was written to it."""
+
+    def __init__(self) -> None:
+        """Create empty buffers."""
+        self._buffers = [_Buffer() for _ in range(NUM_BUFFERS)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all buffers in bytes."""
+        return sum(buffer.num_bytes for buffer in self._buffers)
+
+    def write(self, weights: Mapping[str, Tensor], index: int) -> BucketNote:
+        """Write a bucket into the buffer whose turn it is; the bucket before the last one is overwritten.
+
+        Args:
+            weights: whole tensors on the CPU, by name.
+            index: of the bucket in its update.
+        """
+        places, num_bytes = _places(weights)
+        buffer = self._buffers[index % NUM_BUFFERS]
+        memory, digest = buffer.memory(num_bytes), xxhash.xxh3_128()
+        for name, offset in places.items():
+            data = weights[name].detach().contiguous().view(-1).view(torch.uint8)
+            end = offset + len(data)
+            memory[offset:end].copy_(data)
+            memory[end : (padded := _aligned(end))].zero_()
+            digest.update(data.numpy().data)
+            digest.update(bytes(padded - end))
+        return BucketNote(
+            path=buffer.path,
+            index=index,
+            names=list(weights),
+            dtypes=[str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
+            shapes=[list(weight.shape) for weight in weights.values()],
+            offsets=[places[name] for name in weights],
+            num_bytes=num_bytes,
+            digest=digest.hexdigest(),
+        )
+
+    def close(self) -> None:
+        """Give up the buffers; the kernel frees them once vLLM's process has given them up, too."""
+        for buffer in self._buffers:
+            buffer.close()
+
+
+class BucketReader:
+    """vLLM's side of the buffers; it maps each once."""
+
+    def __init__(self) -> None:
+        """Map nothing yet."""
+        self._maps: dict[str, _Map] = {}
+
+    def read(self, note: BucketNote, expected_index: int) -> dict[str, Tensor]:
+        """Check a bucket and return its tensors, in place: they change when the bucket after the next one is written.
+
+        Args:
+            note: what the buffer holds.
+            expected_index: how many buckets of this update have come before.
+
+        Raises:
+            EngineError: the bucket is not the next one, or its buffer is missing or was changed.
+        """
+        if note.index != expected_index:
+            raise EngineError(f"bucket {note.index} of the weights arrived where bucket {expected_index} was expected")
+        memory = self._mapped(note)[: note.num_bytes]
+        if (digest := xxhash.xxh3_128_hexdigest(memory.numpy().data)) != note.digest:
+            text = f"bucket {note.index} of the weights was changed on its way: its digest is {digest}"
+            raise EngineError(f"{text}, not {note.digest}")
+        rows = zip(note.names, note.dtypes, note.shapes, note.offsets, strict=True)
+        return {name: _tensor(memory, dtype, shape, offset) for name, dtype, shape, offset in rows}
+
+    def _mapped(self, note: BucketNote) -> Tensor:
+        """Return all bytes of a bucket's buffer, uint8 [num_bytes]."""
+        try:
+            status = os.stat(note.path)
+            identity = (status.st_dev, status.st_ino, status.st_size)
+            if status.st_size < note.num_bytes:
+                text = f"bucket {note.index} of the weights has {status.st_size} bytes in {note.path}"
+                raise EngineError(f"{text}, not {note.num_bytes}")
+            if (known := self._maps.get(note.path)) is None or known.identity != identity:
+                known = self._maps[note.path] = _Map(identity, _map_privately(note.path, status.st_size))
+        except OSError as error:
+            raise EngineError(f"bucket {note.index} of the weights can't be read from {note.path}: {error}") from None
+        return known.memory
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A mapped buffer: device, inode and size of its file, and its bytes."""
+
+    identity: tuple[int, int, int]
+    memory: Tensor
+
+
+class _Buffer:
+    """A piece of shared memory that grows.
+
+    Attributes:
+        path: where other processes open it.
+        num_bytes: its size.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if sys.platform == "linux":
+            self._descriptor = os.memfd_create("rlpack-weights")
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        else:
+            self._descriptor, self.path = tempfile.mkstemp(prefix="rlpack-weights-")
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """Return at least as many bytes, uint8, as the buffer."""
+        if num_bytes > self.num_bytes:
+            os.truncate(self._descriptor, num_bytes)
+            self._memory = torch.frombuffer(mmap.mmap(self._descriptor, num_bytes), dtype=torch.uint8)
+            self.num_bytes = num_bytes
+        return self._memory
+
+    def close(self) -> None:
+        """Close the file; a second time changes nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor, self.num_bytes, self._memory = -1, 0, torch.empty(0, dtype=torch.uint8)
+            if sys.platform != "linux":
+                os.unlink(self.path)
+
+
+def _places(weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
+    """Return where each weight begins, in the order of the memory, and the size of all."""
+    matrices = [name for name, weight in weights.items() if weight.ndim > 1]
+    others = [name for name, weight in weights.items() if weight.ndim <= 1]
+    places, num_bytes = {}, 0
+    for name in matrices + others:
+        places[name] = num_bytes
+        num_bytes += _aligned(weights[name].nbytes)
+    return places, num_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    """Return the next multiple of the alignment."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _map_privately(path: str, num_bytes: int) -> Tensor:
+    """Return a file's bytes; PyTorch wants writable memory, and nothing that is written there reaches the file."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _tensor(memory: Tensor, dtype_name: str, shape: list[int], offset: int) -> Tensor:
+    """Return one tensor of a buffer, a view of its memory."""
+    dtype = vars(torch)[dtype_name]
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)

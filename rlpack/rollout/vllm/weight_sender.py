@@ -1,0 +1,135 @@
+"""Sends buckets of weights to vLLM's process, which loads one while the next is written.
+
+Invariants (tests/vllm/test_weights.py):
+
+1. at most two buckets are on their way: a buffer is written again only after its bucket was loaded;
+2. a bucket that was not loaded is named, by `send` of a later one or by `finish` at the latest; then nothing more is
+   sent until `restart`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from rlpack.rollout.errors import BucketError, EngineError
+from rlpack.rollout.vllm.event_loop import EventLoop, StartedCall
+from rlpack.rollout.vllm.weight_buffers import NUM_BUFFERS, WeightBuffers
+
+# Deadline of each call in seconds.
+_LOAD_S = 300.0
+
+
+class WeightSender:
+    """The rank's side of weight updates.
+
+    Attributes:
+        buffers: the shared memory.
+    """
+
+    def __init__(self, front_end: Any, loop: EventLoop, explain: Callable[[Exception], str]) -> None:
+        """Take a running front end of vLLM.
+
+        Args:
+            front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
+            loop: runs its coroutines.
+            explain: returns the cause of an error of vLLM.
+        """
+        self._front_end, self._loop, self._explain = front_end, loop, explain
+        self.buffers = WeightBuffers()
+        self._on_their_way: deque[tuple[int, StartedCall[Any]]] = deque()
+        self._next_index: int | None = None
+        self._has_failed = False
+
+    def restart(self) -> None:
+        """Drop an update that was not finished; all of its weights come again.
+
+        Raises:
+            EngineError: vLLM's process can't be reached.
+        """
+        is_open, has_failed = self._next_index is not None, self._has_failed
+        try:
+            self._wait_for(0)
+        except BucketError:
+            has_failed = True
+        if is_open and not has_failed:  # vLLM itself ends an update if a bucket fails
+            self._call(self._front_end.finish_weight_update(), "drop an update of its weights")
+        self._next_index, self._has_failed = None, False
+
+    def send(self, weights: Mapping[str, Tensor]) -> None:
+        """Write a bucket and announce it; returns before it is loaded.
+
+        Args:
+            weights: whole tensors on the CPU by their names in a checkpoint.
+
+        Raises:
+            BucketError: an earlier bucket was not loaded.
+            EngineError: an earlier call has failed, or vLLM's process can't be reached.
+        """
+        if self._has_failed:
+            raise EngineError("an earlier bucket of this update was not loaded; call check_weights to begin again")
+        if self._next_index is None:
+            self._call(self._front_end.start_weight_update(), "begin an update of its weights")
+            self._next_index = 0
+        index = self._next_index
+        self._wait_for(NUM_BUFFERS - 1)
+        note = self.buffers.write(weights, index)
+        call = self._loop.start(self._update({"note": asdict(note)}), _LOAD_S, f"load bucket {index} of the weights")
+        self._on_their_way.append((index, call))
+        self._next_index = index + 1
+
+    def finish(self) -> None:
+        """Wait until all buckets are loaded, and have vLLM use the weights.
+
+        Raises:
+            BucketError: a bucket was not loaded.
+            EngineError: no bucket was sent, weights are missing, or a deadline passed.
+        """
+        if self._next_index is None or self._has_failed:
+            raise EngineError("no bucket of weights arrived before the update was to end")
+        self._wait_for(0)
+        self._has_failed = True  # unless the update is complete
+        self._call(self._update({"count": self._next_index}), "complete an update of its weights")
+        self._next_index, self._has_failed = None, False
+        self._call(self._front_end.finish_weight_update(), "apply its new weights")
+
+    def close(self) -> None:
+        """Free the shared memory."""
+        self.buffers.close()
+
+    def _update(self, fields: dict[str, Any]) -> Any:
+        """Return a call with the fields of a `SharedUpdate`."""
+        from rlpack.rollout.vllm import library
+
+        return self._front_end.update_weights(library.WeightTransferUpdateRequest(update_info=fields))
+
+    def _wait_for(self, num_left: int) -> None:
+        """Wait until at most so many buckets are on their way."""
+        while len(self._on_their_way) > num_left:
+            index, call = self._on_their_way.popleft()
+            try:
+                call.result()
+            except Exception as error:
+                self._has_failed = True
+                self._let_end()
+                reason = str(error) if isinstance(error, EngineError) else self._explain(error)
+                raise BucketError(f"vLLM could not load bucket {index} of the weights: {reason}", index) from error
+
+    def _let_end(self) -> None:
+        """Wait for the buckets after one that failed, which vLLM refuses."""
+        while self._on_their_way:
+            _, call = self._on_their_way.popleft()
+            with suppress(Exception):
+                call.result()
+
+    def _call(self, coroutine: Any, what: str) -> None:
+        """Run a call and give its errors a name."""
+        try:
+            self._loop.run(coroutine, _LOAD_S, what)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error
