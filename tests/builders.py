@@ -12,6 +12,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.config.recipes import builtin_target, config_class
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
 from rlpack.data.tokenization import character_tokenizer
+from rlpack.models.weight_stream import WeightForm
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.types import Generations, TrajectoryBatch
 from rlpack.workers.actor import ActorWorker
@@ -66,8 +67,9 @@ def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int
 
 def exported_weights(actor: ActorWorker) -> dict[str, torch.Tensor]:
     """Return all weights of an actor on the rank that exports them, as engines receive them; a collective."""
-    layout = actor.open_weights(torch.float32)
-    buckets = (actor.export_bucket(index, torch.float32, version=1) for index in range(len(layout)))
+    form = WeightForm(torch.float32)
+    layout = actor.open_weights(form)
+    buckets = (actor.export_bucket(index, form, version=1) for index in range(len(layout)))
     return {name: weight for bucket in buckets if bucket for name, weight in unpack_bucket(bucket).items()}
 
 

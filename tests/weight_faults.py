@@ -181,7 +181,7 @@ class ObjectStoreTransport:
     def _update_to(self, version: int, seed: int) -> WeightLayout:
         """Make the weights of another model those of the update under way; return their layout."""
         policy = Policy(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=seed))
-        stream = WeightStream(policy, self.worker.weights_dtype(), bucket_bytes=8000)
+        stream = WeightStream(policy, self.worker.weights_form().dtype, bucket_bytes=8000)
         self._version, self._weights = version, list(stream)
         with torch.no_grad():
             self._expected = torch.stack([policy.probe_wrapped_model(row[None])[0] for row in self._canary]).numpy()

@@ -19,7 +19,7 @@ from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import TokenScores
-from rlpack.models.weight_stream import WeightLayout, WeightStream, full_state_dict
+from rlpack.models.weight_stream import WeightForm, WeightLayout, WeightStream, full_state_dict
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
@@ -35,7 +35,7 @@ class ActorWorker(Worker, Trainable):
         self._seed = seed
         self._scorer = scorer
         self._settings = settings
-        self._streams: dict[torch.dtype, WeightStream] = {}
+        self._streams: dict[WeightForm, WeightStream] = {}
         self._stepper = OptimizerStepper("actor", scorer.policy, settings.optimizer, context)
 
     @classmethod
@@ -105,22 +105,27 @@ class ActorWorker(Worker, Trainable):
         self._stepper.reset_optimizer()
 
     @broadcast
-    def open_weights(self, dtype: torch.dtype) -> WeightLayout:
-        """Plan the buckets of all weights, by their Hugging Face names, in `dtype`."""
-        self._streams[dtype] = WeightStream(self._scorer.policy, dtype)
-        return self._streams[dtype].layout
+    def open_weights(self, form: WeightForm) -> WeightLayout:
+        """Plan the buckets of all weights, by their Hugging Face names, or of the adapters.
+
+        Raises:
+            ModelError: only adapters are to be sent, and the policy has none.
+        """
+        stream = WeightStream(self._scorer.policy, form.dtype, adapters_only=form.adapters_only)
+        self._streams[form] = stream
+        return stream.layout
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
+    def export_bucket(self, index: int, form: WeightForm, version: int) -> Bucket | None:
         """Gather a bucket, a collective; only rank `index` modulo the number of ranks returns it.
 
         Args:
             index: of the bucket.
-            dtype: of an opened layout.
+            form: of an opened layout.
             version: number of the update, the policy version that it leads to.
         """
         is_owner = index % self.context.num_ranks == self.context.rank
-        stream = self._streams[dtype]
+        stream = self._streams[form]
         weights = stream.gather(index, keep=is_owner)
         return pack_bucket(weights, index=index, count=len(stream.layout), version=version) if is_owner else None
 

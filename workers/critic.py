@@ -21,6 +21,7 @@ from rlpack.data.tokenization import pad_id
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.weight_stream import (
+    WeightForm,
     WeightLayout,
     base_name,
     check_weights,
@@ -140,9 +141,9 @@ class CriticWorker(Worker, Trainable):
         return [self._stepper.step(list(shard.microbatches(step)), microbatch_loss, rate) for step in steps]
 
     @rank_zero
-    def weights_dtype(self) -> torch.dtype:
-        """Return fp32, the type of the critic's own weights."""
-        return torch.float32
+    def weights_form(self) -> WeightForm:
+        """Return how the critic takes a policy's weights: in fp32, the type of its own."""
+        return WeightForm(torch.float32)
 
     @broadcast
     def check_weights(self, layout: WeightLayout) -> None:

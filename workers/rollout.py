@@ -15,7 +15,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket
 from rlpack.config.roles import longest_rollout
 from rlpack.config.schema import Config
-from rlpack.models.weight_stream import WeightLayout
+from rlpack.models.weight_stream import WeightForm, WeightLayout
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, canary_tolerance, check_canary
@@ -44,6 +44,7 @@ class RolloutWorker(Worker):
         tokenizer: PreTrainedTokenizerBase,
         *,
         canary_tolerance: CanaryTolerance,
+        adapters_only: bool = False,
         rebuild: Callable[[], StreamingEngine] | None = None,
     ) -> None:
         """Wrap an engine.
@@ -53,10 +54,11 @@ class RolloutWorker(Worker):
             engine: the engine.
             tokenizer: the policy's tokenizer.
             canary_tolerance: bounds on the differences from the trainer's log-probs.
+            adapters_only: whether the engine takes adapters, and no other weights.
             rebuild: starts another engine of the same kind; None for an engine that is not replaced.
         """
         super().__init__(context)
-        self._rebuild = rebuild
+        self._adapters_only, self._rebuild = adapters_only, rebuild
         self._in_flight: GroupsInFlight | None = None
         self._is_unhealthy = False
         self._engine = engine
@@ -67,10 +69,14 @@ class RolloutWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the engine that `rollout.engine` names; the actor's weights reach it before the first call."""
+        settings = config.rollout.model_copy(update={"dtype": config.rollout.dtype or config.actor.precision})
+        if adapters_only := settings.lora == "adapter":
+            own = {"max_lora_rank": config.actor.lora.rank}
+            settings = settings.model_copy(update={"vllm": own | settings.vllm})
         build = partial(
-            engine_class(config.rollout.engine).from_settings,
+            engine_class(settings.engine).from_settings,
             config.model,
-            config.rollout.model_copy(update={"dtype": config.rollout.dtype or config.actor.precision}),
+            settings,
             tokenizer,
             device=context.torch_device,
             seed=config.seed,
@@ -78,8 +84,10 @@ class RolloutWorker(Worker):
         )
         engine = build()
         tolerance = canary_tolerance(engine.dtype, _DTYPES[config.actor.precision])
-        rebuild = cast(Callable[[], StreamingEngine], build) if config.rollout.engine in STREAMING_ENGINES else None
-        return cls(context, engine, tokenizer, canary_tolerance=tolerance, rebuild=rebuild)
+        rebuild = cast(Callable[[], StreamingEngine], build) if settings.engine in STREAMING_ENGINES else None
+        return cls(
+            *(context, engine, tokenizer), canary_tolerance=tolerance, adapters_only=adapters_only, rebuild=rebuild
+        )
 
     @sharded(reads=("input_ids", "seeds", "group_ids", "uid"), returns=_COLUMNS)
     def generate(self, shard: BatchedDataDict, params: SamplingParams) -> BatchedDataDict:
@@ -152,9 +160,9 @@ class RolloutWorker(Worker):
         return rows.keep([]).union(dict(columns) | {"completion": texts})
 
     @rank_zero
-    def weights_dtype(self) -> torch.dtype:
-        """Return the dtype in which the engine receives weights."""
-        return self._engine.dtype
+    def weights_form(self) -> WeightForm:
+        """Return how the engine receives weights."""
+        return WeightForm(self._engine.dtype, self._adapters_only)
 
     @broadcast
     def check_weights(self, layout: WeightLayout) -> None:

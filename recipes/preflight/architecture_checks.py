@@ -25,6 +25,7 @@ from rlpack.models import attention, own_attention
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_model
 from rlpack.models.errors import ModelError
+from rlpack.models.flops import num_experts
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_from_config
 from rlpack.models.packed import language_model
@@ -32,7 +33,7 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.verified import is_verified
-from rlpack.rollout.vllm.arguments import Shape, shape_problem
+from rlpack.rollout.vllm.arguments import Shape, settings_of, shape_problem
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000
@@ -79,15 +80,22 @@ def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
 
 
 def check_engine(config: Config, model: PreTrainedConfig) -> None:
-    """Raise if the generation engine can't run a model's attention.
+    """Raise if the generation engine can't run a model's attention, or its experts with adapters.
 
     Raises:
-        ModelError: the size of the heads, and those that the engine takes; or the model has no heads.
+        ModelError: the size of the heads, and those that the engine takes; the model has no heads; or it has experts,
+            whose kernels for adapters run on GPUs only.
     """
     if config.rollout.engine != "vllm":
         return
-    if problem := shape_problem(Shape.of(model), on_gpu=gpus_per_rank(config, "rollout") > 0):
+    on_gpu = gpus_per_rank(config, "rollout") > 0
+    if problem := shape_problem(Shape.of(model), on_gpu=on_gpu):
         raise ModelError(f"rollout.engine=vllm: {problem}")
+    if config.rollout.lora == "adapter" and not on_gpu and num_experts(settings_of(model)):
+        raise ModelError(
+            f"rollout.lora is adapter, and vLLM runs the experts of a {model.model_type} model with adapters on GPUs "
+            "only; set rollout.lora=merged"
+        )
 
 
 def rollout_length(config: Config) -> tuple[int, str]:

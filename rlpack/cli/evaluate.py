@@ -130,6 +130,7 @@ def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[st
         values = {name: compose().model_dump(mode="json")[name] for name in _GROUPS}
     else:
         values = run_values(evaluated.state)
+        values["rollout"] |= {"lora": "merged"}  # an export has no adapters
     chosen = {override.lstrip("+").partition("=")[0] for override in overrides}
     defaults = config_class(EVALUATE_TARGET)().model_dump(mode="json")
     values = {name: value for name, value in values.items() if not (name in _GROUPS and name in chosen)}

@@ -27,7 +27,7 @@ from rlpack.config.roles import (
     started_roles,
 )
 from rlpack.config.schema import Config, Data, RoleBatching
-from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.optimization import ADAPTER_RANKS, Lora, Optimizer
 from rlpack.config.sections.submission import submission_problems
 from rlpack.path_suggestions import DATA_FILES, suggest_path
 
@@ -84,6 +84,13 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.freeze "
             "is set too; set it to [] and choose layers by actor.lora.targets, or set actor.lora.rank=0"
         )
+    if lora.rank == 0 and config.rollout.lora == "adapter":
+        yield "rollout.lora is adapter, and actor.lora.rank is 0: there are no adapters; set it, say to 16"
+    if config.rollout.lora == "adapter" and lora.rank > ADAPTER_RANKS[-1]:
+        yield (
+            f"actor.lora.rank is {lora.rank}, and vLLM applies adapters up to rank {ADAPTER_RANKS[-1]}; lower it, or "
+            "set rollout.lora=merged"
+        )
     if lora.rank > 0 and not lora.targets:
         yield 'actor.lora.targets is [], so no layer would get an adapter; set some, or all of them: ["*"]'
     unused = [name for name, value in lora if value != dict(_NO_LORA)[name]] if lora.rank == 0 else []
@@ -111,6 +118,11 @@ def _engine(config: Config) -> Iterator[str]:
         for name, value in unread.items():
             if value is not None:
                 yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
+        if rollout.lora == "adapter":
+            yield (
+                "rollout.lora is adapter, and rollout.engine=hf takes merged weights; set rollout.engine=vllm, or "
+                "rollout.lora=merged"
+            )
         if rollout.deterministic:
             yield (
                 "rollout.deterministic is true, and with rollout.engine=hf rounding depends on the rows that run "

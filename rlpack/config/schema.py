@@ -196,6 +196,11 @@ class Rollout(Section):
     request_timeout_s: Seconds = Field(
         default=600.0, description="Deadline of one response by vLLM, its time in the engine's queue included, in s."
     )
+    lora: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="How actor.lora's adapters reach the engine: merged into all weights, or as adapters that vLLM "
+        "applies, so that only their matrices are sent.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Whether vLLM's tokens and log-probs depend on a row's prompt, seed and weights alone, to the last "

@@ -24,7 +24,6 @@ from collections.abc import Sized
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlpack.batch.bucket import Bucket
@@ -37,13 +36,13 @@ class WeightSource(Protocol):
     """A role whose weights other roles get. Its methods carry these decorators."""
 
     @broadcast
-    def open_weights(self, dtype: torch.dtype) -> Sized:
-        """Plan buckets of weights in `dtype`; return the layout, whose length is their number."""
+    def open_weights(self, form: Any) -> Sized:
+        """Plan buckets of weights as the target wants them; return the layout, whose length is their number."""
         ...
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
-        """Gather a bucket of the layout in `dtype` for the update to `version`, a collective.
+    def export_bucket(self, index: int, form: Any, version: int) -> Bucket | None:
+        """Gather a bucket of the layout of `form` for the update to `version`, a collective.
 
         Only source rank `index` mod (number of source ranks) returns it.
         """
@@ -63,8 +62,8 @@ class WeightTarget(Protocol):
     """A role that loads weights. Its methods carry these decorators."""
 
     @rank_zero
-    def weights_dtype(self) -> torch.dtype:
-        """Return the dtype that floating-point weights are to arrive in."""
+    def weights_form(self) -> Any:
+        """Return how weights are to arrive, which source and target agree on; built-in roles use `WeightForm`."""
         ...
 
     @broadcast
@@ -122,10 +121,10 @@ class WeightChannel(Generic[S, T]):
         """
         self.version = 0
         self._source, self._target = source, target
-        dtype = target.run(WeightTarget.weights_dtype)
-        layout = source.run(WeightSource.open_weights, dtype)
+        form = target.run(WeightTarget.weights_form)
+        layout = source.run(WeightSource.open_weights, form)
         target.run(WeightTarget.check_weights, layout)
-        self._dtype, self._layout = dtype, layout
+        self._form, self._layout = form, layout
 
     def transfer(self: "WeightChannel[S, TransferT]") -> None:
         """Load the source's weights into all ranks of the target.
@@ -180,7 +179,7 @@ class WeightChannel(Generic[S, T]):
         return [
             Relay(
                 owner=index % source.num_ranks,
-                export=(source.role, WeightSource.export_bucket.__name__, (index, self._dtype, version)),
+                export=(source.role, WeightSource.export_bucket.__name__, (index, self._form, version)),
                 load=(target.role, WeightTarget.load_bucket.__name__, (version,)),
             )
             for index in range(len(self._layout))

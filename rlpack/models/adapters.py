@@ -131,6 +131,15 @@ def merged_name(name: str) -> str | None:
     return None if name.endswith((_DOWN, _UP)) else name.replace(_BASE, ".")
 
 
+def peft_name(name: str) -> str | None:
+    """Return the name of an adapter's matrix in peft's files, None for other weights.
+
+    >>> peft_name("model.layers.0.q_proj.lora_A.default.weight"), peft_name("model.layers.0.q_proj.base_layer.weight")
+    ('base_model.model.model.layers.0.q_proj.lora_A.weight', None)
+    """
+    return "base_model.model." + name.replace(f".{_NAME}.", ".") if name.endswith((_DOWN, _UP)) else None
+
+
 def is_adapter_dropout(name: str) -> bool:
     """Whether the module of this name is an adapter's dropout."""
     return name.endswith(_DROPOUT)

@@ -55,9 +55,13 @@ def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[
 
 def _routed_share(shape: Mapping[str, Any]) -> float:
     """Return the share of a layer's routed experts that a token uses."""
+    return min(1.0, shape.get("num_experts_per_tok", 1) / max(1, num_experts(shape)))
+
+
+def num_experts(settings: Mapping[str, Any]) -> int:
+    """Return how many experts a layer routes tokens to, by a config's settings; 0 for dense layers."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((count for key in keys if (count := shape.get(key))), 1)
-    return min(1.0, shape.get("num_experts_per_tok", 1) / experts)
+    return next((count for key in keys if (count := settings.get(key))), 0)
 
 
 def _windows(shape: Mapping[str, Any]) -> Iterator[int | None]:

@@ -6,7 +6,8 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
    tied weight comes once, under its first name;
 2. a bucket holds at most `bucket_bytes`, or a single tensor that is larger;
 3. a rank holds one bucket and one whole tensor at a time, never the whole model;
-4. names and values are those of the model without adapters: W + scale·B·A in place of W.
+4. names and values are those of the model without adapters: W + scale·B·A in place of W; or only the adapters are
+   sent, as A and scale·B.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rlpack.models.adapters import find_adapters, merged_name
+from rlpack.models.adapters import find_adapters, merged_name, peft_name
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
@@ -37,6 +38,18 @@ class TensorSpec(NamedTuple):
     def num_bytes(self) -> int:
         """The size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+class WeightForm(NamedTuple):
+    """How a receiver takes the weights of a model.
+
+    Attributes:
+        dtype: of floating-point weights; None for each weight's own.
+        adapters_only: whether it takes the matrices of adapters, and has the weights that they are added to.
+    """
+
+    dtype: torch.dtype | None = None
+    adapters_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,23 +78,36 @@ class WeightStream:
     """
 
     def __init__(
-        self, policy: PackedModel, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        policy: PackedModel,
+        dtype: torch.dtype | None = None,
+        *,
+        adapters_only: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Plan the buckets; nothing is gathered yet.
 
         Args:
             policy: sharded or not; its weights at the time of `gather` are sent.
             dtype: floating-point weights are cast to it, the receiver's; None keeps each weight's own.
+            adapters_only: send only the matrices of adapters, under peft's names, each B times its scale.
             bucket_bytes: largest bucket, in `dtype`.
+
+        Raises:
+            ModelError: only adapters are to be sent, and the model has none.
         """
         self._policy = policy
+        self._adapters_only = adapters_only
         self._sources: dict[str, str] = {}  # names in the stream to names in the policy
+        name_of = peft_name if adapters_only else merged_name
         specs = []
         for source, tensor in _weights(policy):
-            if (name := merged_name(source)) is not None:
+            if (name := name_of(source)) is not None:
                 cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 specs.append(TensorSpec(name, tuple(tensor.shape), cast))
                 self._sources[name] = source
+        if adapters_only and not specs:
+            raise ModelError("the model has no adapters to send; set actor.lora.rank, or rollout.lora=merged")
         self.layout = WeightLayout(tuple(_buckets(specs, bucket_bytes)))
 
     def gather(self, index: int, *, keep: bool = True) -> dict[str, Tensor]:
@@ -92,6 +118,7 @@ class WeightStream:
             keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
         """
         weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
+        scales = {adapter.up: adapter.scale for adapter in adapters.values()} if self._adapters_only else {}
         bucket: dict[str, Tensor] = {}
         for spec in self.layout.buckets[index]:
             source = self._sources[spec.name]
@@ -99,6 +126,8 @@ class WeightStream:
             if (adapter := adapters.get(source)) is not None:
                 down, up = _gathered(weights[adapter.down]), _gathered(weights[adapter.up])
                 whole = whole + adapter.scale * (up @ down)
+            elif (scale := scales.get(source)) is not None:
+                whole = whole * scale
             if keep:
                 bucket[spec.name] = whole.to("cpu", spec.dtype, copy=True)
         return bucket

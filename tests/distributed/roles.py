@@ -142,12 +142,12 @@ class Echo(Worker):
         return self.context.pool, self.context.rank, self.context.num_ranks
 
     @broadcast
-    def open_weights(self, dtype: torch.dtype) -> list[int]:
-        self.buckets = [torch.full((count,), float(count), dtype=dtype) for count in range(1, 6)]
+    def open_weights(self, form: torch.dtype) -> list[int]:
+        self.buckets = [torch.full((count,), float(count), dtype=form) for count in range(1, 6)]
         return list(range(len(self.buckets)))
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
+    def export_bucket(self, index: int, form: torch.dtype, version: int) -> Bucket | None:
         dist.barrier()
         is_owner = index % self.context.num_ranks == self.context.rank
         if is_owner:
@@ -161,7 +161,7 @@ class Echo(Worker):
         return bucket if is_owner else None
 
     @rank_zero
-    def weights_dtype(self) -> torch.dtype:
+    def weights_form(self) -> torch.dtype:
         return torch.bfloat16
 
     @broadcast
@@ -265,11 +265,11 @@ class Faulty(Worker):
             time.sleep(600)
 
     @broadcast
-    def open_weights(self, dtype: torch.dtype) -> list[int]:
+    def open_weights(self, form: torch.dtype) -> list[int]:
         return [0, 1]
 
     @broadcast
-    def export_bucket(self, index: int, dtype: torch.dtype, version: int) -> Bucket | None:
+    def export_bucket(self, index: int, form: torch.dtype, version: int) -> Bucket | None:
         if index == 1 and self.context.rank == 1:
             if self.context.pool == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -279,7 +279,7 @@ class Faulty(Worker):
         return pack_bucket({}, index=index, count=2, version=version) if self.context.rank == index else None
 
     @rank_zero
-    def weights_dtype(self) -> torch.dtype:
+    def weights_form(self) -> torch.dtype:
         return torch.float32
 
     @broadcast

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from rlpack.config.sections.section import NonNegative, Positive, Section
 
+# With rollout.lora=adapter: ranks that vLLM reserves memory for (0.28 to 0.33); an adapter of a smaller rank fits.
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
 
 class Optimizer(Section):
     """AdamW (Loshchilov and Hutter, 2019): learning rate schedule, weight decay and frozen weights."""

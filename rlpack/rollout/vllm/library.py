@@ -9,6 +9,9 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
 from vllm.engine.arg_utils import (  # pyright: ignore[reportMissingImports]
     AsyncEngineArgs as AsyncEngineArgs,
 )
+from vllm.lora.request import (  # pyright: ignore[reportMissingImports]
+    LoRARequest as LoRARequest,
+)
 from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
     RequestOutputKind as RequestOutputKind,
 )

@@ -32,6 +32,7 @@ from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
+from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
 from rlpack.rollout.vllm.weight_sender import WeightSender
 
@@ -54,6 +55,7 @@ class VLLMEngine:
         dtype: torch.dtype,
         max_length: int,
         request_timeout_s: float,
+        takes_adapters: bool = False,
     ) -> None:
         """Take a running engine.
 
@@ -64,6 +66,7 @@ class VLLMEngine:
             dtype: in which weights arrive.
             max_length: longest prompt and response together, in tokens.
             request_timeout_s: deadline of one response, in seconds.
+            takes_adapters: whether updates consist of the matrices of adapters, not of all weights.
         """
         self.dtype = dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -73,6 +76,7 @@ class VLLMEngine:
         self._loop, self._model = loop, model
         self._max_length, self._request_timeout_s = max_length, request_timeout_s
         self._aliases = tied_names(model)
+        self._adapters = RuntimeAdapters(model) if takes_adapters else None
         self._next_request = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
@@ -94,6 +98,8 @@ class VLLMEngine:
     ) -> Self:
         """Start vLLM with the model of the `model` section.
 
+        With `rollout.lora=adapter`, `settings.vllm` has the adapters' rank as `max_lora_rank`.
+
         Raises:
             EngineError: vLLM is missing, doesn't fit, did not start, or isn't deterministic as it was to be.
             ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
@@ -108,6 +114,8 @@ class VLLMEngine:
                 arguments = engine_arguments(
                     settings, Shape.of(meta.config), model=source, dtype=dtype, max_length=max_length, gpus=gpus
                 )
+                if settings.lora == "adapter":
+                    arguments |= adapter_arguments(meta, arguments["max_lora_rank"])
                 remote = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
                 engine = start_engine(arguments | remote, loop, on_gpu=gpus > 0, deterministic=settings.deterministic)
         except BaseException:
@@ -121,6 +129,7 @@ class VLLMEngine:
                 dtype=_DTYPES[dtype],
                 max_length=max_length,
                 request_timeout_s=settings.request_timeout_s,
+                takes_adapters=settings.lora == "adapter",
             )
             built._open_transfer()
             if settings.deterministic:
@@ -219,6 +228,9 @@ class VLLMEngine:
         Raises:
             EngineError: a name or a shape does not fit the model.
         """
+        if self._adapters is not None:
+            self._adapters.open(layout)
+            return
         check_layout(self._model, layout)
         self._sender.restart()
 
@@ -229,7 +241,10 @@ class VLLMEngine:
             BucketError: an earlier bucket did not arrive as it was sent, or the deadline passed.
             EngineError: an earlier bucket of the update has failed.
         """
-        self._sender.send(self._checkpoint_names(weights))
+        if self._adapters is not None:
+            self._adapters.add(weights)
+        else:
+            self._sender.send(self._checkpoint_names(weights))
 
     def finish_update(self) -> None:
         """Use the weights that arrived, and forget all cached keys and values of older ones.
@@ -238,7 +253,10 @@ class VLLMEngine:
             BucketError: a bucket did not arrive as it was sent.
             EngineError: no bucket arrived, weights are missing, or the deadline passed.
         """
-        self._sender.finish()
+        if self._adapters is not None:
+            self._control(self._adapters.load(self._engine), "load an adapter")
+        else:
+            self._sender.finish()
         if not self._control(self._engine.reset_prefix_cache(), "reset its prefix cache"):
             raise EngineError("vLLM kept cached keys and values of older weights: requests are in flight")
 
@@ -313,11 +331,11 @@ class VLLMEngine:
 
         self._next_request += 1
         name = f"{self._next_request}"
-        final = None
+        final, adapter = None, self._adapters and self._adapters.in_use
         sampling_params = library.SamplingParams(**sampling, output_kind=library.RequestOutputKind.FINAL_ONLY)
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                async for output in self._engine.generate(prompt, sampling_params, name):
+                async for output in self._engine.generate(prompt, sampling_params, name, lora_request=adapter):
                     final = output
         except TimeoutError:
             raise EngineError(

@@ -75,6 +75,15 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ),
         ({"rollout": {"kv_cache_gb": 2.0}}, "rollout.kv_cache_gb is 2.0, which rollout.engine=hf doesn't read"),
         ({"rollout": {"compile": False}}, "rollout.compile is False, which rollout.engine=hf doesn't read"),
+        ({"rollout": {"lora": "adapter"}}, "rollout.engine=hf takes merged weights; set rollout.engine=vllm"),
+        (
+            {"rollout": {"engine": "vllm", "lora": "adapter"}},
+            "rollout.lora is adapter, and actor.lora.rank is 0: there are no adapters; set it, say to 16",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "lora": "adapter"}, "actor": {"lora": {"rank": 513}}},
+            "actor.lora.rank is 513, and vLLM applies adapters up to rank 512; lower it, or set rollout.lora=merged",
+        ),
         (
             {"rollout": {"deterministic": True}},
             "rounding depends on the rows that run together; set rollout.engine=vllm",

@@ -14,6 +14,7 @@ from rlpack.batch.errors import DataError
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
 from rlpack.distributed.process import RankProcess, load_class
+from rlpack.models.weight_stream import WeightForm
 from rlpack.worker import Worker
 from rlpack.workers.reward import RewardWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
@@ -101,10 +102,10 @@ def test_a_host_runs_roles_in_one_process_group(process: RankProcess):
     found = batch.restore([process.call("actor", "logprobs", {}, shard)])
     assert found["logprobs"].lengths.tolist() == [5, 5]
     assert (found["logprobs"].values[batch["response_mask"].values] < 0).all()
-    layout = process.call("actor", "open_weights", {}, torch.float32)
+    layout = process.call("actor", "open_weights", {}, WeightForm(torch.float32))
     assert len(layout) == 1
     assert layout.shapes["lm_head.weight"] == (len(tiny_tokenizer()), 32)
-    bucket = process.call("actor", "export_bucket", {}, 0, torch.float32, 1)
+    bucket = process.call("actor", "export_bucket", {}, 0, WeightForm(torch.float32), 1)
     assert bucket.arrays.keys() == layout.shapes.keys()
     assert str(bucket.header) == "bucket 1 of 1 of policy version 1"
 

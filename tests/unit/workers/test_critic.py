@@ -42,7 +42,7 @@ def critic_and_buckets() -> tuple[CriticWorker, list[Bucket]]:
     """Return a new critic and the buckets of another model's weights for it."""
     critic = CriticWorker.from_settings(RankContext(), tiny_config(recipe="ppo"), tiny_tokenizer())
     policy = Policy(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=9))
-    stream = WeightStream(policy, critic.weights_dtype(), bucket_bytes=8000)
+    stream = WeightStream(policy, critic.weights_form().dtype, bucket_bytes=8000)
     critic.check_weights(stream.layout)
     count = len(stream.layout)
     return critic, [pack_bucket(weights, index=at, count=count, version=1) for at, weights in enumerate(stream)]

@@ -32,7 +32,7 @@ def policy_of(seed: int = 3) -> Policy:
 
 def send(policy: Policy, worker: RolloutWorker, version: int, corrupt: str = "", change: Any = 0.0) -> None:
     """Send a policy's weights in buckets that nothing may write to, as Ray maps them; change one before it is sent."""
-    stream = WeightStream(policy, worker.weights_dtype(), bucket_bytes=8000)
+    stream = WeightStream(policy, worker.weights_form().dtype, bucket_bytes=8000)
     worker.check_weights(stream.layout)
     for index, weights in enumerate(stream):
         if corrupt in weights:

@@ -1,0 +1,133 @@
+"""LoRA adapters that vLLM applies while it generates, `rollout.lora=adapter`: only their matrices travel.
+
+The base weights are frozen, so vLLM's own are the trainer's; the canary proves it at every publication. Each update
+becomes an adapter with an id of its own, since vLLM keeps the old matrices of an id that it knows.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlpack.config.sections.optimization import ADAPTER_RANKS
+from rlpack.models.weight_stream import WeightLayout
+from rlpack.rollout.errors import EngineError
+
+_PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+def adapter_arguments(model: PreTrainedModel, rank: int) -> dict[str, Any]:
+    """Return the engine arguments for one adapter at a time.
+
+    Args:
+        model: of the engine, in transformers; it may be on the meta device.
+        rank: of the adapters, at most the last of `ADAPTER_RANKS`.
+    """
+    reserved = next(known for known in ADAPTER_RANKS if known >= rank)
+    # Layers that can't be adapted are left as they are: vLLM's experts with room for adapters need Triton.
+    layers = sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
+    sizes = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": reserved}
+    return {"enable_lora": True, "lora_target_modules": layers} | sizes
+
+
+class RuntimeAdapters:
+    """Collects the matrices of an update, and gives them to vLLM as an adapter in peft's format.
+
+    Attributes:
+        in_use: vLLM's request for the adapter of the last update; None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Start without an adapter.
+
+        Args:
+            model: of the engine, in transformers; it may be on the meta device.
+        """
+        self.in_use: Any = None
+        self._updates = 0
+        self._linear = _linear_layers(model)
+        self._layers: list[str] = []
+        self._rank = 0
+        self._matrices: dict[str, Tensor] = {}
+
+    def open(self, layout: WeightLayout) -> None:
+        """Agree on the matrices of every update, and forget those that have arrived.
+
+        Raises:
+            EngineError: a name or a shape fits no linear layer of the model, or a layer has one matrix only.
+        """
+        shapes = layout.shapes
+        layers = [name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in shapes if name.endswith(_DOWN)]
+        rank = shapes[f"{_PREFIX}{layers[0]}{_DOWN}"][0] if layers else 0
+        expected = {
+            f"{_PREFIX}{layer}{suffix}": shape
+            for layer in layers
+            if (linear := self._linear.get(layer)) is not None
+            for suffix, shape in ((_DOWN, (rank, linear.in_features)), (_UP, (linear.out_features, rank)))
+        }
+        if not layers or dict(shapes) != expected:
+            wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+            raise EngineError(f"adapters do not fit the model's linear layers: {wrong[:3] or 'there are none'}")
+        self._layers, self._rank, self._matrices = layers, rank, {}
+
+    def add(self, matrices: Mapping[str, Tensor]) -> None:
+        """Keep copies of matrices that arrived."""
+        self._matrices |= {name: matrix.clone() for name, matrix in matrices.items()}
+
+    async def load(self, front_end: Any) -> None:
+        """Have vLLM load the adapter that arrived, under an id of its own, and drop the one before it.
+
+        Args:
+            front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
+
+        Raises:
+            EngineError: matrices are missing, or vLLM refused the adapter.
+        """
+        with self._written() as folder:
+            from rlpack.rollout.vllm import library
+
+            self._updates += 1
+            name = f"update {self._updates}"
+            adapter = library.LoRARequest(lora_name=name, lora_int_id=self._updates, lora_path=folder)
+            if not await front_end.add_lora(adapter):
+                raise EngineError(f"vLLM did not load the adapter of {name}")
+        old, self.in_use = self.in_use, adapter
+        if old is not None:
+            await front_end.remove_lora(old.lora_int_id)
+
+    @contextmanager
+    def _written(self) -> Iterator[str]:
+        """Yield a folder of the adapter, which vLLM has to read before the context ends; then begin the next update."""
+        if len(self._matrices) != 2 * len(self._layers):
+            raise EngineError(
+                f"{len(self._matrices)} of {2 * len(self._layers)} matrices of adapters arrived before the update was "
+                "to end"
+            )
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self._rank,
+            "lora_alpha": self._rank,  # B comes times its scale
+            "target_modules": sorted({layer.rpartition(".")[2] for layer in self._layers}),
+            "bias": "none",
+        }
+        with tempfile.TemporaryDirectory(prefix="rlpack-adapter-") as folder:
+            path = Path(folder)
+            path.joinpath("adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+            contiguous = {name: matrix.contiguous() for name, matrix in self._matrices.items()}
+            save_file(contiguous, path / "adapter_model.safetensors", metadata={"format": "pt"})
+            yield folder
+        self._matrices = {}
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the layers that can have adapters by their names: linear ones, the output layer aside."""
+    head = model.get_output_embeddings()
+    named = model.named_modules()
+    return {name: module for name, module in named if isinstance(module, nn.Linear) and module is not head}
