@@ -21,7 +21,7 @@ from rlpack.rewards.voted_answers import AnswerReader
 from rlpack.workers.rollout import RolloutWorker
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaluationSession:
     """The started roles and the prompts of an evaluation.
 

@@ -76,7 +76,7 @@ def refused(capsys, *arguments, code=2):
         (["samples"], "'samples' is not an override"),
         (["evaluate.output_dir="], "evaluate.output_dir"),
         (["evaluate.output_dir=model"], "which has unrelated files"),
-        (["reward.function=mine:score"], "there is no module mine"),
+        (["reward.function=absent_rewards:score"], "there is no module absent_rewards"),
         (["reward.function=rlpack.rewards.functions:final_anser"], "has no final_anser"),
         (["reward.function=rlpack.rewards.code_execution:unit_tests", "reward.subprocesses=1"], "needs 'tests'"),
         (["placement=eight_gpus"], "GPU"),
