@@ -7,7 +7,7 @@ import copy
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
@@ -25,6 +25,7 @@ from rlpack.models.loading import build_meta_model, check_classifier, check_same
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import language_model
 from rlpack.models.rope import check_positions, check_row_length
+from rlpack.models.stored_weights import check_weight_files
 from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
 from rlpack.recipes.preflight.architecture_checks import check_architecture, check_rollout_length, rollout_length
@@ -59,6 +60,8 @@ def check_before_start(
         DataError: a row used for training or evaluation has no demonstration or one over the token budget.
     """
     model = build_meta_model(config.model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
+    if config.model.path is not None:
+        check_weight_files(model, config.model.path, "model.path")
     check_architecture(config, model)
     spec = recipe_of(config)
     if spec.generates:
@@ -72,7 +75,7 @@ def check_before_start(
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     if "reward_model" in names:
-        check_rollout_length(config, check_classifier(config.reward_model, tokenizer))
+        _check_reward_model(config, tokenizer)
     check_resources(config)
     if spec.generates:
         _check_algorithm(config)
@@ -95,6 +98,8 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
         RewardError: as for a run.
     """
     model = build_meta_model(config.model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
+    if config.model.path is not None:
+        check_weight_files(model, config.model.path, "model.path")
     longest, source = rollout_length(config)
     check_row_length(model.config, longest, source)
     check_positions(model, longest, source)
@@ -103,6 +108,19 @@ def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, 
         check_role(name, config.roles[name], is_own=False, is_trained=False)
     _check_reward(config, prompts)
     check_resources(config)
+
+
+def _check_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise unless the reward model is a classifier for the policy's tokens, with all its weights."""
+    classifier = check_classifier(config.reward_model, tokenizer)
+    check_rollout_length(config, classifier)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(classifier)
+    except Exception:  # noqa: BLE001 - impossible numbers fail anywhere in the model's code, and the ranks report it
+        return
+    assert config.reward_model.path is not None
+    check_weight_files(model, config.reward_model.path, "reward_model.path")
 
 
 def _check_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
@@ -122,6 +140,7 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
             initial = build_meta_model(
                 Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
             )
+            check_weight_files(initial, path, "critic.path")
             check_rollout_length(config, initial.config)
             check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path")
         critic = ScalarHeadModel(language_model(initial))

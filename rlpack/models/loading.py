@@ -36,6 +36,7 @@ from rlpack.models.errors import (
     unknown_type_error,
 )
 from rlpack.models.hub_models import hub_model_problem
+from rlpack.models.stored_weights import lacking_weights_error
 from rlpack.models.vocabulary import check_vocabulary
 from rlpack.user_code import UserCode, UserCodeError
 
@@ -337,10 +338,7 @@ def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], att
         built, report = _load(kind, name, key, options | {"attn_implementation": implementation})
         # transformers gives weights that the files lack random values, and says so in a log.
         if missing := sorted(report["missing_keys"]):
-            raise ModelError(
-                f"{key} is {name!r}, whose files lack {len(missing)} weights of a {type(built).__name__}, the first "
-                f"is {missing[0]}; they would be random: set a complete model of this kind"
-            )
+            raise lacking_weights_error(key, name, type(built).__name__, missing)
         return built
 
     return _with_attention(load, attention_name, f"{key} ({name!r})")

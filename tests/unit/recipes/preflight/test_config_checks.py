@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.errors import DataError
@@ -145,6 +146,14 @@ def test_a_critic_of_other_tokens_than_the_policys_is_refused(tmp_path: Path):
     with pytest.raises(ModelError, match=r"critic\.path is '.*other', whose tokenizer has \d+ tokens and differs"):
         check(**ppo, critic=Critic(path=str(other)))
     check(critic=Critic(path=str(other)))  # no critic is started
+    weights = load_file(policy / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
+    for changes in ({**ppo, "critic": Critic(path=str(policy))}, {"model": Model(path=str(policy))}):
+        with pytest.raises(
+            ModelError, match=r"(critic|model)\.path is .* lack 1 weights .* first is model\.norm\.weight"
+        ):
+            check(**changes)
 
 
 def test_patterns_over_adapters_are_those_of_the_adapted_model():

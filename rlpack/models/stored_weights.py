@@ -1,0 +1,109 @@
+"""Check that a folder's safetensors files hold the weights of a model, from the files' headers alone.
+
+transformers renames, stacks and splits the tensors of many architectures as it loads them. Only its loader knows how,
+so it loads tensors of the files' names and shapes without data, on the meta device.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from rlpack.models.errors import ModelError
+from rlpack.safe_files import read_object
+
+_log = logging.getLogger(__name__)
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
+    """Raise if the files of a folder lack weights of a model, or have others shapes.
+
+    It takes milliseconds, however large the model is. A source that is not a folder, files that can't be read, and a
+    failure of transformers' loader are left to the ranks, which load the weights.
+
+    Args:
+        model: on the meta device, of the class that will be loaded.
+        source: the folder, or a hub name.
+        key: configuration key of the source, for the error.
+
+    Raises:
+        ModelError: names the first weight.
+    """
+    folder = Path(source).expanduser()
+    shapes = _shapes(folder) if folder.is_dir() else None
+    if shapes is None:
+        return
+    try:
+        with _silent(), torch.random.fork_rng(devices=[]):
+            _, report = cast(Any, type(model)).from_pretrained(
+                None,
+                config=copy.deepcopy(model.config),
+                state_dict=shapes,
+                device_map="meta",
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # noqa: BLE001 - the loader's own failures are the ranks' to report
+        _log.debug("the weights of %s can't be checked by their headers: %s", source, error)
+        return
+    name = type(model).__name__
+    if missing := sorted(report["missing_keys"]):
+        raise lacking_weights_error(key, source, name, missing)
+    if mismatched := sorted(report["mismatched_keys"]):
+        weight, shape, expected = mismatched[0]
+        raise ModelError(
+            f"{key} is {source!r}, whose files give {len(mismatched)} weights of a {name} other shapes than its "
+            f"config.json does, the first is {weight}: {list(shape)} instead of {list(expected)}; set a complete model "
+            "with its own config.json"
+        )
+
+
+def lacking_weights_error(key: str, source: str, name: str, missing: list[str]) -> ModelError:
+    """Return the error for weights that a model's files lack."""
+    return ModelError(
+        f"{key} is {source!r}, whose files lack {len(missing)} weights of a {name}, the first is {missing[0]}; they "
+        "would be random: set a complete model of this kind"
+    )
+
+
+def _shapes(folder: Path) -> dict[str, Tensor] | None:
+    """Return tensors without data, by the names in the files that transformers would load; None if not known."""
+    try:
+        if (folder / _WEIGHTS).is_file():
+            names = {_WEIGHTS}
+        else:
+            names = set(map(str, read_object(folder / _INDEX)["weight_map"].values()))
+        shapes: dict[str, Tensor] = {}
+        for name in sorted(names):
+            with safe_open(folder / name, framework="pt") as file:
+                for tensor in file.keys():  # noqa: SIM118 - not a dict
+                    shapes[tensor] = torch.empty(file.get_slice(tensor).get_shape(), device="meta")
+    except Exception as error:  # noqa: BLE001 - of the index, or of safetensors, which has errors of its own
+        _log.debug("the headers in %s can't be read: %s", folder, error)
+        return None
+    return shapes
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Hide transformers' report of what it loads, and its progress bar."""
+    verbosity, has_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bar:
+            transformers_logging.enable_progress_bar()
