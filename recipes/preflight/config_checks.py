@@ -178,7 +178,7 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
     if config.reward.sandbox == "strict" and (reason := why_not_strict(processes=config.reward.subprocesses > 0)):
         raise RewardError(
             f"reward.sandbox=strict is not available on this machine: {reason}; set reward.sandbox=limits, which "
-            "leaves the network and files open to reward functions"
+            "leaves the network open to reward functions"
         )
 
 

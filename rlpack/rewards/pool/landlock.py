@@ -30,8 +30,7 @@ _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 
 ABI_REFER, ABI_TRUNCATE, ABI_SCOPES = 2, 3, 6
 
-_ROOT = Path("/")
-_SYSTEM = tuple(Path(f"/{name}") for name in ("boot", "etc", "bin", "sbin", "lib", "lib32", "lib64", "usr", "sys"))
+_ROOT, _SHARED_MEMORY = Path("/"), Path("/dev/shm")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 # What programs read of /proc besides their own process; the rest is other processes and kernel internals.
 _PROC = ("cpuinfo", "devices", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime", "version", "vmstat")
@@ -48,14 +47,11 @@ class Reach:
     Attributes:
         scratch: its own directory, which it may always read and write.
         hidden: files and directories that it can't read, existing or not; None leaves reading unrestricted.
-        writable: whether it may write outside `scratch`, except to system directories, Python's own, rlpack, and above
-            all of these and hidden paths.
-        shared_memory: whether it may use /dev/shm, where other processes' segments are.
+        shared_memory: whether it may read and write /dev/shm, where other processes' segments are.
     """
 
     scratch: Path
     hidden: Sequence[Path] | None
-    writable: bool
     shared_memory: bool = False
 
 
@@ -78,8 +74,6 @@ def restrict(reach: Reach, version: int) -> None:
     supported &= ~(0 if version >= ABI_TRUNCATE else _TRUNCATE)
     reads_are_free = reach.hidden is None or _is_restricted()
     handled = supported & ~(_READS if reads_are_free else 0)
-    if reads_are_free and reach.writable:
-        handled = _MAKE_CHAR
     scoped = _SCOPE_SIGNALS | _SCOPE_ABSTRACT_SOCKETS if version >= ABI_SCOPES else 0
     attributes = struct.pack("=QQQ", handled, 0, scoped)
     size = 24 if version >= ABI_SCOPES else 8
@@ -106,6 +100,8 @@ class _Rules:
         """Permit what `reach` describes."""
         self.allow(reach.scratch, _READS | _WRITES)
         self.allow(Path(os.devnull), _OF_FILES)
+        if reach.shared_memory:
+            self.allow(_SHARED_MEMORY, _READS | _WRITES)
         if self._handled & _READS:
             self._allow_around(reach)
 
@@ -133,25 +129,22 @@ class _Rules:
     def _allow_around(self, reach: Reach) -> None:
         """Permit everything but the hidden paths, devices and other processes."""
         hidden = {_resolved(path) for path in reach.hidden or ()}
-        fixed = _installed() if reach.writable else set()  # code that trusted processes run
-        above = {parent for path in (*hidden, *fixed) for parent in path.parents} | {_ROOT}
+        above = {parent for path in hidden for parent in path.parents} | {_ROOT}
         closed = hidden | above | {Path("/dev"), Path("/proc")}
-        rights = _READS | (_WRITES if reach.writable else 0)
         for folder in above:
             if folder in hidden or any(parent in hidden for parent in folder.parents):
                 continue
             with suppress(OSError):
                 for name in os.listdir(folder):
                     if (path := folder / name) not in closed:
-                        is_fixed = any(path.is_relative_to(folder) for folder in (*_SYSTEM, *fixed))
-                        self.allow(path, _READS if is_fixed else rights)
+                        self.allow(path, _READS)
         for path in import_paths():
             if path in above:  # the import system lists its directories
                 self.allow(path, _READ_DIR)
             else:  # it may be hidden, or in a directory that is or that can't be listed
                 self.allow(path, _READS)
-        for name in (*_DEVICES, *(["shm"] if reach.shared_memory else [])):
-            self.allow(Path("/dev") / name, rights)
+        for name in _DEVICES:
+            self.allow(Path("/dev") / name, _READS)
         for name in _PROC:
             self.allow(Path("/proc") / name, _READS)
         # While the directory is open, the kernel keeps the inode that the rule is attached to. Writing to it could make
@@ -162,15 +155,6 @@ class _Rules:
 def import_paths() -> Iterable[Path]:
     """Return the directories and archives that Python imports from."""
     return {_resolved(Path(path)) for path in (*sys.path, sys.prefix, sys.base_prefix) if path}
-
-
-def _installed() -> set[Path]:
-    """Return the directories of Python, of installed packages and of rlpack; `workers` and so on may be links."""
-    package = Path(__file__).resolve().parents[2]
-    links = (package / name for name in ("workers", "recipes", "configs"))
-    prefixes = (Path(path) for path in (sys.prefix, sys.base_prefix))
-    packages = (Path(path) for path in sys.path if path.endswith(("site-packages", "dist-packages")))
-    return {_resolved(path) for path in (package, *links, *prefixes, *packages)} - {_ROOT}
 
 
 def _resolved(path: Path) -> Path:

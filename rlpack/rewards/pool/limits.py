@@ -12,6 +12,7 @@ _ALLOWED_VARS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", 
 _THREAD_VARS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SCRATCH_VARS = ("HOME", "TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME")
 _FILE_BYTES = 64 << 20
+_SCRATCH_BYTES = 1 << 30
 _OPEN_FILES = 256
 
 
@@ -23,12 +24,14 @@ class Limits:
         memory_gb: address space in GB (10⁹ bytes).
         processes: most descendants at one time; threads don't count. The supervisor enforces it.
         file_bytes: largest file that it can write.
+        scratch_bytes: most that it and its descendants can have on disk at one time. The supervisor enforces it.
         open_files: most open descriptors.
     """
 
     memory_gb: float = 4.0
     processes: int = 0
     file_bytes: int = _FILE_BYTES
+    scratch_bytes: int = _SCRATCH_BYTES
     open_files: int = _OPEN_FILES
 
     def apply(self) -> None:

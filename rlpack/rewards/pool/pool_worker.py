@@ -26,7 +26,7 @@ _MAX_TEXT = 2000
 _MAX_CAUSES = 20  # of one exception, whose chain may have a cycle
 _REFUSED = (
     "; reward functions run in rlpack's sandbox: it hides credentials, the run's directory and other processes, and "
-    "reward.sandbox=strict refuses the network and changes of files outside $TMPDIR, so write below $TMPDIR"
+    "refuses writing outside $TMPDIR, and with reward.sandbox=strict the network, too; write below $TMPDIR"
 )
 Columns = Mapping[str, Sequence[Any]]
 

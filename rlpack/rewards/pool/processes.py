@@ -278,7 +278,7 @@ def _describe_exit(status: int) -> str:
     name = names.get(-status, f"signal {-status}")
     hint = {
         "SIGXCPU": " after using twice its deadline in CPU time",
-        "SIGKILL": ", by itself, for too many processes, or for lack of memory",
+        "SIGKILL": ", by itself, for too many processes, for too much data on disk, or for lack of memory",
     }.get(name, "")
     return f"its process was killed by {name}{hint}"
 

@@ -1,6 +1,7 @@
 """Permanently confine a process that runs user code: no capabilities, no other processes, no credentials.
 
-With `strict` the process has no network either, and can't change anything outside its scratch directory.
+It can write below its scratch directory alone. With `strict` it has no network either, and can't change modes, times or
+locks of files.
 
 The confinement uses two unprivileged mechanisms of the Linux kernel that containers leave enabled: Landlock (files,
 signals, other processes) and a seccomp filter (system calls). Every descendant inherits it, and it can't be lifted.
@@ -57,8 +58,8 @@ def confine(scratch: Path, *, strict: bool, processes: bool, hidden: Sequence[Pa
     """Permanently drop the rights of this process and its descendants.
 
     Args:
-        scratch: its own directory; the only one that stays writable with `strict`.
-        strict: close the network, and refuse all changes of files elsewhere.
+        scratch: its own directory; the only one that stays writable, besides /dev/shm with processes and not `strict`.
+        strict: close the network, and refuse all other changes of files, too.
         processes: allow new processes; `strict` keeps them in this process's group.
         hidden: paths that it can't read, existing or not. Other processes, devices and what `hidden_paths` lists are
             hidden with them. None leaves reading unrestricted.
@@ -77,7 +78,7 @@ def confine(scratch: Path, *, strict: bool, processes: bool, hidden: Sequence[Pa
     try:
         if version:
             shared = processes and not strict  # semaphores of multiprocessing
-            landlock.restrict(landlock.Reach(scratch, hidden, writable=not strict, shared_memory=shared), version)
+            landlock.restrict(landlock.Reach(scratch, hidden, shared_memory=shared), version)
         if seccomp.is_supported():
             signals = version >= landlock.ABI_SCOPES
             seccomp.filter_calls(strict=strict, processes=processes, signals=signals)
@@ -98,7 +99,8 @@ def unenforced(*, processes: bool, version: int | None = None) -> list[str]:
     missing: list[str] = []
     if not version:
         missing.append(
-            "read credentials, the run directory, and the environment of other processes (needs Landlock, Linux 5.13)"
+            "read credentials, the run directory, and the environment of other processes, and change files (needs "
+            "Landlock, Linux 5.13)"
         )
     elif version < landlock.ABI_TRUNCATE:
         missing.append(f"truncate files (needs Landlock version 3, Linux 6.2; this kernel has {version})")

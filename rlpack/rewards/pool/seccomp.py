@@ -43,6 +43,7 @@ _NUMBERS: dict[str, tuple[int, int | None]] = {
     "ioprio_set": (251, 30),
     "kcmp": (312, 272), "kexec_file_load": (320, 294), "kexec_load": (246, 104), "keyctl": (250, 219),
     "kill": (62, 129), "lchown": (94, None), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447),
     "migrate_pages": (256, 238), "mount": (165, 40), "mount_setattr": (442, 442), "move_mount": (429, 429),
     "move_pages": (279, 239), "open_by_handle_at": (304, 265), "open_tree": (428, 428), "open_tree_attr": (467, 467),
     "perf_event_open": (298, 241), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424), "pivot_root": (155, 41),
@@ -67,8 +68,9 @@ _NUMBERS: dict[str, tuple[int, int | None]] = {
 _NEVER = (
     "acct", "add_key", "bpf", "chroot", "clock_settime", "delete_module", "fanotify_init", "finit_module",
     "fsconfig", "fsmount", "fsopen", "fspick", "init_module", "io_uring_enter", "io_uring_register",
-    "io_uring_setup", "ioperm", "iopl", "kcmp", "kexec_file_load", "kexec_load", "keyctl", "migrate_pages", "mount",
-    "mount_setattr", "move_mount", "move_pages", "mq_open", "mq_unlink", "msgctl", "msgget", "msgrcv", "msgsnd",
+    "io_uring_setup", "ioperm", "iopl", "kcmp", "kexec_file_load", "kexec_load", "keyctl", "memfd_secret",
+    "migrate_pages", "mount", "mount_setattr", "move_mount", "move_pages", "mq_open", "mq_unlink", "msgctl", "msgget",
+    "msgrcv", "msgsnd",
     "open_by_handle_at", "open_tree", "open_tree_attr", "perf_event_open", "pidfd_getfd", "pivot_root",
     "process_madvise", "process_mrelease", "process_vm_readv", "process_vm_writev", "ptrace", "quotactl",
     "quotactl_fd", "reboot", "request_key", "semctl", "semget", "semop", "semtimedop", "setdomainname",
@@ -153,6 +155,8 @@ def _program(machine: str, *, strict: bool, processes: bool, signals: bool) -> l
     numbers = {name: pair[machine == "aarch64"] for name, pair in _NUMBERS.items()}
     for name in refused:
         code += _call(numbers[name], [(_RETURN, 0, 0, _FAIL | errno.EPERM)])
+    # Its files are memory that no limit counts; libraries fall back to files.
+    code += _call(numbers["memfd_create"], [(_RETURN, 0, 0, _FAIL | errno.ENOSYS)])
     # The flags of clone3 are in memory, which a filter can't read; if it fails, libc falls back to clone.
     code += _call(numbers["clone3"], [(_RETURN, 0, 0, _FAIL | errno.ENOSYS)])
     only_threads: list[_Line] = [(_JUMP_SET, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _FAIL | errno.EPERM)]

@@ -28,6 +28,7 @@ from rlpack.rewards.pool import pool_worker, sandbox
 from rlpack.rewards.pool import protocol as wire
 from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.pool.remove_tree import remove_tree
+from rlpack.rewards.pool.scratch_usage import scratch_bytes
 
 COMMAND = struct.Struct("!cI")
 REPORT = struct.Struct("!cIi")
@@ -51,6 +52,7 @@ class Supervisor:
         serve: the function that a worker runs, given its channel and its scratch directory.
         pids: process ids of the running workers, by worker number.
         cleaners: processes that delete the directories of workers that exited.
+        next_count: when the files of workers are counted again, in `time.monotonic()` seconds.
         wakers: sockets by which a signal wakes the supervisor; workers close them.
     """
 
@@ -60,6 +62,7 @@ class Supervisor:
     serve: Callable[[socket.socket, Path], None]
     pids: dict[int, int] = field(default_factory=dict)
     cleaners: set[int] = field(default_factory=set)
+    next_count: float = 0.0
     wakers: tuple[socket.socket, ...] = ()
 
     def run(self) -> None:
@@ -79,6 +82,7 @@ class Supervisor:
             if self.control in ready and not self._execute_command():
                 break
             self._enforce_process_limit()
+            self._enforce_scratch_limit()
             self._reap()
         self.end()
 
@@ -156,6 +160,16 @@ class Supervisor:
             if len(list(_descendants(pid, self.limits.processes + 1))) > self.limits.processes:
                 _kill_group(pid)
         self._kill_children(self._is_orphan)
+
+    def _enforce_scratch_limit(self) -> None:
+        """Kill workers that have written too much, every quarter of a second."""
+        if time.monotonic() < self.next_count:
+            return
+        for number, pid in list(self.pids.items()):
+            pids, limit = [pid, *_descendants(pid, self.limits.processes)], self.limits.scratch_bytes
+            if scratch_bytes(self.scratch / str(number), pids, limit) > limit:
+                _kill_group(pid)
+        self.next_count = time.monotonic() + _IDLE_S
 
     def _is_orphan(self, pid: int) -> bool:
         return pid not in self.pids.values() and pid not in self.cleaners

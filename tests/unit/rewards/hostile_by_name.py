@@ -7,6 +7,7 @@ A function raises `Breach` if it got what it must not, and returns 0 if it was r
 from tests.unit.rewards import (
     hostile_files,
     hostile_kernel,
+    hostile_more,
     hostile_pool,
     hostile_processes,
     hostile_resources,
@@ -14,7 +15,15 @@ from tests.unit.rewards import (
 )
 
 FUNCTIONS = {}
-for module in (hostile_processes, hostile_files, hostile_kernel, hostile_resources, hostile_results, hostile_pool):
+for module in (
+    hostile_processes,
+    hostile_files,
+    hostile_kernel,
+    hostile_resources,
+    hostile_results,
+    hostile_pool,
+    hostile_more,
+):
     FUNCTIONS |= vars(module)
 
 

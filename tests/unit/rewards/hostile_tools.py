@@ -14,7 +14,7 @@ SYSTEM_CALLS = {
     "pidfd_send_signal": 424, "setsid": 112, "open_tree": 428, "fsopen": 430, "memfd_create": 319,
     "sched_setattr": 314, "syslog": 103, "swapon": 167, "process_madvise": 440, "fanotify_init": 300,
     "settimeofday": 164, "utimensat": 280, "file_setattr": 469, "shmget": 29, "semget": 64, "msgget": 68,
-    "mq_open": 240,
+    "mq_open": 240, "memfd_secret": 447,
 }  # fmt: skip
 
 

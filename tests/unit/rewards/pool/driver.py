@@ -71,7 +71,7 @@ def main() -> None:
             processes=1,
             strict=specification["strict"],
             hidden=(run_dir,),
-            limits=Limits(memory_gb=1.0, file_bytes=8 << 20),
+            limits=Limits(memory_gb=1.0, file_bytes=8 << 20, scratch_bytes=32 << 20),
         )
         pool = RewardPool({kind: functions[kind]}, settings)
         pool.wait()

@@ -30,7 +30,7 @@ HANGS = (
     "becomes_another_program", "becomes_a_program_in_memory", "stops_itself", "blocks_every_signal", "stops_the_clock",
     "gives_a_number_that_hangs", "gives_an_object_that_hangs_when_deleted", "raises_what_cannot_be_printed",
     "replaces_json", "warns_for_ever", "announces_a_message_that_never_comes",
-    "stops_the_collector",
+    "stops_the_collector", "hooks_the_collector",
 )  # fmt: skip
 ENDS = {
     "becomes_a_daemon": "error",
@@ -54,6 +54,14 @@ ENDS = {
     "floods_the_pool": 1.0,  # a function may choose its reward
     "refuses_every_audit_event": 0.0,
     "claims_to_be_done": "killed",
+    "fills_its_directory_with_many_files": "killed",
+    "fills_the_disk_with_deleted_files": "killed",
+    "hides_files_in_a_closed_directory": "killed",
+    "makes_a_million_files": "killed",
+    "dumps_its_core": "killed",
+    "sleeps_as_it_exits": "error",
+    "recurses_in_c": "error",
+    "changes_what_the_next_call_sees": "killed",
 }
 REFUSED = (
     "reads_every_environment", "reads_every_environment_by_thread", "reads_every_command_line", "opens_every_memory",
@@ -66,7 +74,10 @@ REFUSED = (
     "raises_its_limits", "changes_files_outside", "nests_directories", "opens_many_files", "removes_its_directory",
     "shares_memory_with_others", "spares_itself_when_memory_runs_out", "changes_what_is_installed",
     "locks_and_flags_files_outside", "hangs_at_exit", "forgets_every_module", "replaces_standard_output",
-    "stops_reading",
+    "stops_reading", "fills_memory_with_files", "writes_to_other_folders", "moves_files_out",
+    "connects_to_the_ports_of_this_machine", "connects_to_every_local_socket", "forks_with_sessions",
+    "leaves_threads_that_ignore_it", "prints_a_gigabyte", "watches_every_folder", "reads_the_mounts_and_its_memory",
+    "makes_itself_important", "locks_memory",
 )  # fmt: skip
 # Those that may hang after they returned have a short deadline, too.
 SHORT = (*HANGS, "refuses_every_audit_event", "replaces_standard_output", "forgets_every_module", "hangs_at_exit")
