@@ -342,7 +342,7 @@ def _trial_lengths(model: PreTrainedModel, max_length: int | None, *, equal: boo
     limits = [size for _, size in frequency_limits(model.config)]
     most = min([longest_row(model), max_length or longest_row(model), *limits]) - _STEPS
     slots = affordable_slots(model) // 4
-    batches = [(5, 5), (12, 12), (30, 30)] if equal else [_SHORT] * 2
+    batches = [(5, 5), (12, 12), (30, 30)] if equal else [_SHORT] * (2 if slots > max(_SHORT) else 1)
     longest = min(most, max(_MAX_THRESHOLD, min(slots, _MAX_SMALL_THRESHOLD)))
     thresholds = [size for size in length_thresholds(model) if max(_SHORT) - 6 < size <= longest]
     for size in thresholds[-_MOST_THRESHOLDS:]:
