@@ -126,7 +126,7 @@ class ActorWorker(Worker, Trainable):
         """
         is_owner = index % self.context.num_ranks == self.context.rank
         stream = self._streams[form]
-        weights = stream.gather(index, keep=is_owner)
+        weights = stream.gather(index, keep=is_owner, copy=False)  # the object store copies them
         return pack_bucket(weights, index=index, count=len(stream.layout), version=version) if is_owner else None
 
     @broadcast

@@ -110,12 +110,14 @@ class WeightStream:
             raise ModelError("the model has no adapters to send; set actor.lora.rank, or rollout.lora=merged")
         self.layout = WeightLayout(tuple(_buckets(specs, bucket_bytes)))
 
-    def gather(self, index: int, *, keep: bool = True) -> dict[str, Tensor]:
+    def gather(self, index: int, *, keep: bool = True, copy: bool = True) -> dict[str, Tensor]:
         """Return one bucket, whole tensors on the CPU by their names; a collective.
 
         Args:
             index: of the bucket.
             keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
+            copy: False for tensors that are read before the model changes: those that are whole, on the CPU and of the
+                stream's type already are the model's own.
         """
         weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
         scales = {adapter.up: adapter.scale for adapter in adapters.values()} if self._adapters_only else {}
@@ -129,7 +131,7 @@ class WeightStream:
             elif (scale := scales.get(source)) is not None:
                 whole = whole * scale
             if keep:
-                bucket[spec.name] = whole.to("cpu", spec.dtype, copy=True)
+                bucket[spec.name] = whole.to("cpu", spec.dtype, copy=copy)
         return bucket
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

@@ -21,6 +21,7 @@ from rlpack.rollout.vllm.weight_buffers import NUM_BUFFERS, WeightBuffers
 
 # Deadline of each call in seconds.
 _LOAD_S = 300.0
+_BEGIN = "begin an update of its weights"
 
 
 class WeightSender:
@@ -71,12 +72,14 @@ class WeightSender:
         """
         if self._has_failed:
             raise EngineError("an earlier bucket of this update was not loaded; call check_weights to begin again")
+        index = self._next_index or 0
+        opening = None
         if self._next_index is None:
-            self._call(self._front_end.start_weight_update(), "begin an update of its weights")
-            self._next_index = 0
-        index = self._next_index
+            opening = self._loop.start(self._front_end.start_weight_update(), _LOAD_S, _BEGIN)
         self._wait_for(NUM_BUFFERS - 1)
         note = self.buffers.write(weights, index)
+        if opening is not None:
+            self._end(opening, _BEGIN)
         call = self._loop.start(self._update({"note": asdict(note)}), _LOAD_S, f"load bucket {index} of the weights")
         self._on_their_way.append((index, call))
         self._next_index = index + 1
@@ -126,9 +129,13 @@ class WeightSender:
                 call.result()
 
     def _call(self, coroutine: Any, what: str) -> None:
-        """Run a call and give its errors a name."""
+        """Run a call to its end."""
+        self._end(self._loop.start(coroutine, _LOAD_S, what), what)
+
+    def _end(self, call: StartedCall[Any], what: str) -> None:
+        """Wait for the end of a call and give its errors a name."""
         try:
-            self._loop.run(coroutine, _LOAD_S, what)
+            call.result()
         except EngineError:
             raise
         except Exception as error:
