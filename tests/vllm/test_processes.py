@@ -1,5 +1,6 @@
 """vLLM's process: what is said when it dies, hangs or doesn't start, and that it never outlives its rank."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -120,6 +121,19 @@ def test_a_row_that_takes_too_long_is_given_up_and_the_engine_answers_the_next(n
         assert made.token_ids.lengths.tolist() == [2]
     finally:
         engine.close()
+
+
+def test_starting_and_generating_write_nothing_to_the_console(capfd, caplog: pytest.LogCaptureFixture):
+    """vLLM's notices are in the run's log instead."""
+    with caplog.at_level(logging.INFO):
+        engine = start("qwen2", tied=False)
+        try:
+            sampled(engine, prompts_of(4), SamplingParams(max_new_tokens=2))
+        finally:
+            engine.close()
+    assert capfd.readouterr() == ("", "")
+    assert "vLLM logged:" in caplog.text
+    assert "NUMA" in caplog.text or "Triton" in caplog.text
 
 
 @pytest.mark.parametrize(

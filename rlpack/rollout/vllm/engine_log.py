@@ -1,9 +1,17 @@
-"""What vLLM logs, in the rank and in its own process: a file, from which errors name their cause."""
+"""What vLLM logs, in the rank and in its own process: a file, from which errors name their cause.
+
+vLLM and what it imports also write to standard error, before vLLM sets its logging up and from C++. That goes into the
+same file, and from there into the run's log, so that the console has what rlpack says.
+"""
 
 import json
 import logging
+import os
 import re
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 _ERROR = re.compile(r"(?:^|\s)([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)): (\S.*)$")
 _HEADLINE = re.compile(r"\d+ validation errors? for \S+$")
+_STDERR = 2  # of a process
 _MOST_TEXT = 20_000  # characters of vLLM's log that go into the run's
 _MOST_REASON = 1_000  # characters of an error's text
 
@@ -29,7 +38,7 @@ class EngineLog:
         self.path = Path(self._folder.name) / "vllm.log"
         self.config = Path(self._folder.name) / "logging.json"
         self.path.touch()
-        self._read = 0  # bytes that an earlier error was explained by
+        self._read = 0  # bytes that are in the run's log
         handler = {"class": "logging.FileHandler", "filename": str(self.path), "formatter": "plain"}
         settings = {
             "version": 1,
@@ -40,13 +49,36 @@ class EngineLog:
         }
         self.config.write_text(json.dumps(settings), encoding="utf-8")
 
+    @contextmanager
+    def standard_error(self) -> Iterator[None]:
+        """Append what this process writes to standard error to the log, and all that processes begun here ever do."""
+        sys.stderr.flush()
+        before, log = os.dup(_STDERR), os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.dup2(log, _STDERR)
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, _STDERR)
+            os.close(before)
+            os.close(log)
+
+    def record(self) -> None:
+        """Write what was logged while all went well into the run's log."""
+        self._pass_on(logging.INFO)
+
     def explain(self, error: BaseException) -> str:
         """Return the cause of an error of vLLM, and write what vLLM logged since the last one into the run's log."""
+        text = self._pass_on(logging.ERROR)
+        return first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
+
+    def _pass_on(self, level: int) -> str:
+        """Write what is new into the run's log and return it."""
         logged = self.path.read_bytes()
         text, self._read = logged[self._read :].decode("utf-8", errors="replace"), len(logged)
         if text:
-            _log.error("vLLM logged:\n%s", text[-_MOST_TEXT:].rstrip())
-        return first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
+            _log.log(level, "vLLM logged:\n%s", text[-_MOST_TEXT:].rstrip())
+        return text
 
 
 def _in_one_line(text: str) -> str:

@@ -73,12 +73,13 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool,
         deterministic=deterministic,
     )
     before = set(multiprocessing.active_children())
-    with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}):
-        try:
+    try:
+        with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}), log.standard_error():
             front_end = loop.run(_start(arguments), _START_S, "start")
-        except Exception as error:
-            kill(_new_processes(before))
-            raise EngineError(f"vLLM did not start: {log.explain(error)}") from error
+    except Exception as error:
+        kill(_new_processes(before))
+        raise EngineError(f"vLLM did not start: {log.explain(error)}") from error
+    log.record()
     return StartedEngine(front_end, log, _new_processes(before))
 
 

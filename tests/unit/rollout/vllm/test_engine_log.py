@@ -1,6 +1,12 @@
 """The cause of an error of vLLM, from its log."""
 
 import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
 
 from rlpack.rollout.vllm.engine_log import EngineLog
 
@@ -41,3 +47,32 @@ def test_the_configuration_writes_warnings_into_the_log():
     settings = json.loads(log.config.read_text())
     assert settings["handlers"]["file"]["filename"] == str(log.path)
     assert settings["loggers"]["vllm"]["level"] == "WARNING"
+
+
+def test_standard_error_goes_to_the_log_and_that_of_processes_begun_then_for_good(capfd: pytest.CaptureFixture[str]):
+    log, said = EngineLog(), "import sys; sys.stdin.readline(); print('from a child', file=sys.stderr)"
+    with log.standard_error():
+        os.write(2, b"from C\n")
+        child = subprocess.Popen([sys.executable, "-c", said], stdin=subprocess.PIPE)
+    os.write(2, b"afterwards\n")
+    child.communicate(b"now\n", timeout=60)
+    assert capfd.readouterr().err == "afterwards\n"
+    assert sorted(log.path.read_text().splitlines()) == ["from C", "from a child"]
+
+
+def test_standard_error_is_restored_after_an_error(capfd: pytest.CaptureFixture[str]):
+    log = EngineLog()
+    with pytest.raises(KeyError), log.standard_error():
+        raise KeyError
+    os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "afterwards\n"
+    assert log.path.read_text() == ""
+
+
+def test_what_was_logged_while_all_went_well_is_recorded_once_as_information(caplog: pytest.LogCaptureFixture):
+    log = EngineLog()
+    with caplog.at_level(logging.INFO):
+        log.path.write_text("a notice\n")
+        log.record()
+        log.record()
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("INFO", "vLLM logged:\na notice")]
