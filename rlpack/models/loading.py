@@ -27,6 +27,7 @@ from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.data.tokenization import holds_character_tokenizer
 from rlpack.models import attention, own_attention
+from rlpack.models.cpu_products import use_faster_products
 from rlpack.models.errors import (
     ModelError,
     not_causal_error,
@@ -351,12 +352,12 @@ def _with_attention(build: Callable[[str], PreTrainedModel], name: str, source: 
         ModelError: the model chooses its attention from a fixed table, which lacks ours.
     """
     try:
-        return build(name)
+        return use_faster_products(build(name))
     except (ValueError, ImportError, KeyError) as error:
         if name == attention.NAME and name in str(error):
             raise ModelError(f"{source} can't run packed rows: {_CLOSED_ATTENTION}") from error
         if name == own_attention.DEFAULT and ("scaled_dot_product" in str(error) or "sdpa" in str(error)):
-            return build(own_attention.REFERENCE)
+            return use_faster_products(build(own_attention.REFERENCE))
         raise
 
 

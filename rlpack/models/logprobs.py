@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlpack.models.cpu_products import matmul_transposed
+
 # Upper bound on the logits that exist at one time (128 MiB in fp32), whatever `chunk` is: 1,024 tokens suit a
 # vocabulary of 32,000, and would take five times as much for one of 152,000 at no gain.
 MAX_LOGITS = 2**25
@@ -29,7 +31,7 @@ class _Head:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits [C, V] of one chunk, in fp32 or higher precision."""
-        logits = hidden @ weight.t()
+        logits = matmul_transposed(hidden, weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if bias is not None:
             logits += bias
@@ -108,7 +110,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 bias_gradient += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
             if hidden_gradient is not None:
-                hidden_gradient[part] = gradient @ weight
+                hidden_gradient[part] = matmul_transposed(gradient, weight.t())
             if weight_gradient is not None and weight_gradient.dtype == hidden.dtype:
                 weight_gradient.addmm_(gradient.t(), hidden[part])
             elif weight_gradient is not None:

@@ -1,0 +1,86 @@
+"""Linear layers by oneDNN: values and gradients are those of exact arithmetic, and rows don't depend on each other."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from rlpack.models import cpu_products
+from rlpack.models.cpu_products import FasterLinear, matmul_transposed, use_faster_products
+
+pytestmark = pytest.mark.skipif(not cpu_products._can_be_called(), reason="this build of PyTorch lacks the operator")
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use oneDNN on whatever machine the tests run."""
+    monkeypatch.setattr(cpu_products, "is_faster", lambda: True)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 7), (1, 300), (3, 1, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients_are_those_of_fp64(shape: tuple[int, ...], bias: bool):
+    torch.manual_seed(0)
+    layer = use_faster_products(nn.Linear(48, 33, bias=bias))
+    exact = copy.deepcopy(layer).double()
+    assert type(layer) is FasterLinear
+    given = torch.randn(*shape, 48)
+    inputs, precise = given.clone().requires_grad_(), given.double().requires_grad_()
+    weights = torch.randn(*shape, 33)
+    layer(inputs).mul(weights).sum().backward()
+    nn.functional.linear(precise, exact.weight, exact.bias).mul(weights).sum().backward()
+    assert inputs.grad is not None
+    torch.testing.assert_close(layer(given).double(), exact(given.double()), rtol=1e-5, atol=1e-5)
+    own, precisely = (tuple(model.parameters()) for model in (layer, exact))
+    pairs = [(inputs.grad, precise.grad), *((one.grad, other.grad) for one, other in zip(own, precisely, strict=True))]
+    for found, expected in pairs:
+        assert found is not None
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_others():
+    """Packed rows are compared bit for bit with rows that run alone."""
+    torch.manual_seed(0)
+    layer, rows = use_faster_products(nn.Linear(96, 80)), torch.randn(1000, 96)
+    whole = layer(rows)
+    for count in (2, 3, 17, 64, 333):
+        assert torch.equal(layer(rows[:count]), whole[:count])
+
+
+def test_frozen_weights_and_inputs_get_no_gradient():
+    layer = use_faster_products(nn.Linear(8, 4)).requires_grad_(False)
+    inputs = torch.randn(3, 8, requires_grad=True)
+    layer(inputs).sum().backward()
+    assert inputs.grad is not None
+    assert layer.weight.grad is layer.bias.grad is None
+    layer.requires_grad_(True)(inputs.detach()).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_and_empty_inputs_are_pytorchs_own(dtype: torch.dtype):
+    layer = use_faster_products(nn.Linear(8, 4)).to(dtype)
+    inputs = torch.randn(3, 8, dtype=dtype)
+    assert torch.equal(layer(inputs), nn.functional.linear(inputs, layer.weight, layer.bias))
+    empty = use_faster_products(nn.Linear(8, 4))(torch.zeros(0, 8))
+    assert empty.shape == (0, 4)
+    empty.sum().backward()
+
+
+def test_subclasses_keep_their_own_forward():
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    model = use_faster_products(nn.Sequential(Doubled(4, 4), nn.Linear(4, 4)))
+    assert [type(layer) for layer in model] == [Doubled, FasterLinear]
+
+
+def test_products_of_any_layout_are_those_of_fp64():
+    torch.manual_seed(0)
+    left, right = torch.randn(30, 20), torch.randn(20, 50)
+    for one, other in ((left, right.t()), (left, right.t().contiguous()), (left[::2], right.t()[:7])):
+        exact = one.double() @ other.double().t()
+        torch.testing.assert_close(matmul_transposed(one, other).double(), exact, rtol=1e-4, atol=1e-5)
+    assert matmul_transposed(left[:0], right.t()).shape == (0, 50)
