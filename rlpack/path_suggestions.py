@@ -1,6 +1,7 @@
-"""Suggest the path that was meant instead of one that doesn't exist."""
+"""Suggest the path that was meant instead of one that doesn't exist, or isn't what it has to be."""
 
 import difflib
+import os
 from pathlib import Path
 
 DATA_FILES = (".jsonl", ".parquet")
@@ -9,10 +10,14 @@ DATA_FILES = (".jsonl", ".parquet")
 def suggest_path(path: Path, *, folders_only: bool = False) -> str:
     """Return a "did you mean" for the closest name of a data file or a folder in the same folder, or "".
 
+    Of a path that exists it says what is there.
+
     Args:
-        path: a path that doesn't exist.
+        path: a path that doesn't exist, or isn't what it has to be.
         folders_only: suggest no files.
     """
+    if os.path.lexists(path):
+        return f"; {path} is {kind_of(path)}"
     try:
         entries = list(path.parent.iterdir())
         names = [entry.name for entry in entries if entry.is_dir() or _is_data_file(entry) > folders_only]
@@ -24,3 +29,16 @@ def suggest_path(path: Path, *, folders_only: bool = False) -> str:
 
 def _is_data_file(path: Path) -> bool:
     return path.suffix in DATA_FILES
+
+
+def kind_of(path: Path) -> str:
+    """Return what is at a path, in words.
+
+    >>> kind_of(Path("/")), kind_of(Path("/dev/null"))
+    ('a folder', 'no regular file')
+    """
+    if path.is_dir():
+        return "a folder"
+    if not path.exists():
+        return "a link that leads nowhere"
+    return "a file" if path.is_file() else "no regular file"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rlpack.config.addresses import address_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
@@ -33,8 +34,6 @@ from rlpack.path_suggestions import DATA_FILES, suggest_path
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_PORT = r"[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5]"
-_ADDRESS = re.compile(rf"auto|([a-z]+://)?[^\s/]+:({_PORT})")
 _NO_LORA = Lora()
 # Bytes of one component of a path, on all common file systems.
 _LONGEST_NAME = 255
@@ -169,11 +168,7 @@ def _cut_alike(config: Config) -> Iterator[str]:
 
 def _object_store(config: Config) -> Iterator[str]:
     placement = config.placement
-    if placement.address is not None and not _ADDRESS.fullmatch(placement.address):
-        yield (
-            f"placement.address is {placement.address!r}; set it to auto, to host:port with a port from 1 to 65535, or "
-            "to null, which starts a cluster for the run"
-        )
+    yield from address_problems(placement.address)
     if placement.address is not None and placement.object_store_gb is not None:
         yield (
             f"placement.object_store_gb is {placement.object_store_gb:g}, but placement.address joins a cluster that "

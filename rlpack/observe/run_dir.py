@@ -13,6 +13,7 @@ import yaml
 from rlpack.config.errors import ConfigError
 from rlpack.config.yaml_limits import read_yaml
 from rlpack.observe.errors import RunDirectoryError
+from rlpack.path_suggestions import kind_of
 from rlpack.run_log import is_log_of_node
 from rlpack.safe_files import parse_json
 
@@ -27,6 +28,8 @@ MODEL = "model"
 _PHASES = ("sft_warmup", "train")
 # The kernel takes paths of 4096 bytes; the longest below a run directory are those of a checkpoint's files.
 _LONGEST_PATH = 3800
+# Files that a run reads or writes; the lock has a check of its own.
+_FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID)
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
 _HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, ".hydra", "logs", "multirun.yaml"})
 
@@ -74,7 +77,8 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
     """Check, without creating anything, that a run can use the directory.
 
     Raises:
-        RunDirectoryError: it is a file, can't be written, contains a run without `resume`, or contains unrelated files.
+        RunDirectoryError: it is a file, can't be written, contains a run without `resume`, or contains unrelated files,
+            or one of its files is a folder, a link or a device.
     """
     place = run_dir.absolute()
     if (size := len(os.fsencode(place))) > _LONGEST_PATH:
@@ -94,6 +98,14 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         )
     if exists and not run_dir.is_dir():
         raise RunDirectoryError(f"run_dir={run_dir} is not a directory; choose another run_dir")
+    for name in _FILES:
+        path = run_dir / name
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            what = "a link" if path.is_symlink() else kind_of(path)
+            raise RunDirectoryError(
+                f"run_dir={run_dir}: {name} is {what}, and the run would write there; remove it, or choose another "
+                "run_dir"
+            )
     if not resume and holds_run(run_dir):
         raise RunDirectoryError(
             f"run_dir={run_dir} already contains a run; continue it with resume=auto, or choose another run_dir"

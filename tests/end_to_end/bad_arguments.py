@@ -1,10 +1,25 @@
-"""Bad arguments: rows of `tests.end_to_end.bad_input` about losses, advantages, settings of models, and addresses."""
+"""Bad arguments: rows of `tests.end_to_end.bad_input` about arguments, and kinds of files."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlpack.data.tokenization import character_tokenizer
-from tests.end_to_end.bad_input import ALPHABET, EXPERIMENT, MODEL, SMALL, BadInput, key, model_folder
+from tests.end_to_end.bad_input import (
+    ALPHABET,
+    EXPERIMENT,
+    JSONL,
+    MODEL,
+    RESUME,
+    SMALL,
+    BadInput,
+    Setup,
+    checkpoint,
+    key,
+    model_folder,
+)
 
 JUDGE = ("roles.judge.target=rlpack.workers.judge:JudgeWorker", "judge.url=http://127.0.0.1:9/v1", "judge.model=x")
 
@@ -68,7 +83,36 @@ BAD_DEFAULTS = (
     defaults("a preset that includes nothing", "\n  - smoek", "no preset experiment/smoek; did you mean smoke?"),
     defaults("the schema included", "\n  - /schema", "`/schema` would reset every key"),
 )  # fmt: skip
+
+
+def in_run(name: str, make: Callable[[Path], Any]) -> Setup:
+    """Return a setup that writes a checkpoint, and makes something other than a file of one of the run's files."""
+
+    def write(folder: Path) -> None:
+        checkpoint(steps=4)(folder)
+        (folder / "old" / name).unlink(missing_ok=True)
+        make(folder / "old" / name)
+
+    return write
+
+
+OTHER_KINDS: dict[str, Callable[[Path], Any]] = {
+    "a folder": Path.mkdir,
+    "no regular file": os.mkfifo,
+    "a link": lambda path: path.symlink_to("../elsewhere"),
+}
+BAD_KINDS = (
+    *(key(f"resuming with a {name} that is {kind}", *RESUME, words=(f"run_dir=old: {name} is {kind}", "remove it"),
+          setup=in_run(name, make))
+        for name in ("metrics.jsonl", "config.yaml", "run.log", "samples.jsonl", "report.html")
+        for kind, make in OTHER_KINDS.items()),
+    *(BadInput(f"rows that are {kind}", 3, ("data.source is 'rows.jsonl'", f"rows.jsonl is {kind}"), JSONL,
+               setup=lambda folder, make=make: make(folder / "rows.jsonl"))
+        for kind, make in {"a folder": Path.mkdir, "no regular file": os.mkfifo, "a link that leads nowhere":
+                           lambda path: path.symlink_to("nowhere")}.items()),
+)  # fmt: skip
 BAD_ARGUMENTS = (
+    *BAD_KINDS,
     *BAD_DEFAULTS,
     key("an argument that the loss lacks", *SMALL, "+algorithm.loss_arguments.taper=1",
         words=("algorithm.loss_arguments.taper is not a parameter",)),
