@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.addresses import address_problems
+from rlpack.config.engine_rules import engine_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
@@ -18,7 +19,6 @@ from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
 from rlpack.config.roles import (
     batching_key,
-    gpus_per_rank,
     is_builtin,
     longest_rollout,
     optimizers,
@@ -28,7 +28,7 @@ from rlpack.config.roles import (
     started_roles,
 )
 from rlpack.config.schema import Config, Data, RoleBatching
-from rlpack.config.sections.optimization import ADAPTER_RANKS, Lora, Optimizer
+from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.submission import submission_problems
 from rlpack.path_suggestions import DATA_FILES, suggest_path
 
@@ -83,13 +83,6 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"actor.lora.rank is {lora.rank}, which freezes every weight but the adapters, and actor.optimizer.freeze "
             "is set too; set it to [] and choose layers by actor.lora.targets, or set actor.lora.rank=0"
         )
-    if lora.rank == 0 and config.rollout.lora == "adapter":
-        yield "rollout.lora is adapter, and actor.lora.rank is 0: there are no adapters; set it, say to 16"
-    if config.rollout.lora == "adapter" and lora.rank > ADAPTER_RANKS[-1]:
-        yield (
-            f"actor.lora.rank is {lora.rank}, and vLLM applies adapters up to rank {ADAPTER_RANKS[-1]}; lower it, or "
-            "set rollout.lora=merged"
-        )
     if lora.rank > 0 and not lora.targets:
         yield 'actor.lora.targets is [], so no layer would get an adapter; set some, or all of them: ["*"]'
     unused = [name for name, value in lora if value != dict(_NO_LORA)[name]] if lora.rank == 0 else []
@@ -107,32 +100,6 @@ def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
         yield (
             f"{key}.warmup_steps ({optimizer.warmup_steps}) leaves no step of trainer.steps ({steps}) at peak rate; "
             f"lower {key}.warmup_steps or raise trainer.steps"
-        )
-
-
-def _engine(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    unread = {"compile": rollout.compile, "kv_cache_gb": rollout.kv_cache_gb, "vllm": rollout.vllm or None}
-    if rollout.engine == "hf":
-        for name, value in unread.items():
-            if value is not None:
-                yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
-        if rollout.lora == "adapter":
-            yield (
-                "rollout.lora is adapter, and rollout.engine=hf takes merged weights; set rollout.engine=vllm, or "
-                "rollout.lora=merged"
-            )
-        if rollout.deterministic:
-            yield (
-                "rollout.deterministic is true, and with rollout.engine=hf rounding depends on the rows that run "
-                "together; set rollout.engine=vllm, or rollout.deterministic=false"
-            )
-        if rollout.dtype == "bf16":
-            yield "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set rollout.engine=vllm"
-    elif (gpus := gpus_per_rank(config, "rollout")) % 1:
-        yield (
-            f"the pool of the role rollout has gpus_per_rank={gpus:g}, and vLLM takes whole GPUs or none; set it to 1 "
-            "or more, or to 0 with cpus_per_rank"
         )
 
 
@@ -373,7 +340,7 @@ def _token_budget(config: Config) -> Iterator[str]:
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _recipe,
     _algorithm,
-    _engine,
+    engine_problems,
     function_name_problems,
     _kl,
     _cut_alike,

@@ -1,0 +1,47 @@
+"""Rules across the keys of generation engines."""
+
+from collections.abc import Iterator
+
+from rlpack.config.roles import gpus_per_rank
+from rlpack.config.schema import Config
+from rlpack.config.sections.optimization import ADAPTER_RANKS
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    """Yield problems across the keys of `rollout` that choose and shape the engine."""
+    yield from _adapter_problems(config)
+    rollout = config.rollout
+    unread = {"compile": rollout.compile, "kv_cache_gb": rollout.kv_cache_gb, "vllm": rollout.vllm or None}
+    if rollout.engine == "hf":
+        for name, value in unread.items():
+            if value is not None:
+                yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
+        if rollout.lora == "adapter":
+            yield (
+                "rollout.lora is adapter, and rollout.engine=hf takes merged weights; set rollout.engine=vllm, or "
+                "rollout.lora=merged"
+            )
+        if rollout.deterministic:
+            yield (
+                "rollout.deterministic is true, and with rollout.engine=hf rounding depends on the rows that run "
+                "together; set rollout.engine=vllm, or rollout.deterministic=false"
+            )
+        if rollout.dtype == "bf16":
+            yield "rollout.dtype is bf16, and rollout.engine=hf generates in fp32; set rollout.engine=vllm"
+    elif (gpus := gpus_per_rank(config, "rollout")) % 1:
+        yield (
+            f"the pool of the role rollout has gpus_per_rank={gpus:g}, and vLLM takes whole GPUs or none; set it to 1 "
+            "or more, or to 0 with cpus_per_rank"
+        )
+
+
+def _adapter_problems(config: Config) -> Iterator[str]:
+    """Yield problems of adapters that the engine is to apply."""
+    lora = config.actor.lora
+    if lora.rank == 0 and config.rollout.lora == "adapter":
+        yield "rollout.lora is adapter, and actor.lora.rank is 0: there are no adapters; set it, say to 16"
+    if config.rollout.lora == "adapter" and lora.rank > ADAPTER_RANKS[-1]:
+        yield (
+            f"actor.lora.rank is {lora.rank}, and vLLM applies adapters up to rank {ADAPTER_RANKS[-1]}; lower it, or "
+            "set rollout.lora=merged"
+        )
