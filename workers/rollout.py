@@ -18,7 +18,7 @@ from rlpack.config.schema import Config
 from rlpack.models.weight_stream import WeightForm, WeightLayout
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
-from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, canary_tolerance, check_canary
+from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, calibrated, canary_tolerance, check_canary
 from rlpack.rollout.engine import STREAMING_ENGINES, Engine, StreamingEngine, engine_class
 from rlpack.rollout.errors import CanaryError
 from rlpack.rollout.in_flight import GroupsInFlight
@@ -63,7 +63,7 @@ class RolloutWorker(Worker):
         self._is_unhealthy = False
         self._engine = engine
         self._tokenizer = tokenizer
-        self._canary_tolerance = canary_tolerance
+        self._canary_tolerance, self._is_calibrated = canary_tolerance, False
         self._received = BucketReceiver("rollout")
 
     @classmethod
@@ -205,20 +205,17 @@ class RolloutWorker(Worker):
         """
         with self._received.complete(version):
             self._engine.finish_update()
+        found, wanted = self._engine.logprobs(token_ids), torch.tensor(expected)
         try:
-            gap = check_canary(
-                self._engine.logprobs(token_ids),
-                torch.tensor(expected),
-                token_ids,
-                tolerance=self._canary_tolerance,
-                version=version,
-            )
+            gap = check_canary(found, wanted, token_ids, tolerance=self._canary_tolerance, version=version)
         except CanaryError as error:
             if not may_replace or self._rebuild is None:
                 raise
             logger.warning("%s; the engine of rank %d is replaced", error, self.context.rank)
             self._is_unhealthy = True
             return math.inf
+        if not self._is_calibrated:
+            self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, found, wanted), True
         self._engine.policy_version = version
         self._received.close()
         return gap

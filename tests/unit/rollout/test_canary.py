@@ -2,7 +2,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlpack.rollout.canary import TOLERANCES, CanaryTolerance, canary_tokens, canary_tolerance, check_canary
+from rlpack.rollout.canary import (
+    TOLERANCES,
+    CanaryTolerance,
+    calibrated,
+    canary_tokens,
+    canary_tolerance,
+    check_canary,
+)
 from rlpack.rollout.errors import CanaryError
 from tests.unit.models.tiny import VOCABULARY, tiny_model
 
@@ -39,9 +46,9 @@ def test_a_nan_on_either_side_is_a_difference():
 
 
 def test_the_tolerance_is_that_of_the_less_precise_type():
-    assert canary_tolerance(torch.float32, torch.float32) == (1e-3, 1e-4)
+    assert canary_tolerance(torch.float32, torch.float32) == CanaryTolerance(1e-3, 1e-4)
     assert canary_tolerance(torch.float32, torch.bfloat16) == canary_tolerance(torch.bfloat16, torch.bfloat16)
-    assert canary_tolerance(torch.float32, torch.bfloat16) == (2.0, 0.5)
+    assert canary_tolerance(torch.float32, torch.bfloat16) == CanaryTolerance(2.0, 0.5)
 
 
 def test_a_mean_difference_is_refused_by_its_size_and_by_its_share_of_the_spread():
@@ -89,3 +96,40 @@ def scores_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the log-probs [R, L] of each token by definition; 0 for the first."""
     scores = model(tokens, use_cache=False).logits.float().log_softmax(-1)
     return torch.nn.functional.pad(scores[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0], (1, 0))
+
+
+def test_the_first_publication_tells_a_stale_layer_from_rounding_in_bf16():
+    """The bounds for any model miss one layer that is stale by a small step; those measured on this model find it."""
+    rounded, exact = tiny_model("qwen2"), tiny_model("qwen2")
+    tokens = canary_tokens(VOCABULARY)
+    with torch.no_grad():
+        for model in (rounded, exact):
+            generator = torch.Generator().manual_seed(0)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        expected = scores(rounded.to(torch.bfloat16), tokens)
+        fresh = scores(exact, tokens)
+        for parameter in exact.model.layers[0].parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        stale = scores(exact, tokens)
+    anywhere = canary_tolerance(torch.float32, torch.bfloat16)
+    here = calibrated(anywhere, fresh, expected)
+    check_canary(fresh, expected, tokens, tolerance=here, version=2)
+    check_canary(stale, expected, tokens, tolerance=anywhere, version=2)
+    with pytest.raises(CanaryError, match="policy version 2"):
+        check_canary(stale, expected, tokens, tolerance=here, version=2)
+
+
+def scores(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of the tokens by a model's own forward pass, f32 [R, L]; 0 for first tokens."""
+    logits = model(input_ids=tokens, use_cache=False).logits.float()[:, :-1]
+    found = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(found, (1, 0))
+
+
+def test_calibrated_bounds_are_never_wider_nor_below_the_least():
+    expected = torch.tensor([[0.0, -1.0, -3.0, -2.0]])
+    wide = CanaryTolerance(2.0, 0.5)
+    assert calibrated(wide, expected, expected).share == 0.02
+    assert calibrated(wide, expected + 1.0, expected) == wide
+    assert calibrated(wide, expected.new_zeros(1, 4), expected.new_zeros(1, 4)) == wide
