@@ -10,7 +10,7 @@ EIGHT_BIT := .eight_bit/.installed
 # uv resolves and installs in seconds what takes pip minutes. pip stays for PyTorch, whose CPU build uv may not find, and as
 # the fallback where uv cannot run. Bytecode is compiled once for all packages, on all cores.
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
-# vLLM requires versions of its own of almost everything, so it has an environment of its own.
+# vLLM pins the versions of almost all packages, so it has a separate environment.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
