@@ -1,4 +1,4 @@
-"""Suggest the path that was meant instead of one that doesn't exist, or isn't what it has to be."""
+"""Suggest the intended path for one that doesn't exist, or say what is at a path of the wrong kind."""
 
 import difflib
 import os
@@ -10,10 +10,10 @@ DATA_FILES = (".jsonl", ".parquet")
 def suggest_path(path: Path, *, folders_only: bool = False) -> str:
     """Return a "did you mean" for the closest name of a data file or a folder in the same folder, or "".
 
-    Of a path that exists it says what is there.
+    If the path exists, return what is there instead.
 
     Args:
-        path: a path that doesn't exist, or isn't what it has to be.
+        path: a path that doesn't exist, or is not the kind of file that is needed.
         folders_only: suggest no files.
     """
     if os.path.lexists(path):
@@ -32,7 +32,7 @@ def _is_data_file(path: Path) -> bool:
 
 
 def kind_of(path: Path) -> str:
-    """Return what is at a path, in words.
+    """Describe what is at a path.
 
     >>> kind_of(Path("/")), kind_of(Path("/dev/null"))
     ('a folder', 'no regular file')

@@ -142,7 +142,7 @@ class CriticWorker(Worker, Trainable):
 
     @rank_zero
     def weights_form(self) -> WeightForm:
-        """Return how the critic takes a policy's weights: in fp32, the type of its own."""
+        """Return how the critic takes a policy's weights: in fp32, like its own weights."""
         return WeightForm(torch.float32)
 
     @broadcast

@@ -54,7 +54,7 @@ class RolloutWorker(Worker):
             engine: the engine.
             tokenizer: the policy's tokenizer.
             canary_tolerance: bounds on the differences from the trainer's log-probs.
-            adapters_only: whether the engine takes adapters, and no other weights.
+            adapters_only: whether the engine takes only the matrices of adapters.
             rebuild: starts another engine of the same kind; None for an engine that is not replaced.
         """
         super().__init__(context)

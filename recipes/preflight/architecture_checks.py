@@ -83,8 +83,8 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     """Raise if the generation engine can't run a model's attention, or its experts with adapters.
 
     Raises:
-        ModelError: the size of the heads, and those that the engine takes; the model has no heads; or it has experts,
-            whose kernels for adapters run on GPUs only.
+        ModelError: the engine doesn't support the size of the heads, or the model has none; or it has experts, whose
+            kernels for adapters run only on GPUs.
     """
     if config.rollout.engine != "vllm":
         return
@@ -93,8 +93,8 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
         raise ModelError(f"rollout.engine=vllm: {problem}")
     if config.rollout.lora == "adapter" and not on_gpu and num_experts(settings_of(model)):
         raise ModelError(
-            f"rollout.lora is adapter, and vLLM runs the experts of a {model.model_type} model with adapters on GPUs "
-            "only; set rollout.lora=merged"
+            f"rollout.lora is adapter, but vLLM runs the experts of a {model.model_type} model with adapters only on "
+            "GPUs; set rollout.lora=merged"
         )
 
 

@@ -72,7 +72,7 @@ def _check_trained(name: str, where: str, kind: type[Any], *, is_trained: bool) 
     elif not is_trained:
         logger.warning(
             "%s, a Trainable, but the recipe doesn't train the role %s: checkpoints don't hold it; to save it, name it "
-            "in RecipeSpec.trains of a recipe of your own",
+            "in RecipeSpec.trains of your own recipe",
             where,
             name,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlpack.algorithms.errors import AlgorithmError
 
-# Limits of the built-in functions' arguments: what is allowed, and whether a number is.
+# Limits of the built-in functions' arguments: the allowed values in words, and a test of a number.
 _LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "clip_low": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "clip_high": ("0 or more", lambda value: value >= 0),
@@ -26,14 +26,14 @@ def check_parameters(
     *,
     positional: int,
 ) -> None:
-    """Raise if a function lacks an argument, or requires one that is not offered.
+    """Raise if a function lacks a configured parameter, or requires one that is not available.
 
     Args:
         parameters: of the function.
         key: `algorithm.loss` or `algorithm.advantage`.
-        offered: names that it is called with if it has such parameters.
-        arguments: names and values that it is always called with.
-        positional: how many arguments are passed by position.
+        offered: names of arguments that are passed if it has such parameters.
+        arguments: names and values of arguments that are always passed.
+        positional: number of arguments that are passed by position.
 
     Raises:
         AlgorithmError: names the argument or the parameter.
@@ -56,7 +56,7 @@ def check_parameters(
 
 
 def check_limits(key: str, arguments: Mapping[str, Any]) -> None:
-    """Raise if an argument of a built-in function is a number outside its limits; None is left out.
+    """Raise if an argument of a built-in function is a number outside its limits; other values are not checked.
 
     >>> check_limits("algorithm.loss", {"tau_positive": 0.0})
     Traceback (most recent call last):

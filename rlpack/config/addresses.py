@@ -1,4 +1,4 @@
-"""The form of addresses of Ray clusters."""
+"""The syntax of addresses of Ray clusters."""
 
 import re
 from collections.abc import Iterator

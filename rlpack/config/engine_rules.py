@@ -1,4 +1,4 @@
-"""Rules across the keys of generation engines."""
+"""Rules that involve several keys of generation engines."""
 
 from collections.abc import Iterator
 
@@ -18,12 +18,12 @@ def engine_problems(config: Config) -> Iterator[str]:
                 yield f"rollout.{name} is {value}, which rollout.engine=hf doesn't read; set rollout.engine=vllm"
         if rollout.lora == "adapter":
             yield (
-                "rollout.lora is adapter, and rollout.engine=hf takes merged weights; set rollout.engine=vllm, or "
+                "rollout.lora is adapter, but rollout.engine=hf takes merged weights; set rollout.engine=vllm, or "
                 "rollout.lora=merged"
             )
         if rollout.deterministic:
             yield (
-                "rollout.deterministic is true, and with rollout.engine=hf rounding depends on the rows that run "
+                "rollout.deterministic is true, but with rollout.engine=hf rounding depends on the rows that run "
                 "together; set rollout.engine=vllm, or rollout.deterministic=false"
             )
         if rollout.dtype == "bf16":
@@ -36,12 +36,15 @@ def engine_problems(config: Config) -> Iterator[str]:
 
 
 def _adapter_problems(config: Config) -> Iterator[str]:
-    """Yield problems of adapters that the engine is to apply."""
+    """Yield problems of adapters that vLLM has to apply."""
     lora = config.actor.lora
     if lora.rank == 0 and config.rollout.lora == "adapter":
-        yield "rollout.lora is adapter, and actor.lora.rank is 0: there are no adapters; set it, say to 16"
+        yield (
+            "rollout.lora is adapter, but actor.lora.rank is 0, so there are no adapters; set actor.lora.rank, such as "
+            "to 16, or rollout.lora=merged"
+        )
     if config.rollout.lora == "adapter" and lora.rank > ADAPTER_RANKS[-1]:
         yield (
-            f"actor.lora.rank is {lora.rank}, and vLLM applies adapters up to rank {ADAPTER_RANKS[-1]}; lower it, or "
+            f"actor.lora.rank is {lora.rank}, but vLLM applies adapters up to rank {ADAPTER_RANKS[-1]}; lower it, or "
             "set rollout.lora=merged"
         )

@@ -1,7 +1,7 @@
-"""The `defaults` list of a user's own preset, before Hydra composes it.
+"""Check the `defaults` list of a user's preset before Hydra composes it.
 
-Hydra's own messages for a wrong entry name neither the file nor the choices that exist, and some entries, such as a
-preset that includes itself, have no message at all.
+Hydra's messages for a wrong entry name neither the file nor the existing choices; for some entries, such as a preset
+that includes itself, there is no message at all.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-# Top-level files that hold a whole configuration: including one would reset every key.
+# Top-level files with a whole configuration: including one would reset every key.
 _ROOTS = ("schema", "train", "evaluate")
 _WORDS = ("override ", "optional ")
 _SELF = "_self_"
@@ -24,8 +24,8 @@ class Presets:
 
     Attributes:
         choices: names of the presets by group.
-        chosen: groups of which every run has a choice, which presets can only override.
-        folders: config directories of the user, which hold some of them.
+        chosen: groups with a choice in every run, which presets can only override.
+        folders: the user's config directories.
     """
 
     choices: Mapping[str, Sequence[str]]
@@ -39,7 +39,7 @@ class Presets:
 
 
 def defaults_problems(path: Path, group: str, defaults: Any, presets: Presets) -> Iterator[str]:
-    """Yield what is wrong with the `defaults` of a preset, and of those that it includes.
+    """Yield the problems of the `defaults` list of a preset, and of those that it includes.
 
     Args:
         path: of the preset.
@@ -69,7 +69,7 @@ def _problems(path: Path, group: str, defaults: Any, presets: Presets, seen: tup
 
 
 def _included(path: Path, group: str, name: str, presets: Presets, seen: tuple[Path, ...]) -> Iterator[str]:
-    """Yield what is wrong with an entry that includes another preset."""
+    """Yield the problems of an entry that includes another preset."""
     if name == _SELF or "@" in name:
         return
     if name in _WORDS or name.startswith(_WORDS):
@@ -84,7 +84,7 @@ def _included(path: Path, group: str, name: str, presets: Presets, seen: tuple[P
         yield f"{path}: defaults: there is no preset {other}/{stem}{_hint(stem, presets.choices[other], other)}"
     elif (file := presets.file(other, stem)) is not None:
         if file in seen:
-            yield f"{path}: defaults: `{name}` includes {file}, which is included already by itself; remove it"
+            yield f"{path}: defaults: `{name}` includes {file} again, which never ends; remove it"
             return
         try:
             values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def _included(path: Path, group: str, name: str, presets: Presets, seen: tuple[P
 
 
 def _chosen(group: str, name: str, choice: Any, presets: Presets) -> Iterator[str]:
-    """Yield what is wrong with an entry that chooses a preset of a group."""
+    """Yield the problems of an entry that chooses a preset of a group."""
     words, _, named = name.rpartition(" ")
     chosen = named.lstrip("/")
     if "@" in named or "/" in chosen or "optional" in words or "${" in str(choice):  # left to Hydra

@@ -20,7 +20,7 @@ _PACKAGE = re.compile(r"#\s*@package\s+\S")
 
 
 def preset_problems(overrides: Sequence[str], presets: Presets, root: Key) -> list[str]:
-    """Return the problems of chosen presets: unreadable, a wrong `defaults` list, no header where its keys need one.
+    """Return the problems of chosen presets: unreadable, a wrong `defaults` list, or no header although keys need it.
 
     Args:
         overrides: Hydra overrides as written.

@@ -198,14 +198,14 @@ class Rollout(Section):
     )
     lora: Literal["merged", "adapter"] = Field(
         default="merged",
-        description="How actor.lora's adapters reach the engine: merged into all weights, or as adapters that vLLM "
+        description="How actor.lora's adapters reach the engine: merged into the weights, or as adapters that vLLM "
         "applies, so that only their matrices are sent.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Whether vLLM's tokens and log-probs depend on a row's prompt, seed and weights alone, to the last "
-        "bit, and not on the rows that run with it. Tried when the engine starts, which fails if they do. On GPUs it "
-        "sets VLLM_BATCH_INVARIANT, which costs speed.",
+        description="Whether a row's tokens and log-probs must not depend, to the last bit, on the rows that vLLM runs "
+        "with it. Tested when the engine starts, which fails if they do. On GPUs this sets VLLM_BATCH_INVARIANT, which "
+        "costs speed.",
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="Further engine arguments of vLLM, by vLLM's own names."

@@ -56,7 +56,7 @@ class Prompts:
 
     @cached_property
     def column_names(self) -> list[str]:
-        """The dataset's columns besides prompt, answer and demonstration, those that only some rows have included."""
+        """The dataset's columns except prompt, answer and demonstration, including those that only some rows have."""
         return list(dict.fromkeys(name for example in self.examples for name in example.columns))
 
     def batch(self, rows: np.ndarray) -> BatchedDataDict:

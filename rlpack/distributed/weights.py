@@ -37,7 +37,7 @@ class WeightSource(Protocol):
 
     @broadcast
     def open_weights(self, form: Any) -> Sized:
-        """Plan buckets of weights as the target wants them; return the layout, whose length is their number."""
+        """Plan buckets of weights in the target's form; return the layout, whose length is the number of buckets."""
         ...
 
     @broadcast
@@ -63,7 +63,7 @@ class WeightTarget(Protocol):
 
     @rank_zero
     def weights_form(self) -> Any:
-        """Return how weights are to arrive, which source and target agree on; built-in roles use `WeightForm`."""
+        """Return the form in which weights have to arrive, which the source understands; ours is `WeightForm`."""
         ...
 
     @broadcast

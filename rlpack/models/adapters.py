@@ -64,12 +64,12 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module maps vectors by its weight; routers and grouped layers derive from Linear, too."""
+    """Return whether a module multiplies vectors by its weight; routers and grouped layers also derive from Linear."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return isinstance(module, nn.Linear)
     try:
         output = module(module.weight.new_zeros(1, module.in_features))
-    except Exception:  # noqa: BLE001 - it takes another input
+    except Exception:  # noqa: BLE001 - it takes other inputs
         return False
     return isinstance(output, torch.Tensor) and output.shape == (1, module.out_features)
 

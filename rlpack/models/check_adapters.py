@@ -1,8 +1,8 @@
-"""Check that adapters act wherever a model uses their layers' weights.
+"""Check that adapters take effect wherever a model uses their layers' weights.
 
 A fused kernel that reads `layer.weight` gets the frozen weight W without its adapter, which then has no effect. A
 weight that two layers share has an adapter in each, and no single merged value. For y = (W + s·B·A)·x, the gradient of
-B is s·G·Aᵀ, where G is the gradient of W. The check compares both, layer by layer.
+B is s·G·Aᵀ, where G is the gradient of W. The check compares the two gradients of B, layer by layer.
 """
 
 from collections.abc import Iterator
@@ -18,25 +18,26 @@ from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 
 _LENGTHS = (7, 4)
-# Allowed difference, relative to the norm of the expected gradient, or to this part of the largest norm.
+# Allowed difference, relative to the norm of the expected gradient; norms below this part of the largest are skipped.
 _TOLERANCE, _LEAST_PART = 0.02, 1e-4
+# Layers that an error names.
 _NAMED = 3
 
 
 def check_adapters(model: PackedModel, device: torch.device | str, vocab_size: int, *, packed: bool) -> None:
     """Raise unless each adapter gets the gradient that its layer's weight implies, in training and evaluation mode.
 
-    Call it before the model is sharded. It takes two forward and backward passes of 11 tokens. Layers that get no
-    gradient at all, such as those of experts that no token is routed to, are not judged.
+    Call it before the model is sharded. It takes two forward and backward passes of 11 tokens. Layers without a
+    gradient, such as those of experts that no token is routed to, are not checked.
 
     Args:
         model: the policy with adapters; its training mode is restored.
         device: the model's device.
         vocab_size: tokens are drawn below it.
-        packed: whether the role packs rows, or pads them.
+        packed: whether the role packs rows instead of padding them.
 
     Raises:
-        ModelError: names the layers, and targets that leave them out.
+        ModelError: an adapter has no effect; names the layers, and targets without them. Or the model can't be run.
     """
     was_training = model.training
     rows = random_rows(list(_LENGTHS), vocab_size, seed=0)
@@ -61,7 +62,7 @@ def check_adapters(model: PackedModel, device: torch.device | str, vocab_size: i
 
 
 def _compare(model: nn.Module, gradients: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Raise if the gradient of an adapter's B, the first of a pair, differs from the expected one, the second."""
+    """Raise if the gradient of an adapter's B (first of a pair) differs from the expected gradient (second)."""
     least = _LEAST_PART * max((expected.norm() for _, expected in gradients.values()), default=torch.zeros(()))
     ignored = [
         layer
@@ -84,7 +85,7 @@ def _compare(model: nn.Module, gradients: dict[str, tuple[Tensor, Tensor]]) -> N
 
 @contextmanager
 def _adapter_gradients(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Collect the gradients [d_out, r] of each layer's B, and what they have to be; store none."""
+    """Collect the actual and the expected gradient [d_out, r] of each layer's B, and leave no gradient stored."""
     weights = dict(model.named_parameters())
     gradients: dict[str, tuple[Tensor, Tensor]] = {}
     adapters = {name: adapter for name, adapter in find_adapters(model).items() if name in weights}

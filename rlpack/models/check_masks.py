@@ -42,7 +42,7 @@ def check_masks(
     _check_whole(masks, length, way_out)
     if past <= length:
         return
-    # Neither does the row with a mask of its own making say which mask a longer one would get.
+    # A row whose mask the model builds itself doesn't show which mask a longer row would get.
     if any(mask.rule is None and mask.allowed is not None for mask in masks):
         length = min(past, MAX_MASK_LENGTH)
         _check_whole(_masks_of_row(model, length, vocab_size, device), length, way_out)

@@ -12,7 +12,7 @@ class IsolationError(RuntimeError):
     """A model whose packed sequences are not independent of each other."""
 
 
-# What to change if a critic or a reward model has another tokenizer than the policy, by key.
+# The fix, by key, for a critic or a reward model whose tokenizer differs from the policy's.
 _SAME_TOKENIZER = {
     "critic.path": "leave critic.path=null, or choose a model of the policy's family",
     "reward_model.path": "write a role that tokenizes texts itself (roles.<name>.target), or set another model",

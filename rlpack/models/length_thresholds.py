@@ -1,7 +1,7 @@
 """The row lengths from which a model's attention changes, and the longest row that a model has positions for.
 
-Windows hide the tokens before them, sparse attention begins to select, queries are scaled, distances are clipped. A row
-shorter than the length can't show whether a layout or a cache has what comes after it.
+From such a length on, a window hides earlier tokens, sparse attention starts to select, queries are scaled, or
+distances are clipped. Shorter rows can't show whether a layout or a cache handles that correctly.
 """
 
 import re
@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from rlpack.models.rope import POSITION_LIMITS
 
-# Rows of models without a number of positions, and rows whose masks are compared, have at most this many tokens.
+# Most tokens of a row whose masks are compared, and of any row of a model without a number of positions.
 MAX_MASK_LENGTH = 8192
 # Settings whose values bound how far a token sees.
 _WINDOW = re.compile(r"window|chunk|local_attention|local_size")
 # Settings whose values bound how many tokens a token sees.
 _SELECTION = re.compile(r"index_topk$|indexer_budget|token_budget")
-# Settings in whose units tokens or blocks of them are selected: the number selected times the size of each.
+# Settings for the number of blocks that are selected, and for the tokens of a block: their product counts.
 _SELECTED, _UNIT = re.compile(r"top_?k(_blocks)?$"), re.compile(r"block_size$|compress")
-# Settings from whose values on positions or distances count in another way, or tokens are put into a block.
+# Settings from whose values on positions or distances are treated differently, or tokens are compressed into blocks.
 _POSITION = re.compile(r"floor|rel_extent|max_distance|original_max_position|block_size|compress")
 
 
@@ -30,7 +30,7 @@ def windows(model: PreTrainedModel) -> list[int]:
 
 
 def selections(model: PreTrainedModel) -> list[int]:
-    """Return how many tokens sparse attention selects; it has an effect on longer rows."""
+    """Return how many tokens sparse attention selects; only longer rows are affected."""
     entries = [(name, size) for name, size in _integers(model) if name.startswith("index")]
     units = [size for name, size in _integers(model) if _UNIT.search(name)]
     sizes = [size for name, size in entries if _SELECTION.search(name)]
@@ -38,13 +38,13 @@ def selections(model: PreTrainedModel) -> list[int]:
 
 
 def length_thresholds(model: PreTrainedModel) -> list[int]:
-    """Return all row lengths from which attention may change, ascending; an unknown setting isn't among them."""
+    """Return the row lengths, ascending, from which attention may change according to known settings."""
     others = [size for name, size in _integers(model) if _POSITION.search(name)]
     return sorted({*windows(model), *selections(model), *others})
 
 
 def longest_row(model: PreTrainedModel) -> int:
-    """Return the number of positions that the model has."""
+    """Return the number of positions that the model has, or `MAX_MASK_LENGTH` if it has no such number."""
     return max(4, position_limit(model) or MAX_MASK_LENGTH)
 
 

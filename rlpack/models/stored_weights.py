@@ -1,7 +1,7 @@
 """Check that a folder's safetensors files hold the weights of a model, from the files' headers alone.
 
-transformers renames, stacks and splits the tensors of many architectures as it loads them. Only its loader knows how,
-so it loads tensors of the files' names and shapes without data, on the meta device.
+transformers renames, stacks and splits the tensors of many architectures when it loads them, and only its loader knows
+how. The check therefore runs this loader on the meta device, on tensors with the files' names and shapes but no data.
 """
 
 import copy
@@ -26,10 +26,10 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
-    """Raise if the files of a folder lack weights of a model, or have others shapes.
+    """Raise if the files of a folder lack weights of a model, or hold them in other shapes.
 
-    It takes milliseconds, however large the model is. A source that is not a folder, files that can't be read, and a
-    failure of transformers' loader are left to the ranks, which load the weights.
+    This takes milliseconds for any model size. If the source is not a folder, a file can't be read, or transformers'
+    loader fails, nothing is raised; the ranks, which load the weights, report such problems.
 
     Args:
         model: on the meta device, of the class that will be loaded.
@@ -37,7 +37,7 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
         key: configuration key of the source, for the error.
 
     Raises:
-        ModelError: names the first weight.
+        ModelError: gives the number of wrong weights and names the first.
     """
     folder = Path(source).expanduser()
     shapes = _shapes(folder) if folder.is_dir() else None
@@ -54,7 +54,7 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # noqa: BLE001 - the loader's own failures are the ranks' to report
+    except Exception as error:  # noqa: BLE001 - the ranks report failures of the loader
         _log.debug("the weights of %s can't be checked by their headers: %s", source, error)
         return
     name = type(model).__name__
@@ -63,9 +63,9 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
     if mismatched := sorted(report["mismatched_keys"]):
         weight, shape, expected = mismatched[0]
         raise ModelError(
-            f"{key} is {source!r}, whose files give {len(mismatched)} weights of a {name} other shapes than its "
-            f"config.json does, the first is {weight}: {list(shape)} instead of {list(expected)}; set a complete model "
-            "with its own config.json"
+            f"{key} is {source!r}, whose files and config.json disagree on the shapes of {len(mismatched)} weights of "
+            f"a {name}; the first is {weight}: {list(shape)} instead of {list(expected)}; set a complete model with "
+            "its own config.json"
         )
 
 
@@ -78,7 +78,7 @@ def lacking_weights_error(key: str, source: str, name: str, missing: list[str]) 
 
 
 def _shapes(folder: Path) -> dict[str, Tensor] | None:
-    """Return tensors without data, by the names in the files that transformers would load; None if not known."""
+    """Return meta tensors by name, for the files that transformers would load; None if these can't be read."""
     try:
         if (folder / _WEIGHTS).is_file():
             names = {_WEIGHTS}
@@ -89,7 +89,7 @@ def _shapes(folder: Path) -> dict[str, Tensor] | None:
             with safe_open(folder / name, framework="pt") as file:
                 for tensor in file.keys():  # noqa: SIM118 - not a dict
                     shapes[tensor] = torch.empty(file.get_slice(tensor).get_shape(), device="meta")
-    except Exception as error:  # noqa: BLE001 - of the index, or of safetensors, which has errors of its own
+    except Exception as error:  # noqa: BLE001 - safetensors raises its own errors, a wrong index many kinds
         _log.debug("the headers in %s can't be read: %s", folder, error)
         return None
     return shapes
@@ -97,7 +97,7 @@ def _shapes(folder: Path) -> dict[str, Tensor] | None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Hide transformers' report of what it loads, and its progress bar."""
+    """Hide transformers' loading report and progress bar."""
     verbosity, has_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
     transformers_logging.disable_progress_bar()

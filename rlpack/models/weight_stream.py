@@ -41,11 +41,11 @@ class TensorSpec(NamedTuple):
 
 
 class WeightForm(NamedTuple):
-    """How a receiver takes the weights of a model.
+    """The form in which a receiver takes the weights of a model.
 
     Attributes:
-        dtype: of floating-point weights; None for each weight's own.
-        adapters_only: whether it takes the matrices of adapters, and has the weights that they are added to.
+        dtype: of floating-point weights; None keeps each weight's dtype.
+        adapters_only: whether it takes only the matrices of adapters, because it already has the base weights.
     """
 
     dtype: torch.dtype | None = None
@@ -90,7 +90,7 @@ class WeightStream:
         Args:
             policy: sharded or not; its weights at the time of `gather` are sent.
             dtype: floating-point weights are cast to it, the receiver's; None keeps each weight's own.
-            adapters_only: send only the matrices of adapters, under peft's names, each B times its scale.
+            adapters_only: send only the matrices of adapters, under peft's names, each B multiplied by its scale.
             bucket_bytes: largest bucket, in `dtype`.
 
         Raises:
@@ -116,8 +116,8 @@ class WeightStream:
         Args:
             index: of the bucket.
             keep: False on a rank that only takes part in the gathers: it copies nothing and returns nothing.
-            copy: False for tensors that are read before the model changes: those that are whole, on the CPU and of the
-                stream's type already are the model's own.
+            copy: False returns the model's tensors themselves where they are already whole, on the CPU and of the
+                stream's dtype; read them before the model changes.
         """
         weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
         scales = {adapter.up: adapter.scale for adapter in adapters.values()} if self._adapters_only else {}

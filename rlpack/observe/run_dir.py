@@ -28,7 +28,7 @@ MODEL = "model"
 _PHASES = ("sft_warmup", "train")
 # The kernel takes paths of 4096 bytes; the longest below a run directory are those of a checkpoint's files.
 _LONGEST_PATH = 3800
-# Files that a run reads or writes; the lock has a check of its own.
+# Files that a run reads or writes; the lock is checked separately.
 _FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID)
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
 _HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, ".hydra", "logs", "multirun.yaml"})
@@ -103,8 +103,8 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
             what = "a link" if path.is_symlink() else kind_of(path)
             raise RunDirectoryError(
-                f"run_dir={run_dir}: {name} is {what}, and the run would write there; remove it, or choose another "
-                "run_dir"
+                f"run_dir={run_dir}: {name} is {what}, but the run needs a regular file there; remove it, or choose "
+                "another run_dir"
             )
     if not resume and holds_run(run_dir):
         raise RunDirectoryError(

@@ -82,8 +82,8 @@ class BucketReceiver:
         """Check the next bucket of an update, as `unpack` does, and yield its tensors to be loaded.
 
         Raises:
-            EngineError: the bucket is not the one that is due, was damaged, or could not be loaded; or an earlier one
-                could not, of which a `BucketError` tells.
+            EngineError: the bucket is not the one that is due, was damaged, or could not be loaded; or the block raised
+                a `BucketError` for an earlier bucket, which the message then names.
         """
         weights = self.unpack(bucket, version)
         with self._failing(f"{bucket.header} was not loaded"):
@@ -146,7 +146,7 @@ class BucketReceiver:
         """Refuse all later buckets if the block fails.
 
         Args:
-            problem: what has failed then, unless a `BucketError` names another bucket.
+            problem: the failure to report, unless a `BucketError` names another bucket.
         """
         try:
             yield

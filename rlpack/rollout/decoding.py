@@ -33,23 +33,23 @@ from rlpack.rollout.whole_rows import last_logits, relative_gap
 
 _log = logging.getLogger(__name__)
 
-# Allowed rounding differences of up to 8 layers, relative to the largest logit. Rounding reaches 5e-6; with new
-# weights, which are small, a wrong cache differs by as little as 4e-4.
+# Allowed difference for up to 8 layers, relative to the largest logit. Rounding reaches 5e-6; with new weights, which
+# are small, a wrong cache can differ by as little as 4e-4.
 _TOLERANCE = 2e-4
 # Tokens that are appended to each prompt in the trial.
 _STEPS = 3
 _SEED = 20240609
-# Prompts of the trial: the first is twice in a batch, as those of a group are; one is much longer than the others.
+# Lengths of the trial's prompts: the first prompt occurs twice in a batch, as in a group; one is much longer.
 _SHORT = (4, 9, 21, 30, 4)
-# The longest threshold that is tried with any model, and with a small one.
+# The longest thresholds that are tried: with any model, and with a small one.
 _MAX_THRESHOLD, _MAX_SMALL_THRESHOLD = 512, 2048
-# Thresholds that are tried, the largest: each costs a few forward passes.
+# Only this many thresholds are tried, the largest ones: each costs a few forward passes.
 _MOST_THRESHOLDS = 4
-# The longest prompt that is tried of a small model, for thresholds that no known setting names; recurrent layers
-# without their kernels take a Python step for each token.
+# The longest prompt that is tried with a small model, for thresholds that no known setting names. It is shorter for
+# recurrent layers, which without their kernels take a Python step for each token.
 _LONG, _LONG_RECURRENT = 400, 64
-# Trials of a model that selects experts or keys: of two that are equally good, rounding selects one. It rarely does
-# with experts, so one trial has to pass; a model whose keys are often equally good has no log-probs to compare with.
+# Trials of a model that selects experts or keys. Rounding decides between two that are equally good. With experts that
+# is rare, so one trial has to pass; with keys all have to, because a model with many ties has no exact log-probs.
 _DRAWS = 3
 # Names under which models return their cache and take it again.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
@@ -283,15 +283,15 @@ def choose_decoder(model: PreTrainedModel, pad_token_id: int, *, max_length: int
     way_out = "use another model"
     if selected := [size for size in selections(model) if size < longest_row(model)]:
         way_out = (
-            f"its attention selects keys in rows over {min(selected)} tokens, and of keys that are equally good "
-            "rounding selects one: keep rows up to that length (data.max_prompt_tokens + rollout.max_new_tokens), or "
-            "use another model"
+            f"its attention selects keys in rows over {min(selected)} tokens, and rounding decides between keys that "
+            "are equally good: keep rows within that length (data.max_prompt_tokens + rollout.max_new_tokens), or use "
+            "another model"
         )
     raise EngineError(f"{type(model).__name__} can't generate: {'; '.join(reasons)}; {way_out}")
 
 
 def _gap_of_draws(model: PreTrainedModel, decoder: type[Decoder], pad_token_id: int, max_length: int | None) -> float:
-    """Return the largest gap of the draws that have to pass."""
+    """Return the gap that decides: the largest of all draws for a model that selects keys, else the smallest."""
     selects_keys, gaps = bool(selections(model)), []
     for draw in range(_DRAWS if selects_keys or has_experts(model) else 1):
         gaps.append(_largest_gap(model, decoder, pad_token_id, max_length, seed=_SEED + draw))
@@ -336,8 +336,8 @@ def _largest_gap(
 def _trial_lengths(model: PreTrainedModel, max_length: int | None, *, equal: bool) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of the prompts of each trial batch, all equal if `equal`.
 
-    Some rows go past each threshold in the prompt and some in a step, because a cache may forget too early, or too
-    late, what a window hides.
+    Some rows pass each threshold in the prompt and some in a decoding step, because a cache may drop keys that a window
+    hides too early or too late.
     """
     limits = [size for _, size in frequency_limits(model.config)]
     most = min([longest_row(model), max_length or longest_row(model), *limits]) - _STEPS

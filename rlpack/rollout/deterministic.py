@@ -1,8 +1,8 @@
 """`rollout.deterministic`: a row's tokens and log-probs depend on its prompt, its seed and the weights alone.
 
-In general they don't: matrix products of more rows may round differently, and a sampled token can change with the last
-bit of its logits. Whether they do depends on kernels, types and devices, so an engine that is to be deterministic is
-tried when it starts.
+In general they also depend on other rows: a matrix product of more rows may round differently, and a sampled token can
+change with the last bit of its logits. This depends on kernels, dtypes and devices, so an engine that has to be
+deterministic is tested when it starts.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import Generations, SamplingParams
 
 _ROWS, _SEED = 24, 31
-# Rows that are generated alone, too.
+# Rows that are also generated alone.
 _ALONE = (0, 11, 23)
 _LONGEST_PROMPT, _NEW_TOKENS = 64, 16
 
 
 class Generator(Protocol):
-    """What the trial needs of an engine."""
+    """The part of an engine that the test needs."""
 
     vocab_size: int
 
@@ -32,14 +32,14 @@ class Generator(Protocol):
 
 
 def check_deterministic(engine: Generator, *, max_length: int) -> None:
-    """Generate the same rows together, in another order and alone.
+    """Raise unless an engine generates the same rows together, in another order and alone.
 
     Args:
-        engine: the engine; any weights will do.
+        engine: the engine, with any weights.
         max_length: most tokens of a row, prompt and response together.
 
     Raises:
-        EngineError: a row's tokens or log-probs differ, in a single bit or more.
+        EngineError: a row's tokens or log-probs differ in at least one bit.
     """
     new_tokens = min(_NEW_TOKENS, max_length - 1)
     params = SamplingParams(max_new_tokens=new_tokens)
@@ -62,7 +62,7 @@ def check_deterministic(engine: Generator, *, max_length: int) -> None:
 
 
 def _prompts(vocab_size: int, longest: int) -> Ragged:
-    """Return random prompts; each second one is the one before it, as in a group, whose prefix engines share."""
+    """Return random prompts in equal pairs, as in a group, because engines share the prefix of equal prompts."""
     rng = np.random.default_rng(_SEED)
     lengths = rng.integers(1, longest, _ROWS // 2, endpoint=True)
     distinct = [torch.from_numpy(rng.integers(vocab_size, size=length)) for length in lengths]

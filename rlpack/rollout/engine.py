@@ -90,7 +90,7 @@ class Engine(Protocol):
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
         """Copy one bucket, a mapping from name to tensor on the CPU; the caller frees it afterwards.
 
-        An engine may return before the bucket is loaded. If that fails, a later call of the update says so.
+        An engine may return before the bucket is loaded; if loading fails, a later call of the update raises.
 
         Raises:
             BucketError: this bucket or an earlier one could not be loaded.

@@ -18,7 +18,7 @@ class LogprobGapError(EngineError):
 
 
 class BucketError(EngineError):
-    """A bucket of weights was not loaded; engines that load in the background raise it after later buckets.
+    """A bucket of weights was not loaded; engines that load in the background raise this in a later call.
 
     Attributes:
         index: of the bucket in its update, from 0.

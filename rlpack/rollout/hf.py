@@ -119,7 +119,7 @@ class HFEngine:
         )
 
     def _check_last_logits(self, prompts: Ragged, responses: "_Responses") -> None:
-        """Compare the last logits of a batch with those of whole rows, if longer rows than ever ran in it."""
+        """Compare the last logits of a batch with those of whole rows, if a comparison is due."""
         last = responses.last
         lengths = prompts.lengths.numpy(force=True)[last.rows] + last.position
         longest = self._comparison.due(lengths, self.policy_version)

@@ -1,7 +1,7 @@
 """Compare the last logits of generated rows with those of whole rows, whenever rows are longer than any before.
 
-The trial that chooses a decoder has short rows of random tokens. A cache that is wrong only beyond a length that no
-known setting names, or only with trained weights, shows here, in the first batch with such rows.
+The trial that chooses a decoder uses short rows of random tokens. A cache that is wrong only beyond a length that no
+known setting names, or only with trained weights, is detected here, in the first batch that has such rows.
 """
 
 import numpy as np
@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from rlpack.models.own_attention import forward_arguments
 from rlpack.rollout.errors import EngineError
 
-# Rows that are compared at a time. Half of them have to differ: among many tokens two experts, or two keys, may be
-# equally good, and rounding selects one.
+# Rows per comparison. It fails only if at least half of them differ: in a row of many tokens two experts, or two keys,
+# may be equally good, so that rounding selects one.
 _ROWS = 4
-# Allowed difference, relative to the largest logit; the trial's is for untrained tokens and short rows.
+# Allowed difference, relative to the largest logit; wider than the trial's, which has random tokens and short rows.
 _TOLERANCE = 1e-2
-# Rows are compared again when they are longer by this factor, and after as many weight updates as there were before.
+# Rows are compared again when they are longer by this factor, or when the number of weight updates has doubled.
 _GROWTH = 1.1
-# Of longer rows only the last logits are computed, which may take much memory.
+# For longer rows only the last logits are computed, to save memory.
 _SHORT = 64
 
 
@@ -32,7 +32,7 @@ class WholeRowComparison:
         self._length, self._version = 0, 0
 
     def due(self, lengths: np.ndarray, policy_version: int) -> np.ndarray:
-        """Return which rows to compare, int64 [n]: the longest, or none.
+        """Return the indices of the rows to compare, int64 [n]: the longest ones, or none.
 
         Args:
             lengths: tokens of each row, int64 [R].
@@ -49,14 +49,14 @@ class WholeRowComparison:
 
     @torch.inference_mode()
     def compare(self, rows: list[Tensor], logits: Tensor) -> None:
-        """Raise unless the logits of most rows equal those of a forward pass without a cache.
+        """Raise unless the logits of more than half of the rows equal those of a forward pass without a cache.
 
         Args:
             rows: tokens, int64 [L] each.
             logits: after each row, [n, V].
 
         Raises:
-            EngineError: they differ; the message says from which length on.
+            EngineError: they differ; the message gives the range of lengths.
         """
         gaps = [
             relative_gap(scores, last_logits(self._model, row.to(self._model.device), 1)[0]).item()
@@ -65,10 +65,10 @@ class WholeRowComparison:
         different = [len(row) for row, gap in zip(rows, gaps, strict=True) if not gap <= _TOLERANCE]
         if different and 2 * len(different) >= len(rows):
             raise EngineError(
-                f"{type(self._model).__name__} generates other tokens than it is trained on: logits after rows of "
-                f"{min(different)} to {max(different)} tokens differ by {max(gaps):.1e} of the largest between its "
-                "cache and whole rows, so its attention changes at some length in a way that its cache lacks; keep "
-                "rows shorter (data.max_prompt_tokens + rollout.max_new_tokens), or use another model"
+                f"{type(self._model).__name__} generates with a wrong cache: logits after rows of {min(different)} to "
+                f"{max(different)} tokens differ from those of whole rows by {max(gaps):.1e} of the largest, so its "
+                "attention changes at some length in a way that its cache doesn't support; keep rows shorter "
+                "(data.max_prompt_tokens + rollout.max_new_tokens), or use another model"
             )
 
 

@@ -11,6 +11,6 @@ they can't decide is left to `rlpack.recipes.preflight`, which builds the model 
 - `role_sources`: the methods of users' roles; `user_sources` parses modules.
 - `model_files`: the folders of models and tokenizers.
 - `served_model`: the model of `rlpack serve`.
-- `model_settings`: a new model's settings; `transformers_sources` reads what exists, `annotations` compares types.
+- `model_settings`: a new model's settings; `transformers_sources` reads which exist, `annotations` compares types.
 - `weight_patterns`: patterns of frozen weights and adapters, against `weight_names`.
 """

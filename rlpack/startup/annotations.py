@@ -1,10 +1,10 @@
-"""Values against the annotations of parameters and fields, as text in source files."""
+"""Compare values with the annotations of parameters and fields, given as source text."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-# Python types of the annotations that every value can be compared with.
+# Python types by annotation; other annotations are not checked.
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -18,7 +18,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def is_wrong(value: Any, annotation: str) -> bool:
-    """Return whether a value surely doesn't have an annotated type; None is left out.
+    """Return whether a value certainly doesn't have an annotated type; False for None.
 
     >>> is_wrong("a", "int | None"), is_wrong(1, "float"), is_wrong([1], "int | list[int]"), is_wrong(1, "list")
     (True, False, False, True)

@@ -1,7 +1,7 @@
-"""The parameters of the loss and of the advantage function, read from their source files.
+"""Check the parameters of the loss and of the advantage function in their source files.
 
-Importing them imports PyTorch, which takes seconds. A function of the user is judged here only if its parameters are
-certain: it is a plain function statement in a file that can be found without importing a package.
+Importing them imports PyTorch, which takes seconds. A user's function is checked only if its parameters are certain: a
+plain function statement in a file that can be found without importing a package.
 """
 
 import ast
@@ -21,17 +21,17 @@ from rlpack.startup.user_sources import Uncertain, count_bindings, parse_module,
 
 # The files of the built-in functions.
 _FILES = tuple(f"algorithms/{name}.py" for name in ("policy_loss", "statistics", "advantages"))
-# Per-row columns that an advantage function can name, whichever roles are started.
+# Per-row columns that an advantage function can always name.
 _ROW_COLUMNS = ("rewards", "valid", "group_ids", "response_tokens", "response_lengths", "prompt_lengths")
-# The value of a default that isn't read.
+# Stands for a default, whose value isn't evaluated.
 _SOME_DEFAULT = object()
 
 
 def check_function_sources(config: Config) -> None:
-    """Raise if the loss or the advantage function surely doesn't exist, or can't be called as configured.
+    """Raise if the loss or the advantage function certainly doesn't exist, or can't be called as configured.
 
     Raises:
-        AlgorithmError: names the key, and what is wrong with the function or with an argument.
+        AlgorithmError: names the key, and the problem of the function or of an argument.
     """
     spec, settings = recipe_of(config), config.algorithm
     if not spec.generates:
@@ -44,13 +44,13 @@ def check_function_sources(config: Config) -> None:
 
 
 def judges_advantage(config: Config) -> bool:
-    """Return whether the names that an advantage function can have are known: a user's role may add any column."""
+    """Return whether an advantage function is used and its columns are known; a user's role may add any column."""
     has_own_roles = not all(is_builtin(name) for name in started_roles(config))
     return "algorithm.advantage" not in recipe_of(config).ignores and not has_own_roles
 
 
 def advantage_columns(config: Config) -> set[str]:
-    """Return the names that an advantage function is called with if it has such parameters."""
+    """Return the names of the arguments that an advantage function gets if it has such parameters."""
     roles = started_roles(config)
     scorers = [name for name in ("reward", "reward_model") if name in roles]
     added = [f"reward_{name}" for name in config.reward.functions]

@@ -56,7 +56,7 @@ def check_cluster(config: Config) -> None:
     """Raise if no Ray cluster answers at `placement.address`; a user's recipe may not use it.
 
     Raises:
-        PlacementError: nothing listens there, or what does is stopped.
+        PlacementError: no process listens there, or the process that does is stopped.
     """
     if config.placement.address is not None and config.recipe.target.startswith("rlpack."):
         from rlpack.distributed import ray_connection  # imports Ray, which takes a third of a second

@@ -25,7 +25,7 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8  # of the header's length, at the beginning of the file
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-# A tokenizer class that has no special tokens of its own.
+# A tokenizer class that defines no special tokens.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -183,7 +183,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def _check_same_tokenizers(config: Config) -> None:
-    """Raise if a critic or a reward model in a folder surely has another tokenizer than the policy."""
+    """Raise if a critic or a reward model in a folder certainly has another tokenizer than the policy."""
     source = config.model.tokenizer or config.model.path
     policy = _vocabulary(source) if source is not None else {}
     for key, path, _ in _sources(config):
@@ -195,7 +195,7 @@ def _check_same_tokenizers(config: Config) -> None:
 
 
 def _vocabulary(source: str) -> dict[str, int]:
-    """Return the ids of a folder's tokens, {} if it can't be told."""
+    """Return the ids of the tokens in a folder's tokenizer.json, {} if they can't be read."""
     path = Path(source).expanduser() / "tokenizer.json"
     try:
         tokenizer = read_object(path)

@@ -36,7 +36,7 @@ class ConfigSource:
     bases: list[Path] = field(default_factory=list)
 
     def may_have(self, key: str) -> bool:
-        """Return whether a name may be a setting: those of a model's own files, and those that the bases assign."""
+        """Return whether a name may be a setting: it occurs in the model's files, or its base classes assign it."""
         if key in self.fields or any(key in _words(path) for path in self.files):
             return True
         return any(key in _assigned(path) for path in self.bases)

@@ -1,6 +1,6 @@
-"""Users' modules, parsed and not imported: what surely is in them.
+"""Parse users' modules without importing them.
 
-Importing a module may import PyTorch, which takes seconds, or run whatever it holds.
+Importing a module may import PyTorch, which takes seconds, and runs its code.
 """
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlpack.user_code import find_user_module
 
-# Names in whose presence a module or class may have more than its statements say.
+# Names by which a module or class may define more than its statements show.
 DYNAMIC = {
     *("setattr", "globals", "locals", "vars", "exec", "eval", "import_module"),
     *("__getattr__", "__init_subclass__", "__dict__", "__import__"),
@@ -17,11 +17,16 @@ DYNAMIC = {
 
 
 class Uncertain(Exception):  # noqa: N818 - no error: the importing check decides
-    """What a module or class has can't be told from its source."""
+    """The source doesn't tell what a module or class contains."""
 
 
 def parse_module(module: str) -> ast.Module:
-    """Return the syntax tree of a module whose names are those of its statements."""
+    """Return the syntax tree of a module without dynamic definitions.
+
+    Raises:
+        Uncertain: the module can't be found, or may define further names.
+        SyntaxError: its source can't be parsed.
+    """
     tree = ast.parse(_file_of(module).read_bytes())
     names = set(words_of(tree))
     if names & DYNAMIC or "*" in names:
@@ -73,12 +78,12 @@ def words_of(tree: ast.AST) -> Iterator[str]:
 
 
 def imported_name(node: ast.ImportFrom, name: str) -> str | None:
-    """Return what an import statement calls `name` where it comes from; None if it doesn't import it."""
+    """Return the original name of `name` in an import statement; None if the statement doesn't import it."""
     return next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
 
 
 def absolute_module(module: str, node: ast.ImportFrom) -> str:
-    """Return the module that an import statement in `module` reads."""
+    """Return the absolute name of the module from which an import statement in `module` imports."""
     if not node.level:
         return node.module or ""
     parts = module.split(".")

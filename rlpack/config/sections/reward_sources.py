@@ -48,7 +48,7 @@ class Reward(Section):
     )
     sandbox: Literal["limits", "strict"] = Field(
         default="limits",
-        description="Both write below the scratch folder alone (Linux 5.13+); strict also blocks the network (6.2+).",
+        description="Functions write only to a scratch folder (Linux 5.13+); strict also blocks the network (6.2+).",
     )
     memory_gb: float = Field(default=4.0, ge=0.01, le=1e6, description="Address space of one process, in GB.")
     subprocesses: int = Field(default=0, ge=0, description="Processes that a function may run at once.")

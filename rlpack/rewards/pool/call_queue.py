@@ -40,7 +40,7 @@ class PoolSettings:
         processes: number of worker processes.
         rows_per_call: most rows of one call; an async function works on them concurrently.
         batch_timeout_s: deadline of a batch, over all functions.
-        strict: close the network to the workers, and refuse changes of modes, times and locks of files.
+        strict: block the network, and changes to modes, owners, times and locks of files.
         env_vars: names of further environment variables that workers see.
         hidden: files and directories that workers can't read, besides credentials (`hidden_paths`).
         limits: resource limits of each worker.

@@ -24,7 +24,7 @@ class Limits:
         memory_gb: address space in GB (10⁹ bytes).
         processes: most descendants at one time; threads don't count. The supervisor enforces it.
         file_bytes: largest file that it can write.
-        scratch_bytes: most that it and its descendants can have on disk at one time. The supervisor enforces it.
+        scratch_bytes: most disk space of it and its descendants at one time. The supervisor enforces it.
         open_files: most open descriptors.
     """
 

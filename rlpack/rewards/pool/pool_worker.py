@@ -26,7 +26,7 @@ _MAX_TEXT = 2000
 _MAX_CAUSES = 20  # of one exception, whose chain may have a cycle
 _REFUSED = (
     "; reward functions run in rlpack's sandbox: it hides credentials, the run's directory and other processes, and "
-    "refuses writing outside $TMPDIR, and with reward.sandbox=strict the network, too; write below $TMPDIR"
+    "refuses writes outside $TMPDIR and, with reward.sandbox=strict, the network; write below $TMPDIR"
 )
 Columns = Mapping[str, Sequence[Any]]
 

@@ -1,7 +1,7 @@
 """Permanently confine a process that runs user code: no capabilities, no other processes, no credentials.
 
-It can write below its scratch directory alone. With `strict` it has no network either, and can't change modes, times or
-locks of files.
+It can write only to its scratch directory. With `strict` it also has no network and can't change the modes and times of
+files, or lock them.
 
 The confinement uses two unprivileged mechanisms of the Linux kernel that containers leave enabled: Landlock (files,
 signals, other processes) and a seccomp filter (system calls). Every descendant inherits it, and it can't be lifted.
@@ -58,8 +58,8 @@ def confine(scratch: Path, *, strict: bool, processes: bool, hidden: Sequence[Pa
     """Permanently drop the rights of this process and its descendants.
 
     Args:
-        scratch: its own directory; the only one that stays writable, besides /dev/shm with processes and not `strict`.
-        strict: close the network, and refuse all other changes of files, too.
+        scratch: its own directory, the only writable one; with `processes` and without `strict`, /dev/shm is, too.
+        strict: block the network, and changes to modes, owners, times and locks of files, also in `scratch`.
         processes: allow new processes; `strict` keeps them in this process's group.
         hidden: paths that it can't read, existing or not. Other processes, devices and what `hidden_paths` lists are
             hidden with them. None leaves reading unrestricted.

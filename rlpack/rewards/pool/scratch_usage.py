@@ -1,6 +1,6 @@
-"""How much a worker has written: the files in its scratch directory, and those that it has deleted but holds open.
+"""The disk usage of a worker: the files in its scratch directory, and those that it has deleted but keeps open.
 
-User code made the directory, so whatever can't be counted, such as a directory that it closed, counts as too much.
+User code controls the directory, so whatever can't be measured, such as an unreadable directory, is over the limit.
 """
 
 import math
@@ -15,12 +15,15 @@ _ENTRY_BYTES, _BLOCK_BYTES = 4096, 512
 
 
 def scratch_bytes(folder: Path, pids: Iterable[int], limit: float) -> float:
-    """Return the bytes that a directory and its processes' deleted files take on disk; counting ends above `limit`.
+    """Return the bytes on disk of a directory and of its processes' deleted files; stop counting above `limit`.
 
     Args:
         folder: the scratch directory.
-        pids: processes that may hold deleted files open.
-        limit: what the caller compares the result with.
+        pids: processes that may keep deleted files open.
+        limit: in bytes; above it, the result may be less than the total.
+
+    Returns:
+        Bytes; infinity if a directory can't be read.
     """
     total = float(sum(_deleted_files(pids).values()))
     folders = [str(folder)]
@@ -29,7 +32,7 @@ def scratch_bytes(folder: Path, pids: Iterable[int], limit: float) -> float:
             entries = os.scandir(folders.pop())
         except FileNotFoundError:
             continue
-        except OSError:  # closed, or nested too deep
+        except OSError:  # unreadable, or nested too deep
             return math.inf
         with entries:
             for entry in entries:
@@ -40,7 +43,7 @@ def scratch_bytes(folder: Path, pids: Iterable[int], limit: float) -> float:
 
 
 def _size(entry: os.DirEntry[str], folders: list[str]) -> int:
-    """Return the bytes of an entry, and add a directory to the list."""
+    """Return the bytes of an entry; append it to `folders` if it is a directory."""
     try:
         status = entry.stat(follow_symlinks=False)
     except OSError:  # deleted since it was listed

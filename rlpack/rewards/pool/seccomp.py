@@ -77,8 +77,8 @@ _NEVER = (
     "sethostname", "setns", "settimeofday", "shmat", "shmctl", "shmget", "swapoff", "swapon", "syslog", "umount2",
     "unshare", "userfaultfd",
 )  # fmt: skip
-# What `strict` refuses besides: the network, leaving the process group, locks that others wait for, and changes to
-# files that Landlock doesn't cover. A filter can't see a path, so these fail in the scratch directory, too.
+# `strict` also refuses the network, leaving the process group, locks that others wait for, and changes to files that
+# Landlock doesn't cover. A filter can't see a path, so these also fail in the scratch directory.
 _STRICT = (
     "socket", "setsid", "setpgid", "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown",
     "fchownat", "utime", "utimes", "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat",
@@ -155,7 +155,7 @@ def _program(machine: str, *, strict: bool, processes: bool, signals: bool) -> l
     numbers = {name: pair[machine == "aarch64"] for name, pair in _NUMBERS.items()}
     for name in refused:
         code += _call(numbers[name], [(_RETURN, 0, 0, _FAIL | errno.EPERM)])
-    # Its files are memory that no limit counts; libraries fall back to files.
+    # Its files are in memory, which no limit counts; libraries fall back to files on disk.
     code += _call(numbers["memfd_create"], [(_RETURN, 0, 0, _FAIL | errno.ENOSYS)])
     # The flags of clone3 are in memory, which a filter can't read; if it fails, libc falls back to clone.
     code += _call(numbers["clone3"], [(_RETURN, 0, 0, _FAIL | errno.ENOSYS)])

@@ -52,7 +52,7 @@ class Supervisor:
         serve: the function that a worker runs, given its channel and its scratch directory.
         pids: process ids of the running workers, by worker number.
         cleaners: processes that delete the directories of workers that exited.
-        next_count: when the files of workers are counted again, in `time.monotonic()` seconds.
+        next_count: when the disk usage of workers is measured next, in `time.monotonic()` seconds.
         wakers: sockets by which a signal wakes the supervisor; workers close them.
     """
 

@@ -58,7 +58,7 @@ def import_functions(
 def _import(
     functions: _Functions, settings: PoolSettings, timeout_s: float, are_called: bool, place: object
 ) -> Mapping[str, Signature]:
-    """Import functions in a process of their own; errors are not cached.
+    """Import functions in a separate process; errors are not cached.
 
     Args:
         functions: pairs of key and target.

@@ -7,13 +7,14 @@
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
 - `shared_weights`: vLLM's weight-transfer backend that reads buckets from shared memory; runs in vLLM's process.
-- `direct_load`: loads updates straight into the model, where that is proved to be what vLLM does; also there.
+- `direct_load`: loads updates directly into the model if that is known to give vLLM's own result; also in its process.
 - `weight_buffers`, `weight_sender`: the shared memory, and the rank's side of an update.
+- `runtime_adapters`: LoRA adapters that vLLM applies itself (`rollout.lora=adapter`).
 - `process_variables`: the environment variables of vLLM's processes.
 - `server_options`, `server_arguments`, `server_process`, `server_main`, `require_token`: vLLM's OpenAI-compatible
   server, for `rlpack serve`; the last two run in its process.
 - `vllm_engine`: the engine, which implements `rlpack.rollout.engine.Engine`.
 
-A rank holds vLLM's front end; the model runs in a process of its own (EngineCore), with its own process group. So an
-engine shares a rank with roles that train.
+A rank holds vLLM's front end; the model runs in a separate process (EngineCore), with its own process group. So an
+engine can share a rank with roles that train.
 """

@@ -1,6 +1,6 @@
 """vLLM's engine arguments, for generation in a run and for `rlpack serve`.
 
-The few arguments that every run needs have keys of their own in `rollout`, or are derived. All others can be set by
+The few arguments that every run needs have their own keys in `rollout`, or are derived. All others can be set by
 vLLM's own name: `rollout.vllm.<argument>`. `server_arguments` has the options of `rlpack serve`.
 """
 

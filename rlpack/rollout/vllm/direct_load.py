@@ -1,15 +1,15 @@
-"""Loads weights straight into a vLLM model on a CPU, by a plan recorded while vLLM loaded them itself.
+"""Load weights directly into a vLLM model on a CPU, by a plan recorded while vLLM loaded them itself.
 
-vLLM's own loading makes new tensors for every layer: it walks the names of a checkpoint, copies each weight twice and
-packs the result. The first update goes that way, and `LoadRecorder` notes which rows of which parameter a weight is.
-Later updates copy these rows in place, or pack a layer's matrix for oneDNN where it lies in the shared memory.
+vLLM's own loading creates new tensors for every layer: it walks the names of a checkpoint, copies each weight twice and
+packs the result. The first update is loaded that way, while `LoadRecorder` notes which rows of which parameter each
+weight fills. Later updates copy these rows in place, or pack a layer's matrix for oneDNN directly from shared memory.
 
 Invariants (tests/vllm/test_direct_load.py):
 
-1. a plan exists only if every weight's way is known: views of what arrived, copied to whole rows of a parameter that
-   vLLM keeps as it was loaded, or hands to its own packing of linear layers; else vLLM loads every update itself;
+1. a plan exists only if the path of every weight is known: views of a received weight are copied to whole rows of a
+   parameter, which vLLM keeps as loaded or passes to its packing of linear layers; otherwise vLLM loads every update;
 2. the rows of every parameter are covered exactly once;
-3. an update is complete only if every weight of the plan came once, of the same shape and type.
+3. an update is complete only if every weight of the plan arrived once, with the same shape and dtype.
 """
 
 import bisect
@@ -31,7 +31,7 @@ from vllm.platforms import current_platform  # pyright: ignore[reportMissingImpo
 from rlpack.rollout.errors import EngineError
 
 _aten = torch.ops.aten
-# What a loader may do with a parameter that is not there yet but copy into it.
+# Operations that a loader may apply to a parameter on the meta device, other than copying into it.
 _VIEWS = frozenset(
     (_aten.detach, _aten.alias, _aten.view, _aten.slice, _aten.select, _aten.narrow, _aten.unsqueeze, _aten.squeeze)
 )
@@ -39,11 +39,11 @@ _CONSTANTS = frozenset((_aten.fill_, _aten.zero_))
 
 
 class NoPlanError(Exception):
-    """A model's weights can't be loaded directly; says why."""
+    """A model's weights can't be loaded directly; the message says why."""
 
 
 class View(NamedTuple):
-    """Part of a weight as it arrives: first element, shape and strides."""
+    """A view of a received weight: offset of the first element, shape and strides, all in elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A part of a weight that becomes rows `start` to `end` of a parameter; no weight, `None`, for a constant."""
+    """Part of a weight that fills rows `start` to `end` (exclusive) of a parameter; `weight` is None for a constant."""
 
     weight: str | None
     view: View | None
@@ -66,8 +66,9 @@ class Target:
     Attributes:
         layer: the module's name.
         name: of the parameter in the module.
-        meta: the parameter before its weights are there, on the meta device; a bias itself.
-        copies: what is copied to it, each part once.
+        meta: the parameter before it is loaded, on the meta device; for a `bias`, which vLLM never moves there, the
+            parameter itself.
+        copies: the copies into it, without duplicates and in order.
     """
 
     layer: str
@@ -77,15 +78,15 @@ class Target:
 
 
 def _key(tensor: Tensor) -> int:
-    """Return what identifies the storage of a tensor while that lives."""
+    """Return an id of a tensor's storage, unique while the storage exists."""
     return tensor.untyped_storage()._cdata
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Notes what vLLM's loaders copy where, between vLLM's begin and end of a layerwise reload."""
+    """Records the copies that vLLM's loaders make during a layerwise reload."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Look at the parameters, which vLLM has just emptied."""
+        """Collect the parameters, which vLLM has just moved to the meta device."""
         super().__init__()
         self._model, self.problem = model, ""
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -97,12 +98,12 @@ class LoadRecorder(TorchDispatchMode):
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, tensor: Tensor) -> None:
-        """Know a copy of a weight that was noted, which vLLM loads once all of the layer has come."""
+        """Register a copy of a recorded weight, which vLLM loads once all weights of its layer have arrived."""
         self._kept[_key(tensor)] = tensor
 
     @contextmanager
     def watch(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Note what the block copies from these weights."""
+        """Record the copies that the block makes from these weights."""
         self.specs |= {name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
         self._weights = sorted((weight.data_ptr(), name, weight) for name, weight in weights.items() if weight.numel())
         with self:
@@ -110,7 +111,7 @@ class LoadRecorder(TorchDispatchMode):
         self._weights = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a call that changes a parameter."""
+        """Record a call that changes a parameter, then run it."""
         if not self.problem:
             try:
                 self._note(func.overloadpacket, args)
@@ -119,14 +120,14 @@ class LoadRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def targets(self) -> list[Target]:
-        """Return the parameters, once all weights have come."""
+        """Return the parameters with the copies recorded so far."""
         return list(self._targets.values())
 
     def _note(self, packet: Any, args: Any) -> None:
-        """Note an operation on a parameter that is not there yet, and a copy from a weight.
+        """Record an operation on a parameter that is not loaded yet, or a copy from a weight.
 
         Raises:
-            NoPlanError: it is none that could be repeated.
+            NoPlanError: the operation can't be repeated by a plan.
         """
         tensors = [value for value in args if isinstance(value, Tensor)]
         target = self._targets.get(_key(tensors[0])) if tensors else None
@@ -139,22 +140,22 @@ class LoadRecorder(TorchDispatchMode):
             raise NoPlanError(f"a loader calls {packet} on a parameter")
 
     def _note_copy(self, target: Target | None, to: Tensor, source: Tensor) -> None:
-        """Note a copy to a parameter; vLLM's own copies between tensors that it has just made aside."""
+        """Record a copy to a parameter; copies between tensors that vLLM has just created are ignored."""
         found = self._find(source)
         if target is None:
             if found is not None and not self._is_made_for_a_layer(to):
-                raise NoPlanError(f"{found[0]} is copied to what is no parameter")
+                raise NoPlanError(f"{found[0]} is copied to a tensor that is not a parameter")
             return
         if found is None:
             if _key(to) != _key(source) and _key(source) not in self._kept:
-                raise NoPlanError(f"{target.layer}.{target.name} gets what did not arrive as it is")
+                raise NoPlanError(f"{target.layer}.{target.name} gets values that are not part of a received weight")
             return
         if to.shape != source.shape:
-            raise NoPlanError(f"{found[0]} is spread over {target.layer}.{target.name}")
+            raise NoPlanError(f"{found[0]} is broadcast to {target.layer}.{target.name}")
         target.copies[Copy(*found, *_rows(target, to))] = None
 
     def _find(self, source: Tensor) -> tuple[str, View] | None:
-        """Return the weight of which a tensor is a view."""
+        """Return the name of the weight of which a tensor is a view, and the view; None if there is none."""
         if source.is_meta or not self._weights:
             return None
         place = bisect.bisect_right(self._weights, source.data_ptr(), key=lambda weight: weight[0]) - 1
@@ -163,24 +164,24 @@ class LoadRecorder(TorchDispatchMode):
         if not 0 <= offset < weight.nbytes:
             return None
         if source.dtype != weight.dtype:
-            raise NoPlanError(f"{name} is read as another type")
+            raise NoPlanError(f"{name} is read with another dtype")
         return name, View(offset // weight.itemsize, tuple(source.shape), source.stride())
 
     def _is_made_for_a_layer(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a parameter that vLLM has just made, to load what was noted before."""
+        """Return whether a tensor is a parameter that vLLM has just created, to load weights that it had kept."""
         return any(_key(tensor) == _key(one) for module in self._model.modules() for one in _tensors(module).values())
 
 
 class DirectLoader:
-    """Loads updates by a plan."""
+    """Loads updates by a recorded plan."""
 
     def __init__(self, model: nn.Module, recorder: LoadRecorder, dtype: torch.dtype) -> None:
         """Make the plan from a complete update that vLLM has loaded and finished.
 
         Args:
-            model: whose weights are loaded.
-            recorder: what vLLM copied.
-            dtype: the model's, for attention layers.
+            model: the model into which weights are loaded.
+            recorder: the recorded copies of that update.
+            dtype: the model's dtype, for attention layers.
 
         Raises:
             NoPlanError: the model can't be loaded directly.
@@ -188,7 +189,7 @@ class DirectLoader:
         if recorder.problem:
             raise NoPlanError(recorder.problem)
         if current_platform.is_zen_cpu():
-            raise NoPlanError("zentorch may keep the memory of what it packs")
+            raise NoPlanError("zentorch may keep references to the memory that it packs from")
         modules = dict(model.named_modules())
         self._specs, self._dtype = recorder.specs, dtype
         self._attention = [module for module in modules.values() if _is_processed_by_itself(module)]
@@ -221,7 +222,7 @@ class DirectLoader:
         """Load a bucket.
 
         Raises:
-            EngineError: a weight is not one of the plan's, of another shape or type, or came before.
+            EngineError: a weight is not part of the plan, has another shape or dtype, or has already arrived.
         """
         touched: dict[int, _Layer] = {}
         for name, weight in weights.items():
@@ -235,10 +236,10 @@ class DirectLoader:
             layer.load_or_keep()
 
     def check_complete(self) -> None:
-        """Raise unless all weights have come.
+        """Raise unless all weights have arrived.
 
         Raises:
-            EngineError: a weight has not.
+            EngineError: weights are missing; names the first.
         """
         if missing := [name for name in self._specs if name not in self._arrived]:
             raise EngineError(f"{len(missing)} weights of the update are missing, the first is {missing[0]}")
@@ -251,10 +252,10 @@ class DirectLoader:
 
 
 class _Layer:
-    """A module, which is loaded once all of its weights have come.
+    """A module, which is loaded once all of its weights have arrived.
 
     Attributes:
-        arrived: the weights that have come, by name.
+        arrived: the weights that have arrived, by name.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -271,13 +272,13 @@ class _Layer:
         """Add a parameter.
 
         Raises:
-            NoPlanError: its rows are not covered once, or vLLM keeps it in another form.
+            NoPlanError: its rows are not covered exactly once, or vLLM keeps it in another layout.
         """
         where, rows = f"{self._name}.{target.name}", 0
         copies = sorted(target.copies, key=lambda copy: copy.start)
         for copy in copies:
             if copy.start != rows:
-                raise NoPlanError(f"row {rows} of {where} is not loaded once")
+                raise NoPlanError(f"row {rows} of {where} is not loaded exactly once")
             rows = copy.end
         if rows != _num_rows(target.meta):
             raise NoPlanError(f"row {rows} of {where} is not loaded")
@@ -285,9 +286,9 @@ class _Layer:
         is_whole = live.shape == target.meta.shape and live.stride() == target.meta.stride()
         is_packed = live.numel() == 0 and type(self._packs) is UnquantizedLinearMethod and target.name == "weight"
         if not is_whole and (not is_packed or any(copy.weight is None for copy in copies)):
-            raise NoPlanError(f"vLLM keeps {where} in another form")
+            raise NoPlanError(f"vLLM keeps {where} in another layout")
         if self._packs is not None and target.meta.ndim > 2:
-            raise NoPlanError(f"{where} is no matrix")
+            raise NoPlanError(f"{where} has more than two dimensions")
         self._targets.append(Target(target.layer, target.name, target.meta, dict.fromkeys(copies)))
 
     def weights(self) -> list[str]:
@@ -296,7 +297,7 @@ class _Layer:
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def load_or_keep(self) -> None:
-        """Load the layer if all has come, else copy what has, since its memory is about to be written again."""
+        """Load the layer if it is complete; else copy its weights, because their buffer is about to be overwritten."""
         if len(self.arrived) < len(self.weights()):
             self.arrived = {name: weight.clone() for name, weight in self.arrived.items()}
             return
@@ -318,13 +319,13 @@ class _Layer:
         self.arrived = {}
 
     def _fill(self, live: Tensor, target: Target) -> None:
-        """Copy rows of a parameter in place; constant ones are there."""
+        """Copy the rows of a parameter in place; constant rows keep their values."""
         for copy in target.copies:
             if copy.weight is not None:
                 (live[copy.start : copy.end] if live.ndim else live).copy_(self._part(copy))
 
     def _matrix(self, target: Target) -> Tensor:
-        """Return a matrix that is to be packed: a view of its parts if they lie one after the other, else a copy."""
+        """Return the matrix to be packed: a view of its parts if they are contiguous in memory, else a copy."""
         parts = [self._part(copy) for copy in target.copies]
         end = parts[0].data_ptr()
         for part in parts:
@@ -339,7 +340,7 @@ class _Layer:
         return matrix
 
     def _part(self, copy: Copy) -> Tensor:
-        """Return what a copy reads, a view of the weight."""
+        """Return the source of a copy, a view of the weight."""
         assert copy.weight is not None
         assert copy.view is not None
         weight = self.arrived[copy.weight]
@@ -353,7 +354,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_processed_by_itself(module: nn.Module) -> bool:
-    """Return whether a module, such as attention, computes with weights after they are loaded."""
+    """Return whether a module, such as attention, processes its weights after they are loaded."""
     return "process_weights_after_loading" in dir(type(module))
 
 
@@ -363,15 +364,15 @@ def _num_rows(tensor: Tensor) -> int:
 
 
 def _rows(target: Target, view: Tensor) -> tuple[int, int]:
-    """Return which rows of a parameter a view of it holds.
+    """Return the first row of a parameter that a view of it covers, and the row after the last.
 
     Raises:
-        NoPlanError: it does not hold whole rows.
+        NoPlanError: the view does not cover whole rows.
     """
     whole = target.meta
     if whole.ndim == 0 or view.numel() == whole.numel() == 0:
         return 0, _num_rows(whole)
     start, rest = divmod(int(view.storage_offset()) - int(whole.storage_offset()), whole.stride(0))
     if rest or view.shape[1:] != whole.shape[1:] or view.stride() != whole.stride() or view.ndim != whole.ndim:
-        raise NoPlanError(f"a weight is no whole row of {target.layer}.{target.name}")
+        raise NoPlanError(f"a weight does not fill whole rows of {target.layer}.{target.name}")
     return start, start + view.shape[0]

@@ -1,7 +1,7 @@
-"""What vLLM logs, in the rank and in its own process: a file, from which errors name their cause.
+"""A file for vLLM's logs, from the rank and from vLLM's process, in which the causes of errors are found.
 
-vLLM and what it imports also write to standard error, before vLLM sets its logging up and from C++. That goes into the
-same file, and from there into the run's log, so that the console has what rlpack says.
+vLLM and its dependencies also write to standard error, from C++ and before vLLM configures logging. That output goes to
+the same file, and from there to the run's log, so that the console shows only rlpack's messages.
 """
 
 import json
@@ -38,7 +38,7 @@ class EngineLog:
         self.path = Path(self._folder.name) / "vllm.log"
         self.config = Path(self._folder.name) / "logging.json"
         self.path.touch()
-        self._read = 0  # bytes that are in the run's log
+        self._read = 0  # bytes that were copied to the run's log
         handler = {"class": "logging.FileHandler", "filename": str(self.path), "formatter": "plain"}
         settings = {
             "version": 1,
@@ -51,7 +51,7 @@ class EngineLog:
 
     @contextmanager
     def standard_error(self) -> Iterator[None]:
-        """Append what this process writes to standard error to the log, and all that processes begun here ever do."""
+        """Append standard error of this process, and of the processes that the block starts, to the log."""
         sys.stderr.flush()
         before, log = os.dup(_STDERR), os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
@@ -64,16 +64,16 @@ class EngineLog:
             os.close(log)
 
     def record(self) -> None:
-        """Write what was logged while all went well into the run's log."""
+        """Copy new output to the run's log at level INFO."""
         self._pass_on(logging.INFO)
 
     def explain(self, error: BaseException) -> str:
-        """Return the cause of an error of vLLM, and write what vLLM logged since the last one into the run's log."""
+        """Return the cause of an error raised by vLLM, and copy new output to the run's log at level ERROR."""
         text = self._pass_on(logging.ERROR)
         return first_error(text) or f"{type(error).__name__}: {_in_one_line(str(error))}"
 
     def _pass_on(self, level: int) -> str:
-        """Write what is new into the run's log and return it."""
+        """Copy new output to the run's log and return it."""
         logged = self.path.read_bytes()
         text, self._read = logged[self._read :].decode("utf-8", errors="replace"), len(logged)
         if text:

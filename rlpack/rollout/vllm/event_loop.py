@@ -29,7 +29,11 @@ class EventLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Run a coroutine to its end and return its result; arguments and errors as of `start`."""
+        """Run a coroutine and return its result; arguments as for `start`.
+
+        Raises:
+            EngineError: the deadline passed, and the coroutine has been cancelled; or the loop is closed.
+        """
         return self.start(coroutine, timeout_s, what).result()
 
     def start(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> "StartedCall[T]":
@@ -59,15 +63,15 @@ class EventLoop:
 
 
 class StartedCall(Generic[T]):
-    """A coroutine that was started, with its deadline."""
+    """A running coroutine with a deadline."""
 
     def __init__(self, future: "concurrent.futures.Future[T]", timeout_s: float, what: str) -> None:
-        """Take a running coroutine; its time begins now."""
+        """Wrap a running coroutine; its deadline is `timeout_s` seconds from now."""
         self._future, self._timeout_s, self._what = future, timeout_s, what
         self._end = time.monotonic() + timeout_s
 
     def result(self) -> T:
-        """Return the result, once the coroutine has ended.
+        """Wait for the coroutine and return its result.
 
         Raises:
             EngineError: the deadline passed, and the coroutine has been cancelled.

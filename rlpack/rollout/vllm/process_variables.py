@@ -17,12 +17,12 @@ def process_variables(
         num_threads: of the model on a CPU.
         on_gpu: whether the engine runs on a GPU.
         enforce_eager: whether the model is not compiled.
-        deterministic: whether rounding may not depend on the rows that run together.
+        deterministic: whether rounding must not depend on which rows run together.
     """
     variables = {"OMP_NUM_THREADS": str(num_threads)}
     if not on_gpu:  # else vLLM for CPUs puts the model into a third process
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    elif deterministic:  # vLLM's kernels for CPUs have no such mode; `check_deterministic` tries them
+    elif deterministic:  # vLLM's CPU kernels have no such mode; `check_deterministic` tests them
         variables["VLLM_BATCH_INVARIANT"] = "1"
     if enforce_eager:
         variables["TORCHDYNAMO_DISABLE"] = "1"

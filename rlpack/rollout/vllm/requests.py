@@ -2,7 +2,7 @@
 
 Invariants (tests/vllm/test_engine.py):
 
-1. each row is a request of its own (n = 1) with its own seed, so its tokens depend on no other row;
+1. each row is a separate request (n = 1) with its own seed, so its tokens depend on no other row;
 2. log-probs are those of the distribution that was sampled from, and 0 for greedy rows, as in every engine;
 3. a response ends with `stop` if its last token is a stop token, else with `length`; any other end is an error.
 """

@@ -1,7 +1,7 @@
-"""LoRA adapters that vLLM applies while it generates, `rollout.lora=adapter`: only their matrices travel.
+"""LoRA adapters that vLLM applies while it generates (`rollout.lora=adapter`): only their matrices are sent.
 
-The base weights are frozen, so vLLM's own are the trainer's; the canary proves it at every publication. Each update
-becomes an adapter with an id of its own, since vLLM keeps the old matrices of an id that it knows.
+The base weights are frozen, so vLLM's copy stays the trainer's; the canary verifies it at every publication. Each
+update becomes an adapter with a new id, because vLLM keeps the old matrices for an id that it already has.
 """
 
 import json
@@ -30,7 +30,7 @@ def adapter_arguments(model: PreTrainedModel, rank: int) -> dict[str, Any]:
         rank: of the adapters, at most the last of `ADAPTER_RANKS`.
     """
     reserved = next(known for known in ADAPTER_RANKS if known >= rank)
-    # Layers that can't be adapted are left as they are: vLLM's experts with room for adapters need Triton.
+    # No other layers: vLLM's implementation of experts with adapters needs Triton.
     layers = sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
     sizes = {"max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": reserved}
     return {"enable_lora": True, "lora_target_modules": layers} | sizes
@@ -57,10 +57,10 @@ class RuntimeAdapters:
         self._matrices: dict[str, Tensor] = {}
 
     def open(self, layout: WeightLayout) -> None:
-        """Agree on the matrices of every update, and forget those that have arrived.
+        """Set the matrices that every update has to contain, and drop those that have arrived.
 
         Raises:
-            EngineError: a name or a shape fits no linear layer of the model, or a layer has one matrix only.
+            EngineError: a name or a shape fits no linear layer of the model, or a layer has only one matrix.
         """
         shapes = layout.shapes
         layers = [name.removeprefix(_PREFIX).removesuffix(_DOWN) for name in shapes if name.endswith(_DOWN)]
@@ -81,7 +81,7 @@ class RuntimeAdapters:
         self._matrices |= {name: matrix.clone() for name, matrix in matrices.items()}
 
     async def load(self, front_end: Any) -> None:
-        """Have vLLM load the adapter that arrived, under an id of its own, and drop the one before it.
+        """Have vLLM load the adapter that arrived, under a new id, and remove the previous one.
 
         Args:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
@@ -103,7 +103,7 @@ class RuntimeAdapters:
 
     @contextmanager
     def _written(self) -> Iterator[str]:
-        """Yield a folder of the adapter, which vLLM has to read before the context ends; then begin the next update."""
+        """Yield a folder with the adapter, which vLLM must read before the context ends; then start the next update."""
         if len(self._matrices) != 2 * len(self._layers):
             raise EngineError(
                 f"{len(self._matrices)} of {2 * len(self._layers)} matrices of adapters arrived before the update was "
@@ -113,7 +113,7 @@ class RuntimeAdapters:
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": self._rank,
-            "lora_alpha": self._rank,  # B comes times its scale
+            "lora_alpha": self._rank,  # a scale of 1: B is already scaled
             "target_modules": sorted({layer.rpartition(".")[2] for layer in self._layers}),
             "bias": "none",
         }
@@ -127,7 +127,7 @@ class RuntimeAdapters:
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the layers that can have adapters by their names: linear ones, the output layer aside."""
+    """Return the layers that can have adapters, by name: all linear layers except the output layer."""
     head = model.get_output_embeddings()
     named = model.named_modules()
     return {name: module for name, module in named if isinstance(module, nn.Linear) and module is not head}

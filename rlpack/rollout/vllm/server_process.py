@@ -32,7 +32,7 @@ class ServerProcess:
     """A running process of vLLM's server.
 
     Attributes:
-        pid: of the process, the leader of a session of its own.
+        pid: of the process, which leads its own session.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:

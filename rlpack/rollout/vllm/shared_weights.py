@@ -61,7 +61,7 @@ class SharedUpdate(WeightTransferUpdateInfo):
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
-    """Loads buckets from shared memory: the first update as vLLM does, later ones directly where that is proved."""
+    """Loads buckets from shared memory: the first update by vLLM's loader, later ones directly if there is a plan."""
 
     init_info_cls = SharedInit
     update_info_cls = SharedUpdate
@@ -72,11 +72,11 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
     reason = "no update has been loaded"
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        """Map nothing yet: buckets say where they are."""
+        """Create the reader; buffers are mapped when the first buckets name them."""
         self._reader = BucketReader()
 
     def start_weight_update(self) -> None:
-        """Begin an update: unless it is loaded directly, vLLM unpacks what it packed for its kernels."""
+        """Begin an update; unless it is loaded directly, vLLM restores the layout that its loaders expect."""
         self._next_index = 0
         if self._direct is not None:
             self._direct.begin()
@@ -90,7 +90,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         self._recorder = LoadRecorder(self.model) if self.device.type == "cpu" else None
 
     def receive_weights(self, update_info: SharedUpdate) -> None:
-        """Load one bucket, or check that all have come; vLLM ends the update if that fails.
+        """Load one bucket, or check that all have arrived; vLLM ends the update if this raises.
 
         Raises:
             EngineError: the bucket is not the next one, or was changed on its way; or a bucket or a weight is missing.
@@ -113,7 +113,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         self._next_index += 1
 
     def finish_weight_update(self) -> None:
-        """Make the kernels' copies of the weights, also of an update that is dropped halfway."""
+        """Pack the weights for vLLM's kernels, even if the update is incomplete and about to be dropped."""
         if self._direct is not None:
             self._direct.finish()
             return
@@ -123,7 +123,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
             self.reason = "weights are loaded directly on CPUs only"
             return
         try:
-            # Of an update that was dropped halfway, no plan can be made: a parameter got no weight.
+            # An incomplete update gives no plan, because some parameter got no weight.
             self._direct = DirectLoader(self.model, self._recorder, self.model_config.dtype)
             self.reason = ""
         except NoPlanError as reason:
@@ -131,10 +131,10 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         self._recorder = None
 
     def shutdown(self) -> None:
-        """Do nothing: the kernel frees the buffers once both sides have ended."""
+        """Do nothing: the kernel frees the buffers once both processes have ended."""
 
     def _load_directly(self, loader: DirectLoader, weights: Mapping[str, Tensor]) -> None:
-        """Load one bucket; vLLM itself loads the next update if this one has other weights."""
+        """Load one bucket; if it doesn't fit the plan, drop the plan, so that vLLM loads the next update."""
         try:
             loader.load(weights)
         except EngineError as error:
@@ -143,7 +143,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
 
 
 def _copies_of_unused(model: nn.Module, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """Copy the weights that vLLM keeps until all of their layer have come, since their memory is written again."""
+    """Copy and return the weights that vLLM holds until their layer is complete; their buffer will be overwritten."""
     copies = []
     storages = {weight.untyped_storage().data_ptr() for weight in weights.values() if weight.numel()}
     for module in model.modules():

@@ -56,7 +56,7 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool,
         arguments: the engine arguments.
         loop: where the front end's coroutines will run.
         on_gpu: whether it runs on a GPU.
-        deterministic: whether rounding may not depend on the rows that run together.
+        deterministic: whether rounding must not depend on which rows run together.
 
     Raises:
         EngineError: vLLM is missing, doesn't fit, or did not start.

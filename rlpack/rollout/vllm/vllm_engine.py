@@ -1,6 +1,6 @@
-"""The `vllm` engine: vLLM's front end in this process, its model in a process of its own (EngineCore).
+"""The `vllm` engine: vLLM's front end in this process, its model in a separate process (EngineCore).
 
-Each row is a request of its own with its own seed and deadline; vLLM batches what is in flight token by token, so a
+Each row is a separate request with its own seed and deadline. vLLM batches requests in flight token by token, so a
 short response makes room for the next one at once. New weights reach EngineCore through shared memory
 (`weight_sender`, `shared_weights`).
 """
@@ -66,7 +66,7 @@ class VLLMEngine:
             dtype: in which weights arrive.
             max_length: longest prompt and response together, in tokens.
             request_timeout_s: deadline of one response, in seconds.
-            takes_adapters: whether updates consist of the matrices of adapters, not of all weights.
+            takes_adapters: whether updates contain only the matrices of adapters instead of all weights.
         """
         self.dtype = dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -101,7 +101,7 @@ class VLLMEngine:
         With `rollout.lora=adapter`, `settings.vllm` has the adapters' rank as `max_lora_rank`.
 
         Raises:
-            EngineError: vLLM is missing, doesn't fit, did not start, or isn't deterministic as it was to be.
+            EngineError: vLLM is missing, doesn't fit, did not start, or isn't deterministic although it has to be.
             ModelError: the section describes no language model, or the tokenizer has more tokens than the model.
         """
         meta = build_meta_model(model, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer))
@@ -235,11 +235,11 @@ class VLLMEngine:
         self._sender.restart()
 
     def load_bucket(self, weights: Mapping[str, Tensor]) -> None:
-        """Send one bucket of weights to EngineCore, which loads it while the next one is made.
+        """Send one bucket of weights to EngineCore, which loads it while the next one is prepared.
 
         Raises:
-            BucketError: an earlier bucket did not arrive as it was sent, or the deadline passed.
-            EngineError: an earlier bucket of the update has failed.
+            BucketError: an earlier bucket was not loaded, or the deadline passed.
+            EngineError: an earlier call of the update has failed.
         """
         if self._adapters is not None:
             self._adapters.add(weights)
@@ -250,7 +250,7 @@ class VLLMEngine:
         """Use the weights that arrived, and forget all cached keys and values of older ones.
 
         Raises:
-            BucketError: a bucket did not arrive as it was sent.
+            BucketError: a bucket was not loaded.
             EngineError: no bucket arrived, weights are missing, or the deadline passed.
         """
         if self._adapters is not None:

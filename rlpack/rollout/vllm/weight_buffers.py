@@ -1,16 +1,16 @@
 """Buckets of weights in shared memory, from a rank to its vLLM process.
 
-The rank owns two buffers, which buckets take in turns: it writes one while vLLM's process loads from the other. Both
-stay mapped on both sides between updates, since a fresh page of shared memory costs ten times the copy into it. What
-is in a buffer, and a digest of it, travel in the call that announces a bucket (`BucketNote`).
+The rank owns two buffers and alternates between them: it writes one while vLLM's process loads from the other. Both
+processes keep them mapped between updates, because touching a fresh page of shared memory costs ten times the copy into
+it. The call that announces a bucket carries the layout of the buffer and a digest (`BucketNote`).
 
 Invariants (tests/unit/rollout/vllm/test_weight_buffers.py):
 
-1. what is read is what was written, whatever its dtypes and shapes;
-2. a buffer that is cut, changed or missing, and a bucket that is out of order, is refused before a weight is used;
-3. a buffer has no name in a file system: the kernel frees it when the processes that hold it have ended, however;
-4. matrices come first, in their order and without gaps if their sizes are multiples of 64 bytes, so that those that an
-   engine stacks into one, such as q, k and v, are one matrix already.
+1. tensors of any dtype and shape are read back exactly as written;
+2. a buffer that is truncated, changed or missing, or a bucket out of order, is refused before a weight is used;
+3. on Linux, a buffer has no name in a file system: the kernel frees it however the processes that hold it end;
+4. matrices come first, in their order and without gaps if their sizes are multiples of 64 bytes, so that matrices that
+   an engine stacks into one, such as q, k and v, are already contiguous.
 """
 
 import mmap
@@ -33,16 +33,16 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class BucketNote:
-    """What a buffer holds.
+    """The contents of a buffer.
 
     Attributes:
-        path: where a process can open the buffer while the rank lives.
+        path: where a process can open the buffer while the rank is alive.
         index: of the bucket in its update, from 0.
         names: of the weights.
-        dtypes: their PyTorch types by name, such as `float32`.
+        dtypes: names of their dtypes, such as `float32`.
         shapes: their shapes.
-        offsets: where each begins, in bytes.
-        num_bytes: size of the bucket, from the buffer's begin.
+        offsets: where each weight starts, in bytes.
+        num_bytes: size of the bucket, from the start of the buffer.
         digest: xxh3-128 of these bytes, as hexadecimal text.
     """
 
@@ -57,7 +57,7 @@ class BucketNote:
 
 
 class WeightBuffers:
-    """The rank's two buffers; each has the size of the largest bucket that was written to it."""
+    """The rank's two buffers; each is as large as the largest bucket written to it so far."""
 
     def __init__(self) -> None:
         """Create empty buffers."""
@@ -69,7 +69,7 @@ class WeightBuffers:
         return sum(buffer.num_bytes for buffer in self._buffers)
 
     def write(self, weights: Mapping[str, Tensor], index: int) -> BucketNote:
-        """Write a bucket into the buffer whose turn it is; the bucket before the last one is overwritten.
+        """Write a bucket to the next buffer; this overwrites the bucket before the last one.
 
         Args:
             weights: whole tensors on the CPU, by name.
@@ -97,7 +97,7 @@ class WeightBuffers:
         )
 
     def close(self) -> None:
-        """Give up the buffers; the kernel frees them once vLLM's process has given them up, too."""
+        """Close the buffers; the kernel frees them once vLLM's process has closed them, too."""
         for buffer in self._buffers:
             buffer.close()
 
@@ -110,11 +110,11 @@ class BucketReader:
         self._maps: dict[str, _Map] = {}
 
     def read(self, note: BucketNote, expected_index: int) -> dict[str, Tensor]:
-        """Check a bucket and return its tensors, in place: they change when the bucket after the next one is written.
+        """Check a bucket and return views of its tensors, which change when the bucket after the next one is written.
 
         Args:
-            note: what the buffer holds.
-            expected_index: how many buckets of this update have come before.
+            note: the contents of the buffer.
+            expected_index: number of buckets of this update that have arrived before.
 
         Raises:
             EngineError: the bucket is not the next one, or its buffer is missing or was changed.
@@ -152,7 +152,7 @@ class _Map:
 
 
 class _Buffer:
-    """A piece of shared memory that grows.
+    """Shared memory that can grow.
 
     Attributes:
         path: where other processes open it.
@@ -169,7 +169,7 @@ class _Buffer:
             self._descriptor, self.path = tempfile.mkstemp(prefix="rlpack-weights-")
 
     def memory(self, num_bytes: int) -> Tensor:
-        """Return at least as many bytes, uint8, as the buffer."""
+        """Return the whole buffer, uint8 of at least `num_bytes`, after growing it if needed."""
         if num_bytes > self.num_bytes:
             os.truncate(self._descriptor, num_bytes)
             self._memory = torch.frombuffer(mmap.mmap(self._descriptor, num_bytes), dtype=torch.uint8)
@@ -177,7 +177,7 @@ class _Buffer:
         return self._memory
 
     def close(self) -> None:
-        """Close the file; a second time changes nothing."""
+        """Close the file; further calls have no effect."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor, self.num_bytes, self._memory = -1, 0, torch.empty(0, dtype=torch.uint8)
@@ -186,7 +186,7 @@ class _Buffer:
 
 
 def _places(weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
-    """Return where each weight begins, in the order of the memory, and the size of all."""
+    """Return the offset of each weight in bytes, in memory order, and their total size."""
     matrices = [name for name, weight in weights.items() if weight.ndim > 1]
     others = [name for name, weight in weights.items() if weight.ndim <= 1]
     places, num_bytes = {}, 0
@@ -197,12 +197,12 @@ def _places(weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
 
 
 def _aligned(num_bytes: int) -> int:
-    """Return the next multiple of the alignment."""
+    """Round up to a multiple of the alignment."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _map_privately(path: str, num_bytes: int) -> Tensor:
-    """Return a file's bytes; PyTorch wants writable memory, and nothing that is written there reaches the file."""
+    """Map a file, uint8; PyTorch needs writable memory, and a private map keeps writes from reaching the file."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,10 +1,9 @@
-"""Sends buckets of weights to vLLM's process, which loads one while the next is written.
+"""Send buckets of weights to vLLM's process, which loads one while the next is written.
 
 Invariants (tests/vllm/test_weights.py):
 
-1. at most two buckets are on their way: a buffer is written again only after its bucket was loaded;
-2. a bucket that was not loaded is named, by `send` of a later one or by `finish` at the latest; then nothing more is
-   sent until `restart`.
+1. at most two buckets are in flight: a buffer is overwritten only after its bucket was loaded;
+2. a failed bucket is named by a later `send`, or by `finish` at the latest; then nothing more is sent until `restart`.
 """
 
 from collections import deque
@@ -32,12 +31,12 @@ class WeightSender:
     """
 
     def __init__(self, front_end: Any, loop: EventLoop, explain: Callable[[Exception], str]) -> None:
-        """Take a running front end of vLLM.
+        """Wrap a running front end of vLLM.
 
         Args:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
             loop: runs its coroutines.
-            explain: returns the cause of an error of vLLM.
+            explain: returns the cause of an error raised by vLLM.
         """
         self._front_end, self._loop, self._explain = front_end, loop, explain
         self.buffers = WeightBuffers()
@@ -46,7 +45,7 @@ class WeightSender:
         self._has_failed = False
 
     def restart(self) -> None:
-        """Drop an update that was not finished; all of its weights come again.
+        """Drop an unfinished update, if there is one; all of its weights have to be sent again.
 
         Raises:
             EngineError: vLLM's process can't be reached.
@@ -110,7 +109,11 @@ class WeightSender:
         return self._front_end.update_weights(library.WeightTransferUpdateRequest(update_info=fields))
 
     def _wait_for(self, num_left: int) -> None:
-        """Wait until at most so many buckets are on their way."""
+        """Wait until at most `num_left` buckets are in flight.
+
+        Raises:
+            BucketError: a bucket was not loaded.
+        """
         while len(self._on_their_way) > num_left:
             index, call = self._on_their_way.popleft()
             try:
@@ -122,18 +125,18 @@ class WeightSender:
                 raise BucketError(f"vLLM could not load bucket {index} of the weights: {reason}", index) from error
 
     def _let_end(self) -> None:
-        """Wait for the buckets after one that failed, which vLLM refuses."""
+        """Wait for the buckets after a failed one, which vLLM refuses."""
         while self._on_their_way:
             _, call = self._on_their_way.popleft()
             with suppress(Exception):
                 call.result()
 
     def _call(self, coroutine: Any, what: str) -> None:
-        """Run a call to its end."""
+        """Run a call and wait for it."""
         self._end(self._loop.start(coroutine, _LOAD_S, what), what)
 
     def _end(self, call: StartedCall[Any], what: str) -> None:
-        """Wait for the end of a call and give its errors a name."""
+        """Wait for a call; raise its errors as `EngineError`, with what it was to do."""
         try:
             call.result()
         except EngineError:

@@ -78,11 +78,12 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"rollout": {"lora": "adapter"}}, "rollout.engine=hf takes merged weights; set rollout.engine=vllm"),
         (
             {"rollout": {"engine": "vllm", "lora": "adapter"}},
-            "rollout.lora is adapter, and actor.lora.rank is 0: there are no adapters; set it, say to 16",
+            "rollout.lora is adapter, but actor.lora.rank is 0, so there are no adapters; set actor.lora.rank, such as "
+            "to 16, or rollout.lora=merged",
         ),
         (
             {"rollout": {"engine": "vllm", "lora": "adapter"}, "actor": {"lora": {"rank": 513}}},
-            "actor.lora.rank is 513, and vLLM applies adapters up to rank 512; lower it, or set rollout.lora=merged",
+            "actor.lora.rank is 513, but vLLM applies adapters up to rank 512; lower it, or set rollout.lora=merged",
         ),
         (
             {"rollout": {"deterministic": True}},

@@ -106,5 +106,5 @@ def test_a_cache_that_goes_wrong_in_training_is_found_after_a_weight_update(monk
     monkeypatch.setattr(decoding.PaddedDecoder, "_forward", lambda self, *arguments: torch.randn(2, 24))
     generate(engine, (8, 9))  # no longer than before
     engine.policy_version = 1
-    with pytest.raises(EngineError, match="between its cache and whole rows"):
+    with pytest.raises(EngineError, match="generates with a wrong cache"):
         generate(engine, (8, 9))
