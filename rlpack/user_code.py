@@ -38,7 +38,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class UserCodeError(RuntimeError):
-    """User code raised what would have ended its process without a message, such as SystemExit."""
+    """User code raised an exception that would have ended its process without a message, such as SystemExit."""
 
 
 class ProcessExit(BaseException):

@@ -225,7 +225,7 @@ class Session:
     def export(self) -> None:
         """Write each trained role's model as a Hugging Face folder, tokenizer included."""
         for name, group in self.trained.items():
-            # Roles other than the policy have folders of their own names.
+            # The folders of roles other than the policy have the roles' names.
             folder = self.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
             group.run(Trainable.export_model, str(folder))
             self.tokenizer.save_pretrained(folder)

@@ -42,7 +42,7 @@ def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 
 def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Load what `save_training_state` wrote, on any number of ranks; a collective.
+    """Load the state that `save_training_state` wrote, on any number of ranks; a collective.
 
     Raises:
         CheckpointError: the files belong to another model, or contain classes that no checkpoint of weights needs.

@@ -50,7 +50,7 @@ _READ_OF_MODEL = ("tokenizer", "revision", "trust_remote_code")
 
 
 def evaluate(arguments: list[str]) -> int:
-    """Evaluate what the command line names, and return the exit code."""
+    """Evaluate the model that the command line names, and return the exit code."""
     parsed, overrides = _parse(arguments)
     hide_progress_bars()
     if os.getcwd() not in sys.path:  # users keep their rewards there
@@ -125,7 +125,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _base_values(evaluated: EvaluatedModel, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what differs from the schema's defaults before the overrides apply."""
+    """Return the values that differ from the schema's defaults before the overrides apply."""
     if evaluated.state is None:
         values = {name: compose().model_dump(mode="json")[name] for name in _GROUPS}
     else:
@@ -185,7 +185,7 @@ def _unknown_option(word: str, root: Any) -> str:
 
 
 def _how_to_go_on(config: Config) -> str:
-    """Return what an interrupted evaluation has left, and how to go on."""
+    """Describe the results of an interrupted evaluation, and how to continue it."""
     path = Path(config.run_dir or "") / ROWS
     if path.exists() and path.stat().st_size:
         return f"the whole parts in {path} are kept; run the same command again to go on after them"

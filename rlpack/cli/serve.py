@@ -10,7 +10,7 @@ from rlpack.models.errors import ModelError
 
 
 def serve(arguments: list[str]) -> int:
-    """Serve what the command line names until a signal ends it, and return the exit code."""
+    """Serve the model that the command line names until a signal ends it, and return the exit code."""
     parsed, words = parser().parse_known_args(arguments)
     hide_progress_bars()
     try:

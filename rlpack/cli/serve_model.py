@@ -135,7 +135,7 @@ def _print_usage(request: ServeRequest, port: int, token: str, folder: Path, sec
 
 
 def _models(client: httpx.Client, url: str) -> dict[str, Any]:
-    """Return what the server says of its model.
+    """Return the server's description of its model.
 
     Raises:
         EngineError: it doesn't answer.

@@ -57,7 +57,7 @@ class ServeRequest:
 
 
 def serve_request(parsed: argparse.Namespace, words: Sequence[str], environment: Mapping[str, str]) -> ServeRequest:
-    """Return what a command line asks for.
+    """Parse a command line.
 
     Args:
         parsed: the options.

@@ -111,7 +111,7 @@ def train(arguments: list[str]) -> int:
 
 
 def how_to_resume(config: Config) -> str:
-    """Return what an interrupted run has saved, and how to resume it."""
+    """Describe what an interrupted run has saved, and how to resume it."""
     if config.run_dir is None or not holds_checkpoint(Path(config.run_dir)):
         return "nothing was saved yet"
     return f"run the same command with run_dir={config.run_dir} resume=auto to resume from its last checkpoint"
@@ -194,7 +194,7 @@ def _load_while_ray_starts(config: Config) -> Callable[[Config], None]:
 
 
 def _stop_ray() -> None:
-    """Stop what `_load_while_ray_starts` started, if the recipe's cluster did not take it over."""
+    """Stop the Ray that `_load_while_ray_starts` started, if the recipe's cluster did not take it over."""
     from rlpack.distributed.ray_connection import disconnect
 
     disconnect()

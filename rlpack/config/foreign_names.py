@@ -16,7 +16,7 @@ DATA = Path(__file__).with_suffix(".yaml")
 
 @dataclass(frozen=True)
 class ForeignName:
-    """A name of another framework, and what to write here.
+    """A name of another framework, and its counterpart here.
 
     Attributes:
         framework: the project, as it writes its own name.

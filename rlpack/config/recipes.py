@@ -42,7 +42,7 @@ _Section = TypeVar("_Section", bound=Section)
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """The description of a recipe besides its loop.
+    """The description of a recipe, without its loop.
 
     Attributes:
         roles: built-in roles that it always starts. A recipe that starts `rollout` also starts `reference` when

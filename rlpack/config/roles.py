@@ -1,4 +1,4 @@
-"""What the sections say about one role: how it batches, how it runs its model, and where."""
+"""The settings of one role, from all sections: its batching, how it runs its model, and where."""
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of

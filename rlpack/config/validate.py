@@ -118,7 +118,7 @@ def _problem(details: ErrorDetails, root: Key) -> str:
 
 
 def _allowed(details: ErrorDetails, path: str, root: Key) -> str:
-    """Return what the key allows."""
+    """Describe the values that the key allows."""
     kind, context = details["type"], details.get("ctx", {})
     if kind in _LIMITS:
         name, words = _LIMITS[kind]

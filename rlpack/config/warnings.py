@@ -1,4 +1,4 @@
-"""Warnings about configs that are valid but will hardly do what was intended."""
+"""Warnings about configs that are valid but probably a mistake."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -10,7 +10,7 @@ from rlpack.config.sections.value_models import Critic, RewardModel
 
 
 def config_warnings(config: Config, given: Collection[str] | None = None) -> list[str]:
-    """Return warnings about valid choices that will hardly do what was intended.
+    """Return warnings about valid choices that are probably a mistake.
 
     Args:
         config: a valid configuration.

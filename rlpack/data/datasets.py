@@ -82,7 +82,7 @@ def load_prompts(
 
 
 def _shape(answer: Any) -> str:
-    """Return what a reward function can do with an answer: compare it, iterate it, or look keys up in it."""
+    """Return how a reward function can use an answer: compare it, iterate over it, or look keys up in it."""
     if isinstance(answer, Mapping):
         return "object"
     return "list" if isinstance(answer, list | tuple) else "null" if answer is None else "value"

@@ -1,4 +1,4 @@
-"""`RankContext`: what a rank knows of its place."""
+"""`RankContext`: a rank's place in its pool, and its device."""
 
 from dataclasses import dataclass, field
 

@@ -87,7 +87,7 @@ def describe_error(error: RayError) -> str:
 def describe_context(
     call: RankCall, cause: RayError, submitted: Mapping[ray.ObjectRef, RankCall], in_background: Sequence[str]
 ) -> str:
-    """Return what else may explain a failure: other calls that were under way.
+    """Return other possible explanations of a failure: calls that were under way.
 
     Args:
         call: the call that failed.

@@ -133,7 +133,7 @@ def _start(start: Callable[[], Any], daemons: RayDaemons, placement: Placement, 
 def _replacements(
     nodes: list[Any], daemons: RayDaemons, ranks: int, timeout_s: float, deadline: float
 ) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield what is replaced while Ray starts: module or class, name, and a function of the original.
+    """Yield the replacements made while Ray starts: module or class, name, and a function of the original.
 
     The node that is started is added to `nodes`.
     """
@@ -283,7 +283,7 @@ def _did_not_start(error: Exception) -> str:
 
 
 def _way_out() -> str:
-    """Return what to do if Ray does not start."""
+    """Return advice for a Ray that does not start."""
     return (
         f"{os.cpu_count()} cores have a load of {os.getloadavg()[0]:.0f}: wait until other programs have ended, raise "
         "placement.start_timeout_s, or join a running cluster with placement.address"

@@ -62,7 +62,7 @@ class RankProcess:
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def open_log(self, path: Path) -> None:
-        """Append to a file what this process logs; without the file, warn and go on."""
+        """Append this process's log records to a file; if it can't be opened, warn and continue."""
         try:
             log_until_exit(f"{self._context.pool}/{self._context.rank}", path)
         except OSError as error:

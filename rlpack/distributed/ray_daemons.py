@@ -26,14 +26,14 @@ _CLOSE_S = 5.0
 
 
 class RayDaemons(RayWatch):
-    """The daemons of one local Ray, and the script that ends what they leave.
+    """The daemons of one local Ray, and the script that ends the processes that they leave.
 
     Attributes:
         token: with which they are asked.
     """
 
     def __init__(self, token: RunToken) -> None:
-        """Start the script, where processes can be told apart by their sessions: on Linux."""
+        """Start the script on Linux, where sessions identify the processes of each daemon."""
         super().__init__()
         self.token = token
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []

@@ -1,4 +1,4 @@
-"""Ends what is left of a run's Ray: a script that outlives the driver, which may be killed at any moment.
+"""Ends the remaining processes of a run's Ray: a script that outlives the driver, which may be killed at any moment.
 
 Ray's daemons end with their driver. What they started may not: agents hang in a report to a daemon that is gone, and a
 stopped rank notices nothing. Each daemon starts in a separate session (setsid), in which everything stays that it

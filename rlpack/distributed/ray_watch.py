@@ -122,7 +122,7 @@ class RayWatch:
             raise error
 
     def kill(self) -> None:
-        """Kill what belongs to this run, as far as Ray's help isn't needed."""
+        """Kill the processes of this run, as far as that works without Ray."""
         threads = [threading.Thread(target=kill, daemon=True) for kill in self._killers]
         for thread in threads:
             thread.start()

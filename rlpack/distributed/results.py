@@ -1,4 +1,4 @@
-"""Checks of what a role returned. Errors name what the role returned and what it should return.
+"""Checks of a role's results. Errors name what the role returned and what it should return.
 
 `restored` checks the rows of any sharded call, rank by rank; `check_scores` the columns of a scoring role.
 """

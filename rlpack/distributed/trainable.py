@@ -1,4 +1,4 @@
-"""The interface of trained roles: what a session saves in its checkpoints, resumes from them, and exports.
+"""The interface of trained roles, through which a session saves, resumes and exports them.
 
 A recipe's spec names the roles it trains; each must derive from `Trainable`. Calls of such a role that declare
 `mini_batches` are split into optimizer steps, and its part of a checkpoint is in a folder with its name.

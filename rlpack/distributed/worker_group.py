@@ -291,7 +291,7 @@ class WorkerGroup(Generic[W]):
         return rows
 
     def _merged(self, merge: Callable[[list[Any]], Any], pending: Pending[list[Any]], method: str) -> Any:
-        """Return what a role's merge makes of the ranks' results."""
+        """Merge the ranks' results with the role's merge function."""
         results = pending.result()
         try:
             return merge(results)

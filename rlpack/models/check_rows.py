@@ -32,7 +32,7 @@ _WORK = {"cpu": 6e9, "cuda": 1e13}
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What the microbatches of a run hold at most; None where not known.
+    """Upper limits on the microbatches of a run; None if not known.
 
     Attributes:
         longest: tokens of the longest row.

@@ -305,7 +305,7 @@ def _parse(text: bytes) -> Owner | None:
 
 
 def _machine() -> str:
-    """Return what identifies this machine until it restarts."""
+    """Return an identifier of this machine that changes when it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Candidates for the packed or dynamic bins of one optimizer step, and a bound on what they can cost.
+"""Candidates for the packed or dynamic bins of one optimizer step, and a lower bound on their cost.
 
 `labels`, int64 [I], give the bin of each item; bins are numbered from 0 without gaps. No bin exceeds the token budget.
 LPT (longest processing time first, Graham 1969) puts items into the cheapest bin with room, costliest items first.

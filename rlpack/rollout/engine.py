@@ -98,7 +98,7 @@ class Engine(Protocol):
         ...
 
     def finish_update(self) -> None:
-        """Apply what was received, after the last bucket of an update and before the canary is scored.
+        """Apply the received weights, after the last bucket of an update and before the canary is scored.
 
         Raises:
             EngineError: the weights could not be applied.

@@ -27,7 +27,7 @@ _LEAST_ROOM = 32
 
 
 class BufferedLayer(CacheLayerMixin):
-    """Keys and values of one attention layer; a layer with a window forgets what lies before it.
+    """Keys and values of one attention layer; a layer with a window drops those before it.
 
     Attributes:
         window: tokens that a token sees, itself included; None for all.
@@ -115,7 +115,7 @@ class BufferedLayer(CacheLayerMixin):
         return keys[:, :, self._start : self._end], values[:, :, self._start : self._end]
 
     def _reallocate(self, count: int, rows: Tensor | None = None) -> None:
-        """Copy what is kept into buffers with room for `count` more tokens and some."""
+        """Copy the remaining keys and values to buffers with room for at least `count` more tokens."""
         needed = self._end - self._start + count
         size = max(needed, min(needed + max(_LEAST_ROOM, needed // 2), self._limit))
         self._buffers = _with_room(self._kept(), size, rows)

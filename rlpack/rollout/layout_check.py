@@ -18,7 +18,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def weights_and_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what a checkpoint holds, a tied weight under its first name only."""
+    """Return the tensors of a checkpoint, with a tied weight only under its first name."""
     saved = model.state_dict().keys()
     return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in saved}
 

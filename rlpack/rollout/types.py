@@ -1,4 +1,4 @@
-"""The data of generation: sampling parameters, what an engine returns, and trajectories.
+"""The data of generation: sampling parameters, the results of engines, and trajectories.
 
 Letters: B rows, S segments of all rows, n tokens of one segment. Per token of a sampled segment there are a log-prob
 and a policy version, in the order of its token ids; given tokens (prompts, tool results) have neither.

@@ -45,7 +45,7 @@ _FEW_ROWS = 8
 
 
 def check_datasets(config: Config) -> None:
-    """Read both splits if that is quick, and check what they have to hold.
+    """Read both splits if that is quick, and check their rows and columns.
 
     Raises:
         DataError: a source can't be read, or a row is invalid; the message names it.
@@ -69,7 +69,7 @@ def check_datasets(config: Config) -> None:
 
 
 def check_held_out(config: Config) -> None:
-    """Read the held-out split if that is quick, and check what an evaluation needs of it.
+    """Read the held-out split if that is quick, and check it for an evaluation.
 
     Raises:
         DataError: as `check_datasets`.
@@ -135,7 +135,7 @@ def check_reward_columns(config: Config, columns: Iterable[str]) -> None:
 
     Args:
         config: the configuration.
-        columns: the dataset's, besides prompt and answer.
+        columns: the dataset's, except prompt and answer.
 
     Raises:
         RewardError: a function can't be found, or can't be called with the columns and its arguments.

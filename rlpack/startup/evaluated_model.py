@@ -43,7 +43,7 @@ class EvaluatedModel:
 
 
 def find_model(given: str, step: int | None) -> EvaluatedModel:
-    """Return what a path or a name stands for.
+    """Resolve a path or a name.
 
     Args:
         given: a model's folder, its name on the Hub, or a run directory.

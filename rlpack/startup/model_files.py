@@ -231,7 +231,7 @@ def _vocabulary_size(folder: Path) -> int | None:
 
 
 def _has_no_end(folder: Path) -> bool:
-    """Return whether a tokenizer surely has no end-of-sequence token; other classes may have a default."""
+    """Return whether a tokenizer certainly has no end-of-sequence token; other classes may have a default."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():

@@ -1,6 +1,6 @@
 """The settings of a new model, and the model type of a loaded one, against the sources of transformers.
 
-Only what is surely wrong is refused here; `rlpack.recipes.preflight` builds the model.
+Only what is certainly wrong is refused here; `rlpack.recipes.preflight` builds the model.
 """
 
 from collections.abc import Mapping

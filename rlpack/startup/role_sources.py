@@ -30,7 +30,7 @@ _REQUIRED = ("from_settings", "score")
 
 
 def check_role_sources(config: Config) -> None:
-    """Raise if a user's class of a role surely doesn't exist, or lacks a method that every such role has.
+    """Raise if a user's class of a role certainly doesn't exist, or lacks a method that every such role has.
 
     Raises:
         PlacementError: names the role's key and what is missing.

@@ -29,7 +29,7 @@ class ServedModel:
 
 
 def find_served_model(given: str) -> ServedModel:
-    """Return what a path or a name stands for.
+    """Resolve a path or a name.
 
     Args:
         given: a model's folder, the directory of a run, or a name on the Hub.

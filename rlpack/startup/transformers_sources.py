@@ -62,7 +62,7 @@ def model_types() -> dict[str, str]:
 
 
 def is_unknown_type(kind: object) -> bool:
-    """Return whether transformers surely has no such model type.
+    """Return whether transformers certainly has no such model type.
 
     >>> is_unknown_type("gtp"), is_unknown_type("gpt2")
     (True, False)
@@ -92,7 +92,7 @@ def causal_lm_class(kind: str) -> tuple[Path, ast.ClassDef] | None:
 
 
 def is_not_causal(kind: str) -> bool:
-    """Return whether transformers surely has no causal language model with the configuration class of a model type."""
+    """Return whether transformers certainly has no causal language model for the configuration class of a type."""
     table = _causal_lm_table()
     same_class = [other for other, name in model_types().items() if name == model_types().get(kind)]
     return bool(table and same_class) and not any(f'"{other}"' in table for other in same_class)

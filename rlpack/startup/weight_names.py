@@ -58,7 +58,7 @@ class WeightNames:
 
 
 def weight_names(kind: str, settings: Mapping[str, Any]) -> WeightNames | None:
-    """Return what the weights of a causal language model may be called.
+    """Return the possible names of the weights of a causal language model.
 
     Args:
         kind: the model type.

@@ -17,7 +17,7 @@ _CRITIC, _HEAD = "model.", ("head.weight", "head.bias")
 
 
 def check_weight_patterns(config: Config) -> None:
-    """Raise on a pattern of frozen or undecayed weights, or of layers with adapters, that surely matches nothing.
+    """Raise on a pattern of frozen or undecayed weights, or of layers with adapters, that certainly matches nothing.
 
     Raises:
         ModelError: names the key, the pattern and the nearest names; or all weights are frozen.
@@ -37,7 +37,7 @@ def check_weight_patterns(config: Config) -> None:
 
 
 def _check(patterns: Sequence[str], weights: WeightNames, key: str) -> set[str]:
-    """Return the names that match; raise on a pattern that surely matches none."""
+    """Return the names that match; raise on a pattern that certainly matches none."""
     names = list(weights.names)
     if key == "actor.lora.targets":  # linear layers inside decoder layers, which are numbered
         linear = [name.removesuffix(".weight") for name, is_linear in weights.names.items() if is_linear]
@@ -46,7 +46,7 @@ def _check(patterns: Sequence[str], weights: WeightNames, key: str) -> set[str]:
 
 
 def _names(config: Config, section: str) -> WeightNames | None:
-    """Return what the weights of a trained role may be called, None if unknown."""
+    """Return the possible names of the weights of a trained role, None if unknown."""
     path = config.critic.path if section == "critic.optimizer" and config.critic.path else config.model.path
     if path == config.model.path and config.model.trust_remote_code:
         return None

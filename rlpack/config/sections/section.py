@@ -30,7 +30,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _convert_plain(cls, values: Any) -> Any:
-        """Convert what YAML has instead of tuples, enums and paths."""
+        """Convert YAML values to tuples, enums and paths."""
         if not isinstance(values, Mapping):
             return values
         fields = cls.model_fields

@@ -33,7 +33,7 @@ _HARMLESS = {LOCK, LOG, EXPORTED}
 
 
 def arguments_of(config: Config) -> dict[str, Any]:
-    """Return what an evaluation depends on, by dotted key.
+    """Return the settings that an evaluation depends on, by dotted key.
 
     The number of ranks is part of it: it decides which rows are generated together, and so how sums are rounded.
     """

@@ -96,7 +96,7 @@ def by_prompt(rows: Iterable[SampleRow], rows_per_prompt: int) -> Iterable[list[
 def results_document(
     evaluated: dict[str, Any], rewards: PromptRewards, settings: Evaluate, *, seed: int, majority_by: str
 ) -> dict[str, Any]:
-    """Return what results.json holds: what was evaluated, the statistics, and counts; nothing that depends on time."""
+    """Return the contents of results.json: the model, the statistics, and counts; nothing that depends on time."""
     statistics, threshold = rewards.statistics(settings, seed)
     counts = rewards.counts
     return {

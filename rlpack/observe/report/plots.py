@@ -64,7 +64,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def held_out_noun(records: Records) -> str:
-    """Return what held-out mean rewards are: "accuracy" if every reward is 0 or 1, else "mean reward"."""
+    """Return the name of held-out mean rewards: "accuracy" if every reward is 0 or 1, else "mean reward"."""
     return "accuracy" if are_accuracies(records) else "mean reward"
 
 

@@ -42,7 +42,7 @@ class PoolSettings:
         batch_timeout_s: deadline of a batch, over all functions.
         strict: block the network, and changes to modes, owners, times and locks of files.
         env_vars: names of further environment variables that workers see.
-        hidden: files and directories that workers can't read, besides credentials (`hidden_paths`).
+        hidden: files and directories that workers can't read, in addition to credentials (`hidden_paths`).
         limits: resource limits of each worker.
     """
 

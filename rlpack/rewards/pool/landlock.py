@@ -32,7 +32,7 @@ ABI_REFER, ABI_TRUNCATE, ABI_SCOPES = 2, 3, 6
 
 _ROOT, _SHARED_MEMORY = Path("/"), Path("/dev/shm")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-# What programs read of /proc besides their own process; the rest is other processes and kernel internals.
+# Entries of /proc that programs read, apart from their own process; the rest is other processes and kernel internals.
 _PROC = ("cpuinfo", "devices", "filesystems", "loadavg", "meminfo", "stat", "sys", "uptime", "version", "vmstat")
 
 
@@ -97,7 +97,7 @@ class _Rules:
         self._handled = handled
 
     def allow_all(self, reach: Reach) -> None:
-        """Permit what `reach` describes."""
+        """Permit the access that `reach` describes."""
         self.allow(reach.scratch, _READS | _WRITES)
         self.allow(Path(os.devnull), _OF_FILES)
         if reach.shared_memory:

@@ -109,7 +109,7 @@ class Processes:
         self._selector.register(self._control, selectors.EVENT_READ, None)
 
     def output(self) -> str:
-        """Return the end of what the workers have written, those that run and the last one that exited."""
+        """Return the end of the output of the running workers and of the last one that exited."""
         for worker in self.workers.values():
             self._read_output(worker)
         running = [worker.output_tail for worker in self.workers.values() if worker.tail]

@@ -53,7 +53,7 @@ class EventLoop:
         return StartedCall(asyncio.run_coroutine_threadsafe(coroutine, self._loop), timeout_s, what)
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel running coroutines, and end the thread."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)

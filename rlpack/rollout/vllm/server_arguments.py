@@ -90,7 +90,7 @@ def _words(name: str, value: Any) -> Iterator[str]:
 
 
 def _capacity(config: PreTrainedConfig, shape: Shape, options: ServerOptions, gpus: int) -> Capacity:
-    """Return what the server has room for, after checking the options against the model."""
+    """Return the lengths and memory that fit the server, after checking the options against the model."""
     longest = int(settings_of(config).get("max_position_embeddings") or _UNKNOWN_LENGTH)
     if options.max_length is not None and options.max_length > longest and "hf_overrides" not in options.vllm:
         raise EngineError(

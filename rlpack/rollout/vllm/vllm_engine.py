@@ -206,7 +206,7 @@ class VLLMEngine:
         return to_generations([response.outputs[0] for response in responses], params)
 
     def abort(self) -> None:
-        """Cancel all requests, and forget what they returned."""
+        """Cancel all requests, and drop their results."""
         self._loop.run(self._cancel(), _CONTROL_S, "cancel its requests")
         self._done = queue.SimpleQueue()
 

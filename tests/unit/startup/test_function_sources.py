@@ -42,7 +42,7 @@ def test_a_function_that_may_be_right_is_left_to_its_import(tmp_path, monkeypatc
     ("source", "arguments"),
     [("def f(tokens, taper): ...", {}), ("def f(tokens): ...", {"taper": 1}), ("def g(tokens): ...", {})],
 )
-def test_a_function_that_surely_is_wrong_is_refused_as_after_its_import(tmp_path, monkeypatch, source, arguments):
+def test_a_function_that_is_certainly_wrong_is_refused_as_after_its_import(tmp_path, monkeypatch, source, arguments):
     (tmp_path / "a_wrong_loss.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     settings = Algorithm(loss="a_wrong_loss:f", loss_arguments=arguments)
