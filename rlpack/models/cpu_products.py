@@ -8,6 +8,7 @@ Letters: M rows, K inputs, N outputs.
 """
 
 import functools
+import os
 import platform
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -81,15 +81,16 @@ class _Linear(torch.autograd.Function):
         return _product(input, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         input, weight = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad
         gradient = gradients[0]
         rows = gradient.reshape(-1, gradient.shape[-1])
+        # With create_graph=True (a gradient penalty) these products are differentiated again: PyTorch's own can be.
+        product = F.linear if torch.is_grad_enabled() else _product
         return (
-            _product(gradient, weight.t()) if wants_input else None,
-            _product(rows.t(), input.reshape(-1, input.shape[-1]).t()) if wants_weight else None,
+            product(gradient, weight.t()) if wants_input else None,
+            product(rows.t(), input.reshape(-1, input.shape[-1]).t()) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
         )
 
@@ -101,8 +102,18 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _can_be_called() -> bool:
     """Return whether this build of PyTorch has the operator with the signature used here."""
+    _bound_caches()
     left, right = torch.eye(3), torch.arange(6.0).reshape(2, 3)
     try:
         return torch.equal(_product(left, right), right.t())
     except (AttributeError, RuntimeError, TypeError):
         return False
+
+
+def _bound_caches() -> None:
+    """Have oneDNN and its wrapper in PyTorch remember 64 shapes instead of 1024; they read this at their first call.
+
+    Packed batches have another number of rows every time, and a remembered shape takes up to 1 MB.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")

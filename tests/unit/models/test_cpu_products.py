@@ -1,6 +1,9 @@
 """Linear layers by oneDNN: values and gradients are those of exact arithmetic, and rows don't depend on each other."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -84,3 +87,51 @@ def test_products_of_any_layout_are_those_of_fp64():
         exact = one.double() @ other.double().t()
         torch.testing.assert_close(matmul_transposed(one, other).double(), exact, rtol=1e-4, atol=1e-5)
     assert matmul_transposed(left[:0], right.t()).shape == (0, 50)
+
+
+def test_gradients_are_differentiated_again_as_in_fp64():
+    """A gradient penalty, also where the first gradient depends on the weights alone."""
+    torch.manual_seed(0)
+    layer = use_faster_products(nn.Linear(6, 5))
+    exact = copy.deepcopy(layer).double()
+    given = torch.randn(3, 6)
+    for power in (1, 2):
+        for model, linear in (
+            (layer, layer),
+            (exact, lambda rows: nn.functional.linear(rows, exact.weight, exact.bias)),
+        ):
+            model.zero_grad()
+            rows = given.to(model.weight.dtype).requires_grad_()
+            (slope,) = torch.autograd.grad(linear(rows).pow(power).sum(), rows, create_graph=True)
+            slope.pow(2).sum().backward()
+        assert layer.weight.grad is not None
+        assert exact.weight.grad is not None
+        torch.testing.assert_close(layer.weight.grad.double(), exact.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+_MANY_SHAPES = """
+import torch
+from torch import nn
+from rlpack.models import cpu_products
+
+def resident() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+cpu_products._can_be_called()
+cpu_products.is_faster = lambda: True
+layer = cpu_products.use_faster_products(nn.Linear(256, 512))
+layer(torch.randn(899, 256)).sum().backward()
+before = resident()
+for count in range(2, 500):
+    layer(torch.randn(count, 256)).sum().backward()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_bounded_when_every_batch_has_another_number_of_rows():
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    done = subprocess.run(
+        [sys.executable, "-c", _MANY_SHAPES], env=variables, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert int(done.stdout) < 300 * 2**20
