@@ -10,6 +10,7 @@ below --bar.
 """
 
 import argparse
+import copy
 import importlib
 import sys
 import time
@@ -21,9 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from rlpack.config.schema import Model
+from rlpack.models.cpu_products import FasterLinear
 from rlpack.models.loading import build_causal_lm
 
 LONGEST, TOKENS_PER_STOP, GROUP = 128, 30, 8
@@ -69,6 +72,15 @@ def build(size: Size) -> PreTrainedModel:
         "tie_word_embeddings": True,
     }
     return build_causal_lm(Model(config=config), vocab_size=size.vocabulary, attention_name="sdpa")
+
+
+def with_pytorchs_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy without the faster products of this checkout."""
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
+        if isinstance(module, FasterLinear):
+            module.__class__ = nn.Linear
+    return copied
 
 
 def baseline_engine(folder: Path) -> ModuleType:
@@ -140,7 +152,8 @@ class Measured(NamedTuple):
 
 def measure(modules: tuple[ModuleType, ...], model: PreTrainedModel, rows: int, lengths: str, n: int) -> Measured:
     """Time the baseline's engine and this one's in turns, `n` times each."""
-    calls = [generating(module, model, rows, lengths) for module in modules]
+    models = (with_pytorchs_layers(model), model)
+    calls = [generating(*engine, rows, lengths) for engine in zip(modules, models, strict=True)]
     counts = [call() for call in calls]  # the first call warms up
     seconds: list[list[Seconds]] = [[], []]
     for _ in range(n):
