@@ -33,7 +33,7 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.verified import is_verified
-from rlpack.rollout.vllm.arguments import Shape, settings_of, shape_problem
+from rlpack.rollout.vllm.arguments import Shape, length_limit, settings_of, shape_problem
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000
@@ -83,14 +83,20 @@ def check_engine(config: Config, model: PreTrainedConfig) -> None:
     """Raise if the generation engine can't run a model's attention, or its experts with adapters.
 
     Raises:
-        ModelError: the engine doesn't support the size of the heads, or the model has none; or it has experts, whose
-            kernels for adapters run only on GPUs.
+        ModelError: the engine doesn't support the size of the heads, or the model has none; it has experts, whose
+            kernels for adapters run only on GPUs; or rows can be longer than its positions.
     """
     if config.rollout.engine != "vllm":
         return
     on_gpu = gpus_per_rank(config, "rollout") > 0
     if problem := shape_problem(Shape.of(model), on_gpu=on_gpu):
         raise ModelError(f"rollout.engine=vllm: {problem}")
+    longest, parts = rollout_length(config)
+    if (limit := length_limit(model)) is not None and longest > limit:
+        raise ModelError(
+            f"rollout.engine=vllm: rows have up to {longest} tokens ({parts}), and vLLM takes at most {limit} of this "
+            f"{model.model_type} model (its max_position_embeddings); lower one of the two keys"
+        )
     if config.rollout.lora == "adapter" and not on_gpu and num_experts(settings_of(model)):
         raise ModelError(
             f"rollout.lora is adapter, but vLLM runs the experts of a {model.model_type} model with adapters only on "

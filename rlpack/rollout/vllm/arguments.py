@@ -91,6 +91,23 @@ def shape_problem(
     return f"the model's heads have {shape.head_size} numbers, and vLLM's kernels for CPUs take {sizes}; {way_out}"
 
 
+def length_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest row that vLLM takes of a model, prompt and response together, in tokens.
+
+    That is `max_position_embeddings`, times the factor of a RoPE type that stretches it; None if the config has none.
+    """
+    settings = settings_of(config)
+    positions = settings.get("max_position_embeddings")
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    rope = settings.get("rope_parameters") or {}
+    per_layer = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
+    stretched = [entry for entry in per_layer if entry.get("rope_type") in {"linear", "dynamic"}]
+    # Gemma 3's positions are those after scaling.
+    factors = [] if "gemma3" in config.model_type else [float(entry.get("factor") or 1.0) for entry in stretched]
+    return int(positions * max(factors, default=1.0))
+
+
 def default_dtype(config: PreTrainedConfig) -> Literal["fp32", "bf16"]:
     """Return the type to run a model in: that of its saved weights, bf16 for other types of 16 bits."""
     saved = str(config.to_dict().get("dtype") or "float32")

@@ -85,6 +85,29 @@ def test_heads_that_vllm_cannot_run_are_refused_with_the_sizes_that_it_can(heads
         check(model, rollout=Rollout(engine="vllm"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 32, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 64),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 64),
+    ],
+)
+def test_rows_longer_than_vllm_takes_are_refused_with_their_keys(settings, limit):
+    """vLLM's own rule, by `_get_and_verify_max_len` of 0.32."""
+    if (rope := settings.get("rope_parameters")) is not None:
+        rope |= {"rope_theta": 10000.0}
+        if rope["rope_type"] == "llama3":
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model = {"model_type": "llama", **SIZES, "num_attention_heads": 1, "num_key_value_heads": 1, **settings}
+    lengths = {"data": Data(max_prompt_tokens=40), "rollout": Rollout(engine="vllm", max_new_tokens=limit - 40)}
+    check(model, **lengths)
+    lengths["rollout"] = Rollout(engine="vllm", max_new_tokens=limit - 39)
+    words = rf"rows have up to {limit + 1} tokens \(data\.max_prompt_tokens 40 \+ .* vLLM takes at most {limit} of"
+    with pytest.raises(ModelError, match=words):
+        check(model, **lengths)
+
+
 def test_rows_on_both_sides_of_a_rope_limit_are_refused_with_their_keys():
     lengths = {"data": Data(max_prompt_tokens=20), "rollout": Rollout(max_new_tokens=12)}
     check(LONGROPE, **lengths)
