@@ -50,7 +50,7 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
     layers = [
         name
         for name, module in model.named_modules()
-        if _is_linear(module) and any(name.startswith(f"{layer}.") for layer in inside)
+        if is_linear(module) and any(name.startswith(f"{layer}.") for layer in inside)
     ]
     if not layers:
         raise ModelError(
@@ -63,7 +63,7 @@ def adapter_layers(model: PreTrainedModel, settings: Lora) -> list[str]:
     return [name for name in layers if name in matching]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Return whether a module multiplies vectors by its weight; routers and grouped layers also derive from Linear."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return isinstance(module, nn.Linear)

@@ -162,14 +162,16 @@ class Supervisor:
         self._kill_children(self._is_orphan)
 
     def _enforce_scratch_limit(self) -> None:
-        """Kill workers that have written too much, every quarter of a second."""
-        if time.monotonic() < self.next_count:
+        """Kill workers that have written too much, every quarter of a second or, if counting takes long, less often."""
+        start = time.monotonic()
+        if start < self.next_count:
             return
         for number, pid in list(self.pids.items()):
             pids, limit = [pid, *_descendants(pid, self.limits.processes)], self.limits.scratch_bytes
-            if scratch_bytes(self.scratch / str(number), pids, limit) > limit:
+            if scratch_bytes(self.scratch / str(number), pids, limit, self.limits.file_bytes) > limit:
                 _kill_group(pid)
-        self.next_count = time.monotonic() + _IDLE_S
+        now = time.monotonic()
+        self.next_count = now + max(_IDLE_S, 4 * (now - start))
 
     def _is_orphan(self, pid: int) -> bool:
         return pid not in self.pids.values() and pid not in self.cleaners

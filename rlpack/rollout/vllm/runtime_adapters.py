@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlpack.config.sections.optimization import ADAPTER_RANKS
+from rlpack.models.adapters import is_linear
 from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.errors import EngineError
 
@@ -130,4 +131,5 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the layers that can have adapters, by name: all linear layers except the output layer."""
     head = model.get_output_embeddings()
     named = model.named_modules()
-    return {name: module for name, module in named if isinstance(module, nn.Linear) and module is not head}
+    linear = ((name, module) for name, module in named if isinstance(module, nn.Linear) and is_linear(module))
+    return {name: module for name, module in linear if module is not head}

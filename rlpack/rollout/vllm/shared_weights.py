@@ -137,7 +137,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         """Load one bucket; if it doesn't fit the plan, drop the plan, so that vLLM loads the next update."""
         try:
             loader.load(weights)
-        except EngineError as error:
+        except Exception as error:
             self._direct, self.reason = None, str(error)
             raise
 

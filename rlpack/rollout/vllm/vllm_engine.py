@@ -8,8 +8,9 @@ short response makes room for the next one at once. New weights reach EngineCore
 import asyncio
 import queue
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -82,6 +83,7 @@ class VLLMEngine:
         self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
         self._sender = WeightSender(engine.front_end, loop, self._explain)
         self._cause: str | None = None
+        self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
         self.policy_version = 0
 
@@ -133,7 +135,8 @@ class VLLMEngine:
             )
             built._open_transfer()
             if settings.deterministic:
-                check_deterministic(built, max_length=max_length)
+                test = partial(check_deterministic, max_length=max_length, max_num_seqs=settings.max_num_seqs)
+                built._test_when_usable(test)
         except BaseException:
             engine.stop()
             loop.close()
@@ -259,6 +262,8 @@ class VLLMEngine:
             self._sender.finish()
         if not self._control(self._engine.reset_prefix_cache(), "reset its prefix cache"):
             raise EngineError("vLLM kept cached keys and values of older weights: requests are in flight")
+        if self._test is not None:
+            self._test_when_usable(self._test)
 
     def close(self) -> None:
         """End EngineCore; the engine can't be used afterwards."""
@@ -268,6 +273,13 @@ class VLLMEngine:
         self._engine = None
         self._loop.close()
         self._sender.close()
+
+    def _test_when_usable(self, test: Callable[["VLLMEngine"], None]) -> None:
+        """Run a test of the engine once: now, or after the first adapter, with which other kernels run."""
+        has_to_wait = self._adapters is not None and self._adapters.in_use is None
+        self._test = test if has_to_wait else None
+        if not has_to_wait:
+            test(self)
 
     def _checkpoint_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weights as a checkpoint has them: transformers' fused ones split, and tied ones under each name.

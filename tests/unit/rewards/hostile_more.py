@@ -36,6 +36,19 @@ def fills_the_disk_with_deleted_files(files):
     time.sleep(60)
 
 
+def fills_the_disk_with_deleted_files_that_are_only_mapped(files):
+    libc, length = ctypes.CDLL(None), ctypes.c_size_t(mmap.PAGESIZE)
+    for number in range(200):
+        file = os.open(f"file{number}", os.O_CREAT | os.O_RDWR)
+        os.unlink(f"file{number}")
+        with suppress(OSError):  # the largest size of a file
+            while True:
+                os.write(file, _CHUNK)
+        libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file, ctypes.c_long(0))
+        os.close(file)
+    time.sleep(60)
+
+
 def hides_files_in_a_closed_directory(files):
     os.mkdir("closed", 0o300)
     for number in range(1 << 20):

@@ -56,6 +56,7 @@ ENDS = {
     "claims_to_be_done": "killed",
     "fills_its_directory_with_many_files": "killed",
     "fills_the_disk_with_deleted_files": "killed",
+    "fills_the_disk_with_deleted_files_that_are_only_mapped": "killed",
     "hides_files_in_a_closed_directory": "killed",
     "makes_a_million_files": "killed",
     "dumps_its_core": "killed",
