@@ -5,6 +5,7 @@ fields of `algorithm` (clip_low, …), `algorithm.loss_arguments` and `algorithm
 advantage function any per-row column of numbers in the batch.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -95,13 +96,17 @@ def row_advantages(
     if invalid:
         value = result[invalid[0]].item()
         raise AlgorithmError(f"algorithm.advantage {target!r} returned {value} for row {invalid[0]}; it must be finite")
-    return torch.where(valid, result, 0.0).float()
+    return torch.where(valid, result.detach(), 0.0).float()
 
 
 def call_with(function: Callable[..., Any], *positional: Any, offered: Mapping[str, Any], **arguments: Any) -> Any:
-    """Call a function with all `arguments`, and those of `offered` that are among its parameters."""
+    """Call a function with all `arguments`, and those of `offered` that are among its parameters.
+
+    Keywords that a `functools.partial` sets keep their values, unless `arguments` has them.
+    """
+    fixed = {*arguments, *(function.keywords if isinstance(function, functools.partial) else ())}
     parameters = inspect.signature(function).parameters
-    matching = {name: offered[name] for name in parameters if name in offered and name not in arguments}
+    matching = {name: offered[name] for name in parameters if name in offered and name not in fixed}
     return function(*positional, **matching, **arguments)
 
 

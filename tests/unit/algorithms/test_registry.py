@@ -1,3 +1,4 @@
+import functools
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def infinite(rewards: Tensor) -> Tensor:
     return torch.full_like(rewards, torch.inf)
 
 
+def with_gradient(rewards: Tensor) -> Tensor:
+    return (rewards - 1).requires_grad_()
+
+
+scaled = functools.partial(styled, weight=2.0, scale="none")
+
+
 def tapered(tokens: PolicyTokens, *, clip_low: float, power: float = 1.0) -> PolicyLoss:
     return LOSSES["ppo_clip"](tokens, clip_low=clip_low)
 
@@ -44,6 +52,18 @@ def test_an_advantage_function_gets_the_columns_settings_and_arguments_that_it_n
     assert advantages("group_relative") == [0.5, -0.5, 0.0]
     assert advantages(f"{__name__}:styled", weight=2.0) == [2.0, 2.5, 0.0]
     assert advantage_parameters(f"{__name__}:styled") == {"rewards", "reward_style", "weight", "scale"}
+
+
+def test_a_partial_keeps_the_values_that_it_sets():
+    """A field of `algorithm` with the name of a keyword would replace its value silently."""
+    settings = SETTINGS | {"scale": "std"}
+    name = f"{__name__}:scaled"
+    assert row_advantages(name, {}, settings, COLUMNS).tolist() == [2.0, 2.5, 0.0]
+    assert row_advantages(name, {"weight": 0.0}, settings, COLUMNS).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_advantages_carry_no_gradient():
+    assert not row_advantages(f"{__name__}:with_gradient", {}, SETTINGS, COLUMNS).requires_grad
 
 
 @pytest.mark.parametrize(
