@@ -218,6 +218,7 @@ def initialize_reference(session: Session) -> None:
     if not session.progress.recipe_started:  # a run that wrote no checkpoint may have left a reference behind
         remove_reference(directory)
         if session.reference is not None:
-            session.reference_hashes = store_reference(directory, partial(session.actor.run, ActorWorker.export_model))
+            export = partial(session.actor.run, ActorWorker.export_model, own_names=True)
+            session.reference_hashes = store_reference(directory, export)
     if session.reference is not None:
         session.reference.run(ReferenceWorker.load_model, str(reference_model(directory)))

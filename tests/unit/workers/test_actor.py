@@ -1,5 +1,6 @@
 """An actor alone, in this process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +186,18 @@ def test_sums_of_log_probs_leave_out_tokens_that_were_cut():
     assert found["logprob_sum"].tolist() == pytest.approx(sums)
     assert found["logprob_gap"].tolist() == pytest.approx(gaps)
     assert own[1][8:].eq(0).all()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral"])
+def test_a_reference_loads_architectures_whose_published_weights_have_other_names(kind: str, tmp_path: Path):
+    """Transformers renames them in exported folders: mixtral's experts are stacked in the model only."""
+    settings = {name: value for name, value in MODEL.items() if kind == "mixtral" or name != "num_key_value_heads"}
+    config = tiny_config(model=Model(config={**settings, "model_type": kind}))
+    actor = actor_of(config)
+    reference = ReferenceWorker.from_settings(RankContext(), config, tiny_tokenizer())
+    policy_update(actor)
+    actor.export_model(str(tmp_path), own_names=True)
+    reference.load_model(str(tmp_path))
+    weights = reference._scorer.policy.model.state_dict()
+    for name, weight in exported_weights(actor).items():
+        assert torch.equal(torch.as_tensor(weights[name].full_tensor()), weight), name

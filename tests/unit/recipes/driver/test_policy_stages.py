@@ -40,7 +40,7 @@ def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path
     loaded: list[str] = []
 
     def freeze(progress: Progress, weights: str) -> Session:
-        def export(folder: str) -> None:
+        def export(folder: str, *, own_names: bool) -> None:
             Path(folder).mkdir()
             Path(folder, "model.safetensors").write_text(weights)
 
