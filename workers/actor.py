@@ -145,17 +145,22 @@ class ActorWorker(Worker, Trainable):
         self._stepper.load(folder)
 
     @broadcast
-    def export_model(self, folder: str, *, own_names: bool = False) -> None:
-        """Write a Hugging Face model folder (config, safetensors) from rank 0; a collective.
+    def export_model(self, folder: str) -> None:
+        """Write a Hugging Face model folder (config, safetensors) from rank 0; a collective."""
+        self._export(folder, published_names=True)
 
-        Args:
-            folder: to write.
-            own_names: keep the names of the model's modules, which transformers otherwise changes for some
-                architectures, such as mixtures of experts, to those of their published checkpoints.
+    @broadcast
+    def export_reference(self, folder: str) -> None:
+        """Write the same folder with the names of the model's own modules.
+
+        transformers gives the weights of some architectures, such as mixtures of experts, other names in folders.
         """
+        self._export(folder, published_names=False)
+
+    def _export(self, folder: str, *, published_names: bool) -> None:
         state = full_state_dict(self._scorer.policy, keep=self.context.rank == 0)
         if self.context.rank == 0:
-            self._scorer.policy.model.save_pretrained(folder, state_dict=state, save_original_format=not own_names)
+            self._scorer.policy.model.save_pretrained(folder, state_dict=state, save_original_format=published_names)
 
     def _step(self, shard: BatchedDataDict, step: int, loss: LogprobLoss, learning_rate: float) -> dict[str, float]:
         """Take one optimizer step over the step's microbatches."""

@@ -19,6 +19,7 @@ from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_we
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
@@ -218,7 +219,7 @@ def initialize_reference(session: Session) -> None:
     if not session.progress.recipe_started:  # a run that wrote no checkpoint may have left a reference behind
         remove_reference(directory)
         if session.reference is not None:
-            export = partial(session.actor.run, ActorWorker.export_model, own_names=True)
+            export = partial(session.actor.run, Trainable.export_reference)
             session.reference_hashes = store_reference(directory, export)
     if session.reference is not None:
         session.reference.run(ReferenceWorker.load_model, str(reference_model(directory)))

@@ -213,7 +213,7 @@ class Session:
         """Store a damaged reference again; `restore` follows, because this changes the actor's weights."""
         if rebuild.checkpoint is not None:
             self.actor.run(Trainable.load, str(rebuild.checkpoint / "actor"))
-        export = partial(self.actor.run, ActorWorker.export_model, own_names=True)
+        export = partial(self.actor.run, Trainable.export_reference)
         rebuild_reference(self.run.run_dir, rebuild, export)
         self.run.note(f"reference rebuilt in {reference_model(self.run.run_dir)}, bit for bit")
 

@@ -20,7 +20,7 @@ class Trainable(ABC):
             TypeError: one of them is not decorated with `@broadcast`.
         """
         super().__init_subclass__(**arguments)
-        for name in ("save", "load", "export_model"):
+        for name in ("save", "load", "export_model", "export_reference"):
             method = getattr(cls, name)
             if not is_dispatched(method) or dispatch_of(method).kind != "broadcast":
                 raise TypeError(
@@ -41,3 +41,8 @@ class Trainable(ABC):
     @abstractmethod
     def export_model(self, folder: str) -> None:
         """Write the model as a Hugging Face folder (config, safetensors), from rank 0."""
+
+    @broadcast
+    def export_reference(self, folder: str) -> None:
+        """Write the model as a folder that the reference role loads; by default the one that `export_model` writes."""
+        self.export_model(folder)

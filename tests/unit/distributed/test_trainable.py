@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlpack.worker import Trainable, Worker, broadcast, rank_zero
+from rlpack.worker import RankContext, Trainable, Worker, broadcast, rank_zero
 from rlpack.workers.actor import ActorWorker
 
 
@@ -26,3 +26,20 @@ def test_a_trained_role_without_one_of_the_methods_cannot_be_built():
 
     with pytest.raises(TypeError, match=r"abstract methods '?export_model'?, '?save"):
         Unsaved(None)
+
+
+def test_a_role_that_exports_its_model_needs_no_other_method_for_a_reference():
+    class Exporter(Worker, Trainable):
+        @broadcast
+        def save(self, folder: str) -> None: ...
+
+        @broadcast
+        def load(self, folder: str) -> None: ...
+
+        @broadcast
+        def export_model(self, folder: str) -> None:
+            self.exported = folder
+
+    exporter = Exporter(RankContext())
+    exporter.export_reference("there")
+    assert exporter.exported == "there"

@@ -196,7 +196,7 @@ def test_a_reference_loads_architectures_whose_published_weights_have_other_name
     actor = actor_of(config)
     reference = ReferenceWorker.from_settings(RankContext(), config, tiny_tokenizer())
     policy_update(actor)
-    actor.export_model(str(tmp_path), own_names=True)
+    actor.export_reference(str(tmp_path))
     reference.load_model(str(tmp_path))
     weights = reference._scorer.policy.model.state_dict()
     for name, weight in exported_weights(actor).items():

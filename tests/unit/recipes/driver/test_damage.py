@@ -96,7 +96,10 @@ class World:
     def groups(self) -> dict[str, AnsweringGroup]:
         """Return the roles of a session: the actor, and a reference that records what it loads."""
         actor = self.actor
-        methods = {name: getattr(actor, name) for name in ("save", "load", "export_model", "reset_optimizer")}
+        methods = {
+            name: getattr(actor, name)
+            for name in ("save", "load", "export_model", "export_reference", "reset_optimizer")
+        }
         answers = {"actor": methods, "reference": {"load_model": self.loaded_reference.append}}
         return {role: AnsweringGroup(role, Batching(), methods) for role, methods in answers.items()}
 

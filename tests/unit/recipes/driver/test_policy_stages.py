@@ -40,13 +40,13 @@ def test_the_reference_of_a_run_without_checkpoints_is_not_reused(tmp_path: Path
     loaded: list[str] = []
 
     def freeze(progress: Progress, weights: str) -> Session:
-        def export(folder: str, *, own_names: bool) -> None:
+        def export(folder: str) -> None:
             Path(folder).mkdir()
             Path(folder, "model.safetensors").write_text(weights)
 
         session = session_of(tmp_path)
         session.progress = progress
-        set_group(session, "actor", export_model=export)
+        set_group(session, "actor", export_reference=export)
         read = lambda folder: loaded.append(Path(folder, "model.safetensors").read_text())  # noqa: E731
         set_group(session, "reference", load_model=read)
         initialize_reference(session)

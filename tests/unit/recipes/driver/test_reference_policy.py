@@ -99,7 +99,7 @@ def test_a_session_rebuilds_the_reference_from_the_warmups_policy(tmp_path: Path
         session,
         "actor",
         load=lambda folder: actions.append(folder),
-        export_model=lambda folder, own_names: (actions.append("export"), exports(b"policy")(folder)),
+        export_reference=lambda folder: (actions.append("export"), exports(b"policy")(folder)),
     )
     hashes = store_reference(tmp_path, exports(b"policy"))
     session.rebuild_reference(Rebuild(tmp_path / "step-4", hashes))
