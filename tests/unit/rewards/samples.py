@@ -130,3 +130,11 @@ def is_readable(completion):
             return float(bool(file.read()))
     except PermissionError:
         return 0.0
+
+
+def score_by_level(prompts, completions, level):
+    return [0.0 for _ in completions]
+
+
+def score_by_all(prompts, completions, answer, uid, finish_reason):
+    return [0.0 for _ in completions]

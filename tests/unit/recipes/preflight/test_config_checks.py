@@ -167,16 +167,12 @@ def test_a_reward_function_that_its_module_lacks_is_refused():
         check(reward=Reward(function="rlpack.rewards.functions:best_guess"))
 
 
-def score_by_level(prompts: list[str], completions: list[str], level: list[int]) -> list[float]:
-    return [0.0 for _ in completions]
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
         (Reward(function="math:sqrt"), "math:sqrt doesn't name the texts that it takes"),
         (
-            Reward(function="tests.unit.recipes.preflight.test_config_checks:score_by_level"),
+            Reward(function="tests.unit.rewards.samples:score_by_level"),
             r"needs 'level'; the dataset has .*'answer'",
         ),
         (Reward(arguments={"colour": "red"}), r"reward\.arguments\.colour is not an argument"),
@@ -226,11 +222,7 @@ def test_a_judge_that_could_not_be_called_is_refused(judge: Judge, message: str)
 
 
 def test_a_reward_function_may_take_everything_that_the_reward_role_gives():
-    check(reward=Reward(function="tests.unit.recipes.preflight.test_config_checks:score_by_all"))
-
-
-def score_by_all(prompts: Any, completions: Any, answer: Any, uid: Any, finish_reason: Any) -> list[float]:
-    return [0.0 for _ in completions]
+    check(reward=Reward(function="tests.unit.rewards.samples:score_by_all"))
 
 
 @pytest.mark.parametrize(
