@@ -2,7 +2,8 @@
 
 PyTorch computes such products with MKL, which doesn't use AVX-512 on AMD CPUs. oneDNN, which is part of the same build
 of PyTorch, does: it is about 2.2 times as fast in the forward pass, and 1.6 to 2.2 times in the backward pass (EPYC
-with AVX-512, PyTorch 2.13). With two or more rows, oneDNN's result for a row also doesn't depend on their number.
+with AVX-512, PyTorch 2.13). It compiles a kernel for every number of rows, so rows of zeros round that number up, and
+few rows stay with MKL. From 64 rows on, the result of a row doesn't depend on their number.
 
 Letters: M rows, K inputs, N outputs.
 """
@@ -17,6 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# With fewer rows MKL is as fast.
+_LEAST_ROWS = 64
+# Numbers of rows are rounded up to a multiple of the second number if they are at most the first.
+_STEPS = ((512, 64), (2048, 128), (8192, 512))
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -42,7 +47,7 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     Returns:
         [..., N].
     """
-    if left.dtype == torch.float32 and left.device.type == "cpu" and left.numel() > 0 and is_faster():
+    if left.dtype == torch.float32 and left.device.type == "cpu" and _num_rows(left) >= _LEAST_ROWS and is_faster():
         return _product(left, right)
     return left @ right.t()
 
@@ -65,7 +70,7 @@ class FasterLinear(nn.Linear):
         # Autocast, other devices and dtypes, and empty inputs are left to PyTorch.
         if input.dtype != torch.float32 or weight.dtype != torch.float32 or input.device.type != "cpu":
             return F.linear(input, weight, bias)
-        if input.numel() == 0 or torch.is_autocast_enabled("cpu"):
+        if _num_rows(input) < _LEAST_ROWS or torch.is_autocast_enabled("cpu"):
             return F.linear(input, weight, bias)
         if not torch.is_grad_enabled():  # generation calls it for every token
             return _product(input, weight, bias)
@@ -85,18 +90,37 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad
         gradient = gradients[0]
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows, inputs = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gradient, input))
         # With create_graph=True (a gradient penalty) these products are differentiated again: PyTorch's own can be.
-        product = F.linear if torch.is_grad_enabled() else _product
-        return (
-            product(gradient, weight.t()) if wants_input else None,
-            product(rows.t(), input.reshape(-1, input.shape[-1]).t()) if wants_weight else None,
-            rows.sum(0) if wants_bias else None,
-        )
+        by_bias = rows.sum(0) if wants_bias else None
+        if torch.is_grad_enabled():
+            return F.linear(gradient, weight.t()), F.linear(rows.t(), inputs.t()), by_bias
+        rows = _padded(rows)
+        by_input = _call(rows, weight.t())[: len(inputs)].reshape(input.shape) if wants_input else None
+        return by_input, _call(rows.t(), _padded(inputs).t()) if wants_weight else None, by_bias
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left · rightᵀ + bias by oneDNN: [..., K] and [N, K] to [..., N]."""
+    product = _call(_padded(left.reshape(-1, left.shape[-1])), right, bias)
+    # In place: as a view, the result could not be changed in place by the model's code.
+    return product.resize_(*left.shape[:-1], right.shape[0])
+
+
+def _num_rows(tensor: Tensor) -> int:
+    """Return the number of rows, all axes but the last together; 0 if they are empty."""
+    return tensor.numel() // tensor.shape[-1] if tensor.shape[-1] else 0
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Add rows of zeros up to one of few numbers of rows, because oneDNN compiles a kernel for each of them."""
+    step = next((step for most, step in _STEPS if len(rows) <= most), 1024)
+    missing = -len(rows) % step
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _call(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return left · rightᵀ + bias: [M, K] and [N, K] to [M, N]."""
     return torch.ops.mkldnn._linear_pointwise.default(left, right, bias, "none", [], "")
 
 
@@ -105,15 +129,15 @@ def _can_be_called() -> bool:
     _bound_caches()
     left, right = torch.eye(3), torch.arange(6.0).reshape(2, 3)
     try:
-        return torch.equal(_product(left, right), right.t())
+        return torch.equal(_call(left, right), right.t())
     except (AttributeError, RuntimeError, TypeError):
         return False
 
 
 def _bound_caches() -> None:
-    """Have oneDNN and its wrapper in PyTorch remember 64 shapes instead of 1024; they read this at their first call.
+    """Have oneDNN and its wrapper in PyTorch remember 512 shapes instead of 1024; they read this at their first call.
 
-    Packed batches have another number of rows every time, and a remembered shape takes up to 1 MB.
+    A remembered shape takes up to 1 MB. A model of four shapes of weights needs about 30 numbers of rows, thrice each.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "64")
+        os.environ.setdefault(name, "512")
