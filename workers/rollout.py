@@ -205,9 +205,9 @@ class RolloutWorker(Worker):
         """
         with self._received.complete(version):
             self._engine.finish_update()
-        found, wanted = self._engine.logprobs(token_ids), torch.tensor(expected)
+        logprobs, reference = self._engine.logprobs(token_ids), torch.tensor(expected)
         try:
-            gap = check_canary(found, wanted, token_ids, tolerance=self._canary_tolerance, version=version)
+            gap = check_canary(logprobs, reference, token_ids, tolerance=self._canary_tolerance, version=version)
         except CanaryError as error:
             if not may_replace or self._rebuild is None:
                 raise
@@ -215,7 +215,7 @@ class RolloutWorker(Worker):
             self._is_unhealthy = True
             return math.inf
         if not self._is_calibrated:
-            self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, found, wanted), True
+            self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, logprobs, reference), True
         self._engine.policy_version = version
         self._received.close()
         return gap

@@ -224,16 +224,34 @@ def build_meta_model(
         config = load_config(model, key=key)
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise not_causal_error(config.model_type)
+    source = "model.config" if model.path is None else f"the config of {key}={model.path}"
+    built = _on_meta(AutoModelForCausalLM, config, source, trust_remote_code=model.trust_remote_code)
+    check_vocabulary(built, vocab_size)
+    return built
+
+
+def build_meta_classifier(config: PreTrainedConfig, path: str) -> PreTrainedModel:
+    """Return a reward model on the meta device, without weights.
+
+    Args:
+        config: of the reward model, as `check_classifier` returns it.
+        path: of the reward model, for the error.
+
+    Raises:
+        ModelError: the config can't be built.
+    """
+    return _on_meta(AutoModelForSequenceClassification, config, f"the config of reward_model.path={path}")
+
+
+def _on_meta(kind: Any, config: PreTrainedConfig, source: str, **arguments: Any) -> PreTrainedModel:
+    """Build a model without weights."""
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+            return kind.from_config(config, **arguments)
     except Exception as error:  # impossible numbers can fail anywhere in the model's code
-        source = "model.config" if model.path is None else f"the config of {key}={model.path}"
         raise ModelError(
             f"{source} does not build a {config.model_type}: {type(error).__name__}: {error}; check heads and sizes"
         ) from error
-    check_vocabulary(built, vocab_size)
-    return built
 
 
 def load_config(model: Model, *, key: str = "model.path") -> PreTrainedConfig:

@@ -6,9 +6,10 @@ side.
 
 Two differences are bounded: the largest of any token, and the mean over tokens, whose rounding errors vary less.
 Rounding grows with the spread of the log-probs, so the mean is also bounded by a share of their standard deviation. How
-large that share is depends on the model: the first publication, of weights that the engine has just loaded from the
-same source, measures it, and later ones may have four times as much (`calibrated`). In a run of the default task in
-bf16 it was 0.005 to 0.009 in all 41 publications; the bound for any model is 0.25, the calibrated one 0.023.
+large that share is depends on the model. The first publication of a process, which only has to meet the bound for any
+model, measures it; later ones may have four times as much, and 0.05 in any case (`calibrated`). In a run of the default
+task in bf16 it was 0.005 to 0.009 in all 41 publications; the bound for any model is 0.25.
+
 Measured on 30 random Qwen2 models (2 to 24 layers, hidden size 64 to 256, initializer range 0.02 to 0.2), trainer in
 bf16 and engine in fp32: correct weights differ by at most 1.5 nats in one token, 0.28 nats in the mean, and 0.16 of the
 standard deviation.
@@ -65,7 +66,7 @@ class CanaryTolerance(NamedTuple):
 # By the less precise type of the two forward passes; the module's docstring says how they were measured.
 TOLERANCES = {torch.float32: CanaryTolerance(1e-3, 1e-4), torch.bfloat16: CanaryTolerance(2.0, 0.5)}
 # A model's later differences may be this many times those of its first publication, and this share in any case.
-_SLACK, _LEAST_SHARE = 4.0, 0.02
+_SLACK, _LEAST_SHARE = 4.0, 0.05
 
 
 def canary_tokens(vocab_size: int) -> Tensor:

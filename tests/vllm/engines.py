@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Model, Rollout
@@ -71,9 +72,9 @@ def start(family: str, *, tied: bool, seed: int = 0, max_length: int = MAX_LENGT
     )
 
 
-def policy(family: str, *, tied: bool, seed: int = 3) -> Policy:
-    """Return a policy of the same shape in transformers, none of whose weights are all 0 or all 1."""
-    model = build_causal_lm(
+def causal_lm(family: str, *, tied: bool, seed: int) -> PreTrainedModel:
+    """Return the model in transformers that an engine with the same seed starts with."""
+    return build_causal_lm(
         model_section(family, tied=tied),
         vocab_size=VOCABULARY,
         eos_token_id=eos_id(TOKENIZER),
@@ -81,7 +82,11 @@ def policy(family: str, *, tied: bool, seed: int = 3) -> Policy:
         seed=seed,
         attention_name="sdpa",
     )
-    built = Policy(model)
+
+
+def policy(family: str, *, tied: bool, seed: int = 3) -> Policy:
+    """Return a policy of the same shape in transformers, none of whose weights are all 0 or all 1."""
+    built = Policy(causal_lm(family, tied=tied, seed=seed))
     perturb(built, seed, 0.03)
     return built
 

@@ -6,39 +6,20 @@ import pytest
 import torch
 
 from rlpack.config.sections.optimization import Lora
-from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.adapters import add_adapters
-from rlpack.models.loading import build_causal_lm
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
-from tests.vllm.engines import (
-    TOKENIZER,
-    TOLERANCE,
-    VOCABULARY,
-    gap,
-    model_section,
-    prompts_of,
-    sampled,
-    start,
-    token_gaps,
-)
+from tests.vllm.engines import TOLERANCE, causal_lm, gap, prompts_of, sampled, start, token_gaps
 
 SEED, RANK = 3, 4
 
 
 def adapted(family: str, **settings: object) -> Policy:
     """Return a policy with adapters whose base weights are those of an engine with the same seed."""
-    model = build_causal_lm(
-        model_section(family, tied=True),
-        vocab_size=VOCABULARY,
-        eos_token_id=eos_id(TOKENIZER),
-        pad_token_id=pad_id(TOKENIZER),
-        seed=SEED,
-        attention_name="sdpa",
-    )
+    model = causal_lm(family, tied=True, seed=SEED)
     add_adapters(model, Lora.model_validate({"rank": RANK, "alpha": 8.0} | settings), seed=1)
     return Policy(model)
 

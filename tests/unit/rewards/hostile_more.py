@@ -26,24 +26,26 @@ def fills_its_directory_with_many_files(files):
         Path(f"file{number}").write_bytes(_CHUNK)
 
 
+def _deleted_file(number):
+    """Return a descriptor of a file of the largest size, without a name."""
+    file = os.open(f"file{number}", os.O_CREAT | os.O_RDWR)
+    os.unlink(f"file{number}")
+    with suppress(OSError):
+        while True:
+            os.write(file, _CHUNK)
+    return file
+
+
 def fills_the_disk_with_deleted_files(files):
     for number in range(200):
-        file = os.open(f"file{number}", os.O_CREAT | os.O_RDWR)
-        os.unlink(f"file{number}")
-        with suppress(OSError):  # the largest size of a file
-            while True:
-                os.write(file, _CHUNK)
+        _deleted_file(number)
     time.sleep(60)
 
 
 def fills_the_disk_with_deleted_files_that_are_only_mapped(files):
     libc, length = ctypes.CDLL(None), ctypes.c_size_t(mmap.PAGESIZE)
     for number in range(200):
-        file = os.open(f"file{number}", os.O_CREAT | os.O_RDWR)
-        os.unlink(f"file{number}")
-        with suppress(OSError):  # the largest size of a file
-            while True:
-                os.write(file, _CHUNK)
+        file = _deleted_file(number)
         libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file, ctypes.c_long(0))
         os.close(file)
     time.sleep(60)

@@ -130,6 +130,6 @@ def scores(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 def test_calibrated_bounds_are_never_wider_nor_below_the_least():
     expected = torch.tensor([[0.0, -1.0, -3.0, -2.0]])
     wide = CanaryTolerance(2.0, 0.5)
-    assert calibrated(wide, expected, expected).share == 0.02
+    assert calibrated(wide, expected, expected).share == 0.05
     assert calibrated(wide, expected + 1.0, expected) == wide
     assert calibrated(wide, expected.new_zeros(1, 4), expected.new_zeros(1, 4)) == wide
