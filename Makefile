@@ -19,7 +19,7 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train train-vllm test test-vllm vllm test-long test-recipes lint types unit bench peers install clean help
+.PHONY: train train-vllm test test-vllm vllm test-long test-recipes lint types unit test-layouts bench peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-vllm                           the tests, and those of the vLLM engine, with vLLM's versions of all packages"
 	@echo "make vllm                                install into .venv-vllm only"
 	@echo "make test-long                           plans' guarantees on 10,000 random requests, 300 damaged run directories"
+	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
 	@echo "make peers                               time TRL's and verl's packing against ours"
@@ -98,6 +99,9 @@ test-vllm: $(VLLM_INSTALLED)
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
+
+test-layouts: $(INSTALLED)
+	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts
 
 test-recipes: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recipes

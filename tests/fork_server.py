@@ -16,6 +16,7 @@ _IMPORTS = [
     "matplotlib.backends.backend_svg",
     "numba",
     "tests.distributed.models.ranks",
+    "tests.distributed.layouts.ranks",
 ]
 
 

@@ -14,6 +14,7 @@ from rlpack.config.addresses import address_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
+from rlpack.config.layout_sizes import layout_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
@@ -357,6 +358,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     deadline_problems,
     _placement,
+    layout_problems,
     _own_batching,
     _secrets,
     _job,

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.reward_sources import Judge, Reward
 from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
 from rlpack.config.sections.role_batching import ActorBatching, RoleBatching
@@ -57,12 +58,14 @@ class Actor(Compute):
 
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
+    parallel: Parallel = Parallel()
 
 
 class Reference(RoleCompute):
     """The frozen policy of the KL term; started only when algorithm.kl_coef > 0."""
 
     logprob_chunk: Count | None = Field(default=None, description="As actor.logprob_chunk; null inherits it.")
+    parallel: RoleParallel = RoleParallel()
     batching: RoleBatching = RoleBatching()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rlpack.config.layout_sizes import layout_sizes
 from rlpack.config.roles import pool_of, role_batching
 from rlpack.config.schema import Config
 from rlpack.distributed.cluster import Cluster
@@ -37,7 +38,7 @@ def start_roles(
         names: names of the roles.
         settings: what each rank builds its role from.
         cost: cost model of a sequence, used to balance the ranks of roles that run the model; None counts token slots.
-        layouts: layouts of the roles whose ranks are not all data ranks.
+        layouts: layouts of roles whose section of the configuration doesn't give them.
 
     Raises:
         PlacementError: a class can't be loaded, or the cluster is too small.
@@ -53,7 +54,7 @@ def start_roles(
     groups: dict[str, WorkerGroup[Any]] = {}
     for name in names:
         ranks = pools[pool_of(config, name)]
-        layout = (layouts or {}).get(name, ParallelLayout(dp_shard=ranks.num_ranks))
+        layout = (layouts or {}).get(name) or ParallelLayout(**layout_sizes(config, name, ranks.num_ranks))
         ranks.start_role(name, config.roles[name].target, settings, config.roles[name].arguments, layout)
         mini_batch_size = config.trainer.mini_batch_size if issubclass(role_classes[name], Trainable) else None
         groups[name] = WorkerGroup(

@@ -111,10 +111,21 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
 
 
-def _ranks(config: Mapping[str, Any], role: str) -> int:
+def _shards(config: Mapping[str, Any], role: str) -> int:
     """Return the number of ranks that a role's weights are sharded over."""
     pools, roles = config["placement"]["pools"], config["placement"]["roles"]
-    return pools[roles.get(role, next(iter(pools)))]["ranks"]
+    return pools[roles.get(role, next(iter(pools)))]["ranks"] // _replicas(config, role)
+
+
+def _replicas(config: Mapping[str, Any], role: str) -> int:
+    """Return a role's `parallel.dp_replicate`, 1 in a checkpoint of a version without the key."""
+    for name in (role, "actor"):
+        section = config.get(name)
+        parallel = section.get("parallel") if isinstance(section, dict) else None
+        size = parallel.get("dp_replicate") if isinstance(parallel, dict) else None
+        if type(size) is int and size > 0:
+            return size
+    return 1
 
 
 def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
@@ -122,11 +133,12 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
     values = config.model_dump(mode="json")
     for key, optimizer in optimizers(config).items():
         role = key.partition(".")[0]
-        before, now = _ranks(saved, role), _ranks(values, role)
+        before, now = _shards(saved, role), _shards(values, role)
         if optimizer.name == "adamw_8bit" and before != now:
             yield (
-                f"the {role} has {now} rank(s) and the checkpoint in run_dir={config.run_dir} was written by {before}; "
-                "8-bit moments can't be resharded: set placement.pools.*.ranks as it was, or choose another run_dir"
+                f"the {role} is sharded over {now} rank(s) and the checkpoint in run_dir={config.run_dir} was written "
+                f"by {before}; 8-bit moments can't be resharded: set placement.pools.*.ranks and "
+                f"{role}.parallel.dp_replicate as they were, or choose another run_dir"
             )
 
 

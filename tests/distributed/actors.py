@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.layout_sizes import layout_sizes
 from rlpack.config.schema import Config
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
@@ -42,7 +43,7 @@ def new_actor(config: Config, rank: int, size: int, *, rate: float | None = None
         optimizer = config.actor.optimizer.model_copy(update={"learning_rate": rate})
         config = config.model_copy(update={"actor": config.actor.model_copy(update={"optimizer": optimizer})})
     actor = ActorWorker.from_settings(
-        RankContext("main", rank, ParallelLayout(dp_shard=size)), config, tiny_tokenizer()
+        RankContext("main", rank, ParallelLayout(**layout_sizes(config, "actor", size))), config, tiny_tokenizer()
     )
     if rate is not None:
         actor._stepper._optimizer = torch.optim.SGD(actor._scorer.policy.parameters(), lr=rate)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Algorithm
+from rlpack.config.schema import Algorithm, Config
 from rlpack.models.loading import build_causal_lm
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
 
@@ -24,9 +24,9 @@ class RowLoss:
     high: Tensor
 
 
-def plain_model() -> torch.nn.Module:
+def plain_model(config: Config | None = None) -> torch.nn.Module:
     """Return the initial model of every actor, in float64 and with transformers' own attention."""
-    tokenizer, config = tiny_tokenizer(), tiny_config()
+    tokenizer, config = tiny_tokenizer(), config or tiny_config()
     model = build_causal_lm(
         config.model,
         vocab_size=len(tokenizer),
@@ -35,6 +35,7 @@ def plain_model() -> torch.nn.Module:
         seed=config.seed,
         attention_name="eager",
     )
+    model.set_experts_implementation("eager")  # its grouped products have no float64
     return model.double()
 
 
@@ -46,11 +47,13 @@ def row_scores(model: torch.nn.Module, tokens: Tensor, temperature: float) -> tu
     return logprobs, torch.cat([zero, -(scores.exp() * scores).sum(-1)[:-1]])
 
 
-def scored(sizes: list[tuple[int, int]], quarantined: int | None, temperature: float) -> BatchedDataDict:
+def scored(
+    sizes: list[tuple[int, int]], quarantined: int | None, temperature: float, config: Config | None = None
+) -> BatchedDataDict:
     """Return a rollout batch with advantages, and old and reference log-probs near the policy's own."""
     batch = tiny_rollouts(sizes)
     generator = torch.Generator().manual_seed(1)
-    mask, model = batch["response_mask"], plain_model()
+    mask, model = batch["response_mask"], plain_model(config)
     with torch.no_grad():
         own = torch.cat([row_scores(model, row, temperature)[0] for row in batch["input_ids"].rows()]).float()
     per_row = torch.randn(batch.num_rows, generator=generator) + 0.4

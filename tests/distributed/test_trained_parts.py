@@ -12,6 +12,7 @@ from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Rollout
 from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.models.adapters import add_adapters
 from rlpack.packing import Batching, make_plan
 from tests.builders import exported_weights, tiny_algorithm, tiny_config
@@ -140,10 +141,14 @@ KINDS = {
     "freeze": config_of(freeze=FROZEN, weight_decay=0.1, no_decay=("lm_head.weight",)),
     "eight_bit": config_of(name="adamw_8bit", freeze=("*.bias",), weight_decay=0.1),
 }
+_ACTOR = KINDS["eight_bit"].actor.model_copy(update={"parallel": Parallel(dp_replicate=2)})
+KINDS["eight_bit_in_replicas"] = KINDS["eight_bit"].model_copy(update={"actor": _ACTOR})
 
 
 @pytest.mark.usefixtures("eight_bit")
-@pytest.mark.parametrize(("kind", "size"), [("adapters", 1), *((kind, 2) for kind in KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("adapters", 1), *((kind, 4 if "replicas" in kind else 2) for kind in KINDS)]
+)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, size: int):
     config, folder = KINDS[kind], tmp_path / "actor"
     shards = shards_of(BATCHINGS["packed"], size)

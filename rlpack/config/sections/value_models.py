@@ -4,6 +4,7 @@ from pydantic import Field
 
 from rlpack.config.sections.compute import RoleCompute
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.config.sections.parallelism import RoleParallel
 from rlpack.config.sections.role_batching import RoleBatching
 from rlpack.config.sections.section import Positive, Unit
 
@@ -20,6 +21,7 @@ class Critic(RoleCompute):
         default=None, description="As actor.gradient_checkpointing; null inherits it."
     )
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    parallel: RoleParallel = RoleParallel()
     batching: RoleBatching = RoleBatching()
     warmup_steps: int = Field(
         default=0, ge=0, description="First steps of the recipe, in which only the critic is trained."
@@ -45,4 +47,5 @@ class RewardModel(RoleCompute):
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
     weight: float = Field(default=1.0, description="Factor of its scores in the sum of rewards.")
+    parallel: RoleParallel = RoleParallel()
     batching: RoleBatching = RoleBatching()

@@ -18,12 +18,13 @@ from rlpack.config.recipes import EVALUATE_TARGET, builtin_recipes, builtin_targ
 from rlpack.packing.batching import Batching
 
 ROOT = Path(rlpack.__file__).parents[1]
-# roles.py hands a role's own batching on; the rest of rlpack.config only checks and describes keys.
+# These two hand a role's own batching and layout on; the rest of rlpack.config only checks and describes keys.
+_MERGES = ("roles.py", "layout_sizes.py")
 SOURCES = [
     path
     for package in ("rlpack", "workers", "recipes")
     for path in sorted((ROOT / package).rglob("*.py"))
-    if path.parent.name != "config" or path.name == "roles.py"
+    if path.parent.name != "config" or path.name in _MERGES
 ]
 TARGETS = [*map(builtin_target, builtin_recipes()), EVALUATE_TARGET]
 OF_RECIPES = [section for target in TARGETS for section in find_recipe(target).sections.values()]
@@ -34,6 +35,7 @@ SECTIONS = {
 } | {section.__name__: section for section in OF_RECIPES}
 
 SHARED = {*schema.Compute.model_fields}
+INHERITING = {"RoleBatching": schema.RoleBatching, "RoleParallel": schema.RoleParallel}
 
 
 def types_of_keys():
@@ -91,8 +93,9 @@ class Reads(ast.NodeVisitor):
 
     def visit_Call(self, node):
         match node.func:  # the whole config is dumped too, to be shown, which reads nothing
-            case ast.Attribute(value=dumped, attr="model_dump") if self.type_of(dumped) == "RoleBatching":
-                self.reads.update(("RoleBatching", name) for name in schema.RoleBatching.model_fields)
+            case ast.Attribute(value=dumped, attr="model_dump") if self.type_of(dumped) in INHERITING:
+                kind = self.type_of(dumped)
+                self.reads.update((kind, name) for name in INHERITING[kind].model_fields)
             # `role_compute` merges sections into a `Compute`, whose own keys have to be read like any others.
             case ast.Attribute(value=dumped, attr="model_dump") if self.type_of(dumped) in ("Actor", "RoleCompute"):
                 kinds = [kind for kind in SECTIONS if issubclass(SECTIONS[kind], SECTIONS[self.type_of(dumped)])]

@@ -12,6 +12,7 @@ from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Placement, Pool
 from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.data.prompts import Prompts
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, newest_checkpoint
@@ -58,8 +59,13 @@ def test_moments_in_8_bits_stay_on_as_many_ranks():
     check_same_run(config("adamw", 2).model_dump(mode="json"), config("adamw", 4))
     saved = config("adamw_8bit", 2).model_dump(mode="json")
     check_same_run(saved, config("adamw_8bit", 2))
-    with pytest.raises(ConfigError, match=r"the actor has 4 rank.s. and .* was written by 2; 8-bit moments"):
+    with pytest.raises(ConfigError, match=r"actor is sharded over 4 rank.s. and .* was written by 2; 8-bit moments"):
         check_same_run(saved, config("adamw_8bit", 4))
+    replicas = config("adamw_8bit", 4)
+    actor = replicas.actor.model_copy(update={"parallel": Parallel(dp_replicate=2)})
+    check_same_run(saved, replicas.model_copy(update={"actor": actor}))
+    del saved["actor"]["parallel"]
+    check_same_run(saved, config("adamw_8bit", 2))
 
 
 def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):

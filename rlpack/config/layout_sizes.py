@@ -1,0 +1,103 @@
+"""Layouts of roles: sizes with the actor's for those that a role leaves null, and whether they fit the role's pool.
+
+Sizes are checked before any process starts: ranks with other sizes would wait for each other in a process group.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+from rlpack.config.roles import pool_of, started_roles
+from rlpack.config.schema import Config
+from rlpack.config.sections.parallelism import Parallel, RoleParallel
+
+# Roles whose ranks share a model; those of other roles are all data ranks.
+_OF_MODELS = ("actor", "critic", "reference", "reward_model")
+
+
+def role_parallel(config: Config, role: str) -> Parallel:
+    """Return the sizes that `role` asks for: its own, and the actor's for those that are null.
+
+    >>> from rlpack.config.schema import Actor, Reference
+    >>> own = Reference(parallel=RoleParallel(dp_replicate=1))
+    >>> config = Config(actor=Actor(parallel=Parallel(dp_replicate=2)), reference=own)
+    >>> role_parallel(config, "reference").dp_replicate, role_parallel(config, "critic").dp_replicate
+    (1, 2)
+    """
+    own = _own_parallel(config, role).model_dump(exclude_none=True)
+    return Parallel(**config.actor.parallel.model_dump() | own)
+
+
+def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
+    """Return the sizes of a role's `ParallelLayout` over the ranks of its pool.
+
+    A role without a model has only data ranks.
+
+    >>> layout_sizes(Config(), "actor", ranks=2)
+    {'dp_replicate': 1, 'dp_shard': 2}
+    """
+    if role not in _OF_MODELS:
+        return {"dp_shard": ranks}
+    parallel = role_parallel(config, role)
+    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    others = prod(size for name, size in sizes.items() if name != "dp_shard")
+    return sizes | {"dp_shard": ranks // others if parallel.dp_shard == -1 else parallel.dp_shard}
+
+
+def layout_problems(config: Config) -> Iterator[str]:
+    """Yield why the layouts of the roles that a run starts don't fit the ranks of their pools."""
+    pools = config.placement.pools
+    for role in started_roles(config):
+        if role in _OF_MODELS and pool_of(config, role) in pools:
+            yield from _problems(config, role)
+
+
+def _problems(config: Config, role: str) -> Iterator[str]:
+    """Yield why a role's layout doesn't fit, with the nearest that does."""
+    pool, parallel = pool_of(config, role), role_parallel(config, role)
+    ranks = config.placement.pools[pool].ranks
+    key = _key(config, role, "dp_shard")
+    if parallel.dp_shard == 0:
+        yield f"{key} is 0; set the number of ranks that share the weights, or -1 for the ranks that are left"
+        return
+    others = {name: size for name, size in parallel if name != "dp_shard"}
+    product = prod(others.values())
+    where = f"the {ranks} rank(s) of placement.pools.{pool}"
+    if ranks % product:
+        named = " × ".join(f"{_key(config, role, name)} ({size})" for name, size in others.items() if size > 1)
+        is_or_are = "doesn't divide" if named.count("×") == 0 else f"is {product}, which doesn't divide"
+        yield (
+            f"{named} {is_or_are} {where}, on which the {role} runs; set {_nearest(config, role, others, ranks)}, or "
+            f"placement.pools.{pool}.ranks={-(-ranks // product) * product}"
+        )
+    elif parallel.dp_shard not in (-1, ranks // product):
+        needed = product * parallel.dp_shard
+        yield (
+            f"{key} is {parallel.dp_shard}, so the {role} needs {needed} ranks, and placement.pools.{pool} has "
+            f"{ranks}; set {key} to {ranks // product}, or to -1 for the ranks that are left, or "
+            f"placement.pools.{pool}.ranks={needed}"
+        )
+
+
+def _nearest(config: Config, role: str, sizes: dict[str, int], ranks: int) -> str:
+    """Return the change of one size after which all of them divide the ranks: the smallest one, by its key."""
+    changes = []
+    for name, size in sizes.items():
+        rest = prod(other for one, other in sizes.items() if one != name)
+        fitting = [count for count in range(1, ranks + 1) if ranks % (count * rest) == 0]
+        changes += [(abs(count - size), f"{role}.parallel.{name}={count}") for count in fitting if size > 1]
+    return min(changes)[1] if changes else ", ".join(f"{role}.parallel.{name}=1" for name in sizes)
+
+
+def _key(config: Config, role: str, name: str) -> str:
+    """Return the key that sets a size of a role: its own, or the actor's that it inherits."""
+    return f"{'actor' if role == 'actor' or dict(_own_parallel(config, role))[name] is None else role}.parallel.{name}"
+
+
+def _own_parallel(config: Config, role: str) -> RoleParallel:
+    """Return the sizes that a role sets; none for the actor, whose section is the default of the others."""
+    own = {
+        "critic": config.critic.parallel,
+        "reference": config.reference.parallel,
+        "reward_model": config.reward_model.parallel,
+    }
+    return own.get(role, RoleParallel())

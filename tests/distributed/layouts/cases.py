@@ -1,0 +1,110 @@
+"""The table of cases: layouts × model families × batching modes × roles. A new layout is a new row of `LAYOUTS`.
+
+`make test` runs a part in which each layout meets every family, mode and role; `make test-layouts` runs the product.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlpack.config.layout_sizes import layout_sizes
+from rlpack.config.schema import Algorithm, Config, Model, Rollout
+from rlpack.config.sections.parallelism import Parallel
+from rlpack.config.sections.value_models import Critic, RewardModel
+from rlpack.distributed.layout import ParallelLayout
+from rlpack.packing import Batching
+from tests.builders import MODEL, tiny_algorithm, tiny_config
+from tests.distributed.definition import scored
+
+# Ranks, and the keys of `actor.parallel`.
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "dp2": (2, {}),
+    "dp4": (4, {}),
+    "hsdp2x2": (4, {"dp_replicate": 2}),
+    "replicas2": (2, {"dp_replicate": 2, "dp_shard": 1}),
+}
+# Soft caps and windows so small, and weights so large, that a slip shows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 4, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+}
+MODES = {
+    "packed": Batching(mode="packed", max_tokens=32),
+    "dynamic": Batching(mode="dynamic", max_tokens=48),
+    "fixed": Batching(mode="fixed", micro_batch_size=3, max_tokens=None),
+}
+ROLES = ("actor", "critic", "reward_model", "sft")
+
+# Tokens of prompt and response; the third response is empty, and the sixth row is quarantined.
+SIZES = [(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)]
+QUARANTINED = 5
+RATE, TEMPERATURE = 0.02, 0.8
+CRITIC = Critic(value_clip=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A role with a model of a family, batched in a mode."""
+
+    family: str
+    mode: str
+    role: str
+
+
+def cases_of(layout: str) -> list[Case]:
+    """Return what runs on a layout: everything on request, else each family, mode and role at least once."""
+    product = [Case(*names) for names in itertools.product(FAMILIES, MODES, ROLES)]
+    if os.environ.get("RLPACK_LAYOUTS") == "all":
+        return product
+    turn = list(LAYOUTS).index(layout)
+    families, modes = list(FAMILIES), list(MODES)
+    return [
+        Case(families[(turn + place) % len(families)], modes[(turn + place) % len(modes)], role)
+        for place, role in enumerate(ROLES)
+    ]
+
+
+def config_of(family: str, *, layout: str | None = None, classifier: str | None = None) -> Config:
+    """Return a run on a family's model, on one rank or with the keys of a layout."""
+    shape = {key: value for key, value in MODEL.items() if key != "model_type"}
+    config = tiny_config(
+        recipe="ppo",
+        model=Model(config=shape | FAMILIES[family]),
+        algorithm=algorithm(),
+        rollout=Rollout(temperature=TEMPERATURE),
+        critic=CRITIC.model_copy(update={"optimizer": CRITIC.optimizer.model_copy(update={"max_grad_norm": 1e9})}),
+        reward_model=RewardModel(path=classifier, weight=2.0),
+    )
+    if layout is None:
+        return config
+    actor = config.actor.model_copy(update={"parallel": Parallel(**LAYOUTS[layout][1])})
+    return config.model_copy(update={"actor": actor})
+
+
+def in_mode(config: Config, mode: str) -> Config:
+    """Return the run with all roles batched in a mode, in at least two microbatches."""
+    return config.model_copy(update={"batching": replace(MODES[mode], min_microbatches=2)})
+
+
+def layout_of(layout: str, role: str = "actor") -> ParallelLayout:
+    """Return the layout that the configuration gives a role."""
+    ranks, _ = LAYOUTS[layout]
+    return ParallelLayout(**layout_sizes(config_of("llama", layout=layout), role, ranks))
+
+
+def algorithm() -> Algorithm:
+    """Return the actor's algorithm, with a KL term and an entropy bonus."""
+    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05)
+
+
+def batch_of(family: str) -> Any:
+    """Return a scored rollout batch of a family's model."""
+    return scored(SIZES, QUARANTINED, TEMPERATURE, config_of(family))

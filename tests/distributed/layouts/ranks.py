@@ -1,0 +1,146 @@
+"""What each rank of a layout runs, and returns from the first one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlpack.algorithms.metric_reduction import merge_steps
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Config
+from rlpack.distributed.context import RankContext
+from rlpack.packing import make_plan
+from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.critic import CriticWorker
+from rlpack.workers.loss import Loss, SFTLoss, ValueLoss
+from rlpack.workers.reward_model import RewardModelWorker
+from tests.builders import exported_weights, tiny_tokenizer
+from tests.distributed.actors import policy_loss
+from tests.distributed.definition import counts_of
+from tests.distributed.layouts.cases import CRITIC, RATE, Case, algorithm, config_of, in_mode, layout_of
+from tests.distributed.layouts.truth import new_head
+
+Found = tuple[np.ndarray, list[dict[str, float]], dict[str, np.ndarray]]
+
+
+def run_cases(
+    mesh: Any, rank: int, layout: str, cases: list[tuple[Case, BatchedDataDict]], classifiers: dict[str, str]
+) -> list[Found]:
+    """Return each case's scores, metrics and gradients, on rank 0; arrays, because tensors would each be a file."""
+    context = RankContext("main", rank, layout_of(layout))
+    found = []
+    for case, batch in cases:
+        config = in_mode(config_of(case.family, layout=layout, classifier=classifiers[case.family]), case.mode)
+        run = {"actor": _actor, "sft": _actor, "critic": _critic, "reward_model": _reward_model}[case.role]
+        scores, metrics, gradients = run(context, config, case, batch)
+        found.append((scores, metrics, gradients if rank == 0 else {}))
+    return found if rank == 0 else []
+
+
+def _actor(context: RankContext, config: Config, case: Case, batch: BatchedDataDict) -> Found:
+    actor = ActorWorker.from_settings(context, config, tiny_tokenizer())
+    policy = actor._scorer.policy
+    actor._stepper._optimizer = torch.optim.SGD(policy.parameters(), lr=RATE)
+    loss, temperature = (SFTLoss(), 1.0) if case.role == "sft" else (policy_loss(config), None)
+    sent = batch.keep(["input_ids", "response_mask"])
+    scores = _rows(actor.logprobs, context, config, sent, temperature=temperature)["logprobs"].values
+    metrics = _step(actor.train_step, context, config, batch, loss)
+    return scores.numpy(), metrics, _arrays(policy.model)
+
+
+def _critic(context: RankContext, config: Config, case: Case, batch: BatchedDataDict) -> Found:
+    critic = CriticWorker.from_settings(context, config, tiny_tokenizer())
+    _set_head(critic._critic.head.weight)
+    critic._stepper._optimizer = torch.optim.SGD(critic._critic.parameters(), lr=RATE)
+    values = _rows(critic.values, context, config, batch.keep(["input_ids", "response_mask"]))["values"].values
+    metrics = _step(critic.train_step, context, config, batch, ValueLoss(CRITIC.value_clip))
+    return values.numpy(), metrics, _arrays(critic._critic)
+
+
+def _reward_model(context: RankContext, config: Config, case: Case, batch: BatchedDataDict) -> Found:
+    rewards = RewardModelWorker.from_settings(context, config, tiny_tokenizer())
+    rows = _rows(rewards.score, context, config, batch.keep(["input_ids", "response_mask"]))
+    return rows["rewards"].numpy(), [], {}
+
+
+def _rows(method: Any, context: RankContext, config: Config, batch: BatchedDataDict, **options: Any) -> BatchedDataDict:
+    """Call a method on this rank's shard, and restore the output ranks' rows, as a worker group does."""
+    plan = _plan(context, config, batch)
+    every: list[Any] = [None] * context.num_ranks
+    dist.all_gather_object(every, method(batch.shard(plan)[context.dp_rank], **options))
+    return batch.restore([every[rank] for rank in context.layout.output_ranks], plan=plan)
+
+
+def _step(
+    method: Any, context: RankContext, config: Config, batch: BatchedDataDict, loss: Loss
+) -> list[dict[str, float]]:
+    """Take one optimizer step on the whole batch; return the output ranks' metrics, merged."""
+    plan = _plan(context, config, batch)
+    weighted = batch.union(step_weights(counts_of(batch), plan, algorithm()))
+    every: list[Any] = [None] * context.num_ranks
+    dist.all_gather_object(every, method(weighted.shard(plan)[context.dp_rank], loss, RATE))
+    return merge_steps([every[rank] for rank in context.layout.output_ranks])
+
+
+def _plan(context: RankContext, config: Config, batch: BatchedDataDict) -> Any:
+    lengths, batching = batch["input_ids"].lengths.numpy(), context.layout.align(config.batching)
+    return make_plan(lengths, batching, dp_size=context.layout.dp_size)
+
+
+def _set_head(weight: Tensor) -> None:
+    whole = new_head()
+    if isinstance(weight, DTensor):
+        whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+    with torch.no_grad():
+        weight.copy_(whole)
+
+
+def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
+    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return {name: _whole(gradient).numpy().copy() for name, gradient in named if gradient is not None}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def save(mesh: Any, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, np.ndarray]:
+    """Take a step of the actor with AdamW, and save; return its whole state from rank 0."""
+    context, config = RankContext("main", rank, layout_of(layout)), config_of("llama", layout=layout)
+    actor = ActorWorker.from_settings(context, in_mode(config, "packed"), tiny_tokenizer())
+    _step(actor.train_step, context, in_mode(config, "packed"), batch, policy_loss(config))
+    actor.save(str(folder))
+    return _state(actor) if rank == 0 else _state(actor) and {}
+
+
+def load_and_save(mesh: Any, rank: int, layout: str, folders: tuple[Path, Path]) -> dict[str, np.ndarray]:
+    """Load what another layout saved, and save it again; return the whole state from rank 0."""
+    context, config = RankContext("main", rank, layout_of(layout)), config_of("llama", layout=layout)
+    other = in_mode(config.model_copy(update={"seed": config.seed + 1}), "packed")
+    actor = ActorWorker.from_settings(context, other, tiny_tokenizer())
+    actor.load(str(folders[0]))
+    actor.save(str(folders[1]))
+    return _state(actor) if rank == 0 else _state(actor) and {}
+
+
+def _state(actor: ActorWorker) -> dict[str, np.ndarray]:
+    """Return all weights and moments of AdamW by name; a collective."""
+    optimizer, state = actor._stepper._optimizer, {}
+    for name, weight in actor._scorer.policy.model.named_parameters():
+        state[name] = _whole(weight).numpy().copy()
+        state |= {f"{name}/{key}": _whole(value).numpy().copy() for key, value in optimizer.state[weight].items()}
+    return state
+
+
+def export(mesh: Any, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, np.ndarray]:
+    """Take a step, write the model's folder, and return the weights as engines receive them."""
+    context, config = RankContext("main", rank, layout_of(layout)), config_of("llama", layout=layout)
+    actor = ActorWorker.from_settings(context, in_mode(config, "packed"), tiny_tokenizer())
+    _step(actor.train_step, context, in_mode(config, "packed"), batch, policy_loss(config))
+    actor.export_model(str(folder))
+    return {name: weight.numpy().copy() for name, weight in exported_weights(actor).items()}

@@ -1,0 +1,72 @@
+"""On every layout, scores, metrics and gradients are those of one row at a time on one rank."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.builders import MODEL, tiny_tokenizer
+from tests.distributed.layouts import ranks
+from tests.distributed.layouts.cases import FAMILIES, LAYOUTS, cases_of
+from tests.distributed.layouts.truth import batch_with_values, expected
+from tests.distributed.processes import on_ranks
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the folder of a tiny sequence classifier of each family."""
+    folders = {}
+    for name, family in FAMILIES.items():
+        settings = {key: value for key, value in (MODEL | family).items() if key != "model_type"}
+        config = AutoConfig.for_model(
+            family["model_type"], vocab_size=len(tiny_tokenizer()), num_labels=1, pad_token_id=0, **settings
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            model = AutoModelForSequenceClassification.from_config(config)
+        folders[name] = str(tmp_path_factory.mktemp(f"classifier-{name}"))
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
+    layout: str, classifiers: dict[str, str], tmp_path: Path
+):
+    cases = [(case, batch_with_values(case.family)) for case in cases_of(layout)]
+    found = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.run_cases, layout, cases, classifiers)[0]
+    for (case, _), (scores, metrics, gradients) in zip(cases, found, strict=True):
+        truth = expected(case, classifiers[case.family])
+        assert np.abs(scores - truth.scores.numpy()).max() < 1e-5, case
+        assert truth.scores.abs().max() > 0.1
+        assert metrics == ([pytest.approx(truth.metrics, rel=1e-5, abs=1e-7)] if truth.metrics else []), case
+        assert gradients.keys() == truth.gradients.keys(), case
+        for name, gradient in truth.gradients.items():
+            gap = torch.from_numpy(gradients[name]).double() - gradient
+            assert gap.norm() <= 1e-4 * gradient.norm(), (case, name)
+
+
+def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(tmp_path: Path):
+    batch = batch_with_values("llama")
+    chain = ("hsdp2x2", "dp4", "replicas2", "dp2", "hsdp2x2")
+    folders = [tmp_path / f"{place}-{layout}" for place, layout in enumerate(chain)]
+    saved = on_ranks(tmp_path, 4, ranks.save, chain[0], batch, folders[0])[0]
+    assert any(np.abs(value).max() > 0 for name, value in saved.items() if name.endswith("/exp_avg"))
+    for layout, *pair in zip(chain[1:], folders, folders[1:], strict=False):
+        found = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.load_and_save, layout, tuple(pair))[0]
+        assert found.keys() == saved.keys()
+        for name, value in saved.items():
+            assert np.array_equal(found[name], value), (layout, name)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp2"])
+def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(layout: str, tmp_path: Path):
+    batch = batch_with_values("llama")
+    parts = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.export, layout, batch, tmp_path / "model")
+    stream = {name: value for part in parts for name, value in part.items()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    weights = dict(model.named_parameters())
+    assert stream.keys() == weights.keys()
+    assert all(np.array_equal(stream[name], weight.detach().numpy()) for name, weight in weights.items())

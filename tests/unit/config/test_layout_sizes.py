@@ -1,0 +1,94 @@
+import pytest
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.layout_sizes import layout_sizes, role_parallel
+from rlpack.config.schema import Config
+from rlpack.config.validate import validate
+
+VALID = {"model": {"config": {"model_type": "qwen2"}}}
+
+
+def config_of(ranks: int = 4, **sections) -> Config:
+    return validate(VALID | {"placement": {"pools": {"main": {"ranks": ranks}}}} | sections)
+
+
+def problems(ranks: int = 4, **sections) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_of(ranks, **sections)
+    return "\n".join(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ({}, {"dp_replicate": 1, "dp_shard": 4}),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}),
+        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}),
+    ],
+)
+def test_shards_take_the_ranks_that_are_left(parallel, expected):
+    assert layout_sizes(config_of(actor={"parallel": parallel}), "actor", 4) == expected
+
+
+def test_roles_inherit_the_actors_layout_or_set_their_own():
+    sections = {"actor": {"parallel": {"dp_replicate": 2}}, "critic": {"parallel": {"dp_replicate": 1}}}
+    config = config_of(**sections)
+    assert layout_sizes(config, "reference", 4) == {"dp_replicate": 2, "dp_shard": 2}
+    assert layout_sizes(config, "reward_model", 2) == {"dp_replicate": 2, "dp_shard": 1}
+    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4}
+    assert role_parallel(config, "critic").dp_shard == -1
+
+
+def test_roles_without_a_model_have_data_ranks_only():
+    config = config_of(actor={"parallel": {"dp_replicate": 2}})
+    assert layout_sizes(config, "rollout", 4) == layout_sizes(config, "reward", 4) == {"dp_shard": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "message"),
+    [
+        (
+            4,
+            {"dp_replicate": 3},
+            "actor.parallel.dp_replicate (3) doesn't divide the 4 rank(s) of placement.pools.main, on which the actor "
+            "runs; set actor.parallel.dp_replicate=2, or placement.pools.main.ranks=6",
+        ),
+        (
+            2,
+            {"dp_replicate": 8},
+            "set actor.parallel.dp_replicate=2, or placement.pools.main.ranks=8",
+        ),
+        (
+            4,
+            {"dp_shard": 2},
+            "actor.parallel.dp_shard is 2, so the actor needs 2 ranks, and placement.pools.main has 4; set "
+            "actor.parallel.dp_shard to 4, or to -1 for the ranks that are left, or placement.pools.main.ranks=2",
+        ),
+        (4, {"dp_replicate": 2, "dp_shard": 4}, "set actor.parallel.dp_shard to 2, or to -1"),
+        (4, {"dp_shard": 0}, "actor.parallel.dp_shard is 0; set the number of ranks that share the weights, or -1"),
+        (4, {"dp_shard": -2}, "actor.parallel.dp_shard is -2; it has to be at least -1"),
+        (4, {"dp_replicate": 0}, "actor.parallel.dp_replicate is 0; it has to be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_give_the_ranks_are_refused_with_the_nearest_that_do(ranks, parallel, message):
+    assert message in problems(ranks, actor={"parallel": parallel})
+
+
+def test_a_role_in_a_smaller_pool_names_the_key_that_it_inherits_or_sets():
+    placement = {
+        "pools": {"main": {"ranks": 4}, "frozen": {"ranks": 1}},
+        "roles": dict.fromkeys(("actor", "rollout", "reward"), "main") | {"reference": "frozen"},
+    }
+    sections = {"placement": placement, "algorithm": {"kl_coef": 0.1}, "actor": {"parallel": {"dp_replicate": 2}}}
+    text = problems(**sections)
+    assert "actor.parallel.dp_replicate (2) doesn't divide the 1 rank(s) of placement.pools.frozen" in text
+    assert "on which the reference runs; set reference.parallel.dp_replicate=1, or" in text
+    config_of(**sections, reference={"parallel": {"dp_replicate": 1}})
+    assert "reference.parallel.dp_replicate (3) doesn't" in problems(
+        **sections, reference={"parallel": {"dp_replicate": 3}}
+    )
+
+
+def test_only_started_roles_are_checked():
+    config_of(critic={"parallel": {"dp_replicate": 3}})
