@@ -10,7 +10,13 @@ STEPS = 4
 OTHERS = {
     "packed on one rank": (1, ("batching=packed",)),
     "dynamic on two ranks, generated in parts": (2, ("batching=dynamic", "rollout.max_num_seqs=3")),
-    "fixed on two ranks": (2, ("batching=fixed", "batching.max_tokens=null", "reference.batching.mode=packed")),
+    "fixed in two replicas": (
+        2,
+        (
+            *("batching=fixed", "batching.max_tokens=null", "actor.parallel.dp_replicate=2"),
+            *("reference.batching.mode=packed", "reference.parallel.dp_replicate=1"),
+        ),
+    ),
 }
 
 
