@@ -60,13 +60,15 @@ def model_section(family: str, *, tied: bool) -> Model:
     return Model(config={"model_type": family, **SIZES, **FAMILIES[family], "tie_word_embeddings": tied})
 
 
-def start(family: str, *, tied: bool, seed: int = 0, max_length: int = MAX_LENGTH, **rollout: Any) -> VLLMEngine:
+def start(
+    family: str, *, tied: bool, seed: int = 0, max_length: int = MAX_LENGTH, device: str = "cpu", **rollout: Any
+) -> VLLMEngine:
     """Start an engine with a new model."""
     return VLLMEngine.from_settings(
         model_section(family, tied=tied),
         Rollout(**({"engine": "vllm", "kv_cache_gb": 0.05} | rollout)),
         TOKENIZER,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         seed=seed,
         max_length=max_length,
     )

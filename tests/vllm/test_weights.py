@@ -20,6 +20,7 @@ from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import TOLERANCES
 from rlpack.rollout.errors import BucketError, CanaryError, EngineError
 from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.vllm.device_buffers import CUDA_IPC, DeviceBuffers
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
 from rlpack.rollout.vllm.weight_buffers import BucketNote, WeightBuffers
 from rlpack.workers.rollout import RolloutWorker
@@ -227,6 +228,25 @@ def test_weights_that_are_not_the_trainers_fail_the_canary_and_nothing_is_sample
         transport.publish()
     with pytest.raises(EngineError, match="no usable weights"):
         transport.sampled_versions()
+
+
+def test_an_engine_that_cant_read_a_gpus_memory_says_so_and_takes_shared_memory(
+    shared_engine: VLLMEngine, caplog: pytest.LogCaptureFixture
+):
+    # A handle with the types of CUDA's; dictionaries, lists and bytes have to pass through vLLM's messages.
+    handle = [0, b"\x00\xff" * 32, 8192, 512, False, b"/torch_1", 3, b"\x01" * 64, True]
+    sharing = CUDA_IPC._replace(
+        id_of=lambda device: "GPU-1",
+        export=lambda buffer: handle,
+        synchronize=lambda device: None,
+        collect=lambda: None,
+    )
+    shared_engine._sender.open(DeviceBuffers([torch.device("cpu")], sharing))
+    assert "through the CPU's memory, which is slower, since CUDA IPC failed" in caplog.text
+    assert "EngineError: bucket 0 of the weights is on a GPU, and the engine runs on cpu" in caplog.text
+    built = policy("qwen2", tied=False, seed=35)
+    send(shared_engine, built)
+    assert gap(shared_engine, built) <= 1e-4
 
 
 @pytest.mark.slow

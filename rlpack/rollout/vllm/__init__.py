@@ -6,9 +6,10 @@
 - `initial_weights`: the weights that vLLM starts with.
 - `requests`: sampling parameters and results, from and to the types of `rlpack.rollout.types`.
 - `event_loop`: runs vLLM's coroutines in a thread, each with a deadline.
-- `shared_weights`: vLLM's weight-transfer backend that reads buckets from shared memory; runs in vLLM's process.
+- `shared_weights`: vLLM's weight-transfer backend that reads buckets from a rank's memory; runs in vLLM's process.
 - `direct_load`: loads updates directly into the model if that is known to give vLLM's own result; also in its process.
-- `weight_buffers`, `weight_sender`: the shared memory, and the rank's side of an update.
+- `weight_buffers`, `device_buffers`, `weight_sender`: shared memory, GPU memory that is shared by CUDA IPC, and the
+  rank's side of an update.
 - `runtime_adapters`: LoRA adapters that vLLM applies itself (`rollout.lora=adapter`).
 - `process_variables`: the environment variables of vLLM's processes.
 - `server_options`, `server_arguments`, `server_process`, `server_main`, `require_token`: vLLM's OpenAI-compatible

@@ -1,9 +1,9 @@
-"""A weight-transfer backend of vLLM that reads buckets from shared memory.
+"""A weight-transfer backend of vLLM that reads buckets from memory that a rank shares.
 
-vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the memory that a rank writes, and
-loads the weights as a checkpoint's, layer by layer, or directly (`direct_load`). vLLM imports this module in its own
-process, where `worker_extension_cls` names `RegistersBackend`; importing it registers the backend, and ends the process
-with its rank.
+vLLM's own backends need CUDA. This one works on every device: vLLM's process maps the memory that a rank writes, on
+the CPU (`weight_buffers`) or by CUDA IPC on the GPU that both use (`device_buffers`), and loads the weights as a
+checkpoint's, layer by layer, or directly (`direct_load`). vLLM imports this module in its own process, where
+`worker_extension_cls` names `RegistersBackend`; importing it registers the backend, and ends the process with its rank.
 """
 
 import ctypes
@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: igno
 )
 
 from rlpack.rollout.errors import EngineError
+from rlpack.rollout.vllm.device_buffers import DeviceReader
 from rlpack.rollout.vllm.direct_load import DirectLoader, LoadRecorder, NoPlanError
 from rlpack.rollout.vllm.shared_names import BACKEND
 from rlpack.rollout.vllm.weight_buffers import BucketNote, BucketReader
@@ -44,7 +45,13 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """What the backend learns once: nothing."""
+    """What the backend learns once.
+
+    Attributes:
+        trial: the fields of the note of a bucket on the GPU, to find out whether it can be read; {} for none.
+    """
+
+    trial: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,13 +78,25 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
     # Why updates are not loaded directly; "" if they are.
     reason = "no update has been loaded"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the readers, which open buffers when buckets name them; the arguments are vLLM's."""
+        super().__init__(*args, **kwargs)
+        self._reader, self._device_reader = BucketReader(), DeviceReader(self.device)
+
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        """Create the reader; buffers are mapped when the first buckets name them."""
-        self._reader = BucketReader()
+        """Read the trial's bucket, if there is one.
+
+        Raises:
+            EngineError: the trial's bucket can't be read.
+        """
+        if init_info.trial:
+            self._read(BucketNote(**init_info.trial), 0)
+            self._device_reader.end_update()
 
     def start_weight_update(self) -> None:
         """Begin an update; unless it is loaded directly, vLLM restores the layout that its loaders expect."""
         self._next_index = 0
+        self._device_reader.end_update()  # the last update may have failed
         if self._direct is not None:
             self._direct.begin()
             return
@@ -101,7 +120,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
             if self._direct is not None:
                 self._direct.check_complete()
             return
-        weights = self._reader.read(BucketNote(**update_info.note), self._next_index)
+        weights = self._read(BucketNote(**update_info.note), self._next_index)
         if self._direct is not None:
             self._load_directly(self._direct, weights)
         else:
@@ -119,6 +138,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
             return
         finalize_layerwise_reload(self.model, self.model_config)
         self._is_open = False
+        self._device_reader.end_update()
         if self._recorder is None:
             self.reason = "weights are loaded directly on CPUs only"
             return
@@ -131,7 +151,20 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         self._recorder = None
 
     def shutdown(self) -> None:
-        """Do nothing: the kernel frees the buffers once both processes have ended."""
+        """Close the buffers on the GPU; the kernel frees others once both processes have ended."""
+        self._device_reader.end_update()
+
+    def _read(self, note: BucketNote, index: int) -> dict[str, Tensor]:
+        """Check a bucket and return views of its tensors.
+
+        Raises:
+            EngineError: see `BucketReader.read` and `DeviceReader.read`.
+        """
+        if not note.handles:
+            return self._reader.read(note, index)
+        if self.device.type != "cuda":
+            raise EngineError(f"bucket {note.index} of the weights is on a GPU, and the engine runs on {self.device}")
+        return self._device_reader.read(note, index)
 
     def _load_directly(self, loader: DirectLoader, weights: Mapping[str, Tensor]) -> None:
         """Load one bucket; if it doesn't fit the plan, drop the plan, so that vLLM loads the next update."""

@@ -1,7 +1,7 @@
 """The `vllm` engine: vLLM's front end in this process, its model in a separate process (EngineCore).
 
 Each row is a separate request with its own seed and deadline. vLLM batches requests in flight token by token, so a
-short response makes room for the next one at once. New weights reach EngineCore through shared memory
+short response makes room for the next one at once. New weights reach EngineCore through shared memory, or by CUDA IPC
 (`weight_sender`, `shared_weights`).
 """
 
@@ -30,6 +30,7 @@ from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout, tied_names
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
+from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop
 from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
@@ -85,7 +86,7 @@ class VLLMEngine:
         self._cause: str | None = None
         self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
-        self.policy_version = 0
+        self.policy_version = 0  # vLLM's own first version is a word
 
     @classmethod
     def from_settings(
@@ -133,7 +134,8 @@ class VLLMEngine:
                 request_timeout_s=settings.request_timeout_s,
                 takes_adapters=settings.lora == "adapter",
             )
-            built._open_transfer()
+            devices = [torch.device("cuda", index) for index in range(gpus)]
+            built._sender.open(DeviceBuffers(devices) if devices else None)
             if settings.deterministic:
                 test = partial(check_deterministic, max_length=max_length, max_num_seqs=settings.max_num_seqs)
                 built._test_when_usable(test)
@@ -291,14 +293,6 @@ class VLLMEngine:
             if name in weights:
                 named |= dict.fromkeys(aliases, weights[name])
         return revert_weight_conversion(self._model, named)
-
-    def _open_transfer(self) -> None:
-        """Tell EngineCore which weights every update has."""
-        from rlpack.rollout.vllm import library
-
-        request = library.WeightTransferInitRequest()
-        self._control(self._engine.init_weight_transfer_engine(request), "open the transfer of weights")
-        self.policy_version = 0  # vLLM's own first version is a word
 
     async def _begin(self, requests: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> None:
         """Make a task for each request, in the event loop."""

@@ -1,4 +1,4 @@
-"""Buckets of weights in shared memory, from a rank to its vLLM process.
+"""Buckets of weights in shared memory, from a rank to its vLLM process; `device_buffers` has them in a GPU's memory.
 
 The rank owns two buffers and alternates between them: it writes one while vLLM's process loads from the other. Both
 processes keep them mapped between updates, because touching a fresh page of shared memory costs ten times the copy into
@@ -18,8 +18,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -36,14 +37,15 @@ class BucketNote:
     """The contents of a buffer.
 
     Attributes:
-        path: where a process can open the buffer while the rank is alive.
+        path: where a process can open the buffer while the rank is alive; "" for a buffer on a GPU.
         index: of the bucket in its update, from 0.
         names: of the weights.
         dtypes: names of their dtypes, such as `float32`.
         shapes: their shapes.
         offsets: where each weight starts, in bytes.
         num_bytes: size of the bucket, from the start of the buffer.
-        digest: xxh3-128 of these bytes, as hexadecimal text.
+        digest: of these bytes, as hexadecimal text: xxh3-128, or a checksum on a GPU.
+        handles: for a buffer on a GPU, what a process needs to open it, by the GPU's id; see `device_buffers`.
     """
 
     path: str
@@ -54,6 +56,23 @@ class BucketNote:
     offsets: list[int]
     num_bytes: int
     digest: str
+    handles: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Buffers(Protocol):
+    """The rank's side of a way to vLLM's process."""
+
+    def write(self, weights: Mapping[str, Tensor], index: int) -> BucketNote:
+        """Write a bucket; this overwrites the bucket before the last one."""
+        ...
+
+    def end_update(self) -> None:
+        """Free what only an update under way needs; vLLM's process has loaded all buckets."""
+        ...
+
+    def close(self) -> None:
+        """Free all memory."""
+        ...
 
 
 class WeightBuffers:
@@ -75,26 +94,17 @@ class WeightBuffers:
             weights: whole tensors on the CPU, by name.
             index: of the bucket in its update.
         """
-        places, num_bytes = _places(weights)
+        places, num_bytes = places_of(weights)
         buffer = self._buffers[index % NUM_BUFFERS]
         memory, digest = buffer.memory(num_bytes), xxhash.xxh3_128()
         for name, offset in places.items():
-            data = weights[name].detach().contiguous().view(-1).view(torch.uint8)
-            end = offset + len(data)
-            memory[offset:end].copy_(data)
-            memory[end : (padded := _aligned(end))].zero_()
+            data = write_bytes(weights[name], memory, offset)
             digest.update(data.numpy().data)
-            digest.update(bytes(padded - end))
-        return BucketNote(
-            path=buffer.path,
-            index=index,
-            names=list(weights),
-            dtypes=[str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
-            shapes=[list(weight.shape) for weight in weights.values()],
-            offsets=[places[name] for name in weights],
-            num_bytes=num_bytes,
-            digest=digest.hexdigest(),
-        )
+            digest.update(bytes(-len(data) % _ALIGNMENT))
+        return describe(weights, places, path=buffer.path, index=index, digest=digest.hexdigest())
+
+    def end_update(self) -> None:
+        """Do nothing: both processes keep the buffers mapped."""
 
     def close(self) -> None:
         """Close the buffers; the kernel frees them once vLLM's process has closed them, too."""
@@ -119,14 +129,9 @@ class BucketReader:
         Raises:
             EngineError: the bucket is not the next one, or its buffer is missing or was changed.
         """
-        if note.index != expected_index:
-            raise EngineError(f"bucket {note.index} of the weights arrived where bucket {expected_index} was expected")
+        check_index(note, expected_index)
         memory = self._mapped(note)[: note.num_bytes]
-        if (digest := xxhash.xxh3_128_hexdigest(memory.numpy().data)) != note.digest:
-            text = f"bucket {note.index} of the weights was changed on its way: its digest is {digest}"
-            raise EngineError(f"{text}, not {note.digest}")
-        rows = zip(note.names, note.dtypes, note.shapes, note.offsets, strict=True)
-        return {name: _tensor(memory, dtype, shape, offset) for name, dtype, shape, offset in rows}
+        return checked_views(memory, note, xxhash.xxh3_128_hexdigest(memory.numpy().data))
 
     def _mapped(self, note: BucketNote) -> Tensor:
         """Return all bytes of a bucket's buffer, uint8 [num_bytes]."""
@@ -185,8 +190,8 @@ class _Buffer:
                 os.unlink(self.path)
 
 
-def _places(weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
-    """Return the offset of each weight in bytes, in memory order, and their total size."""
+def places_of(weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
+    """Return the offset of each weight in bytes, in memory order, and their total size, a multiple of 64."""
     matrices = [name for name, weight in weights.items() if weight.ndim > 1]
     others = [name for name, weight in weights.items() if weight.ndim <= 1]
     places, num_bytes = {}, 0
@@ -194,6 +199,61 @@ def _places(weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
         places[name] = num_bytes
         num_bytes += _aligned(weights[name].nbytes)
     return places, num_bytes
+
+
+def write_bytes(weight: Tensor, memory: Tensor, offset: int) -> Tensor:
+    """Write a weight and the zeros up to the next one into a buffer; return the weight's bytes, uint8 on the CPU."""
+    data = weight.detach().contiguous().view(-1).view(torch.uint8)
+    end = offset + len(data)
+    memory[offset:end].copy_(data)
+    memory[end : _aligned(end)].zero_()
+    return data
+
+
+def describe(
+    weights: Mapping[str, Tensor],
+    places: Mapping[str, int],
+    *,
+    index: int,
+    digest: str,
+    path: str = "",
+    handles: Mapping[str, list[Any]] | None = None,
+) -> BucketNote:
+    """Return the note of a bucket, of weights at these places."""
+    return BucketNote(
+        path=path,
+        index=index,
+        names=list(weights),
+        dtypes=[str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
+        shapes=[list(weight.shape) for weight in weights.values()],
+        offsets=[places[name] for name in weights],
+        num_bytes=sum(_aligned(weight.nbytes) for weight in weights.values()),
+        digest=digest,
+        handles=dict(handles or {}),
+    )
+
+
+def check_index(note: BucketNote, expected_index: int) -> None:
+    """Raise unless a bucket is the next one.
+
+    Raises:
+        EngineError: a bucket is missing, or came twice.
+    """
+    if note.index != expected_index:
+        raise EngineError(f"bucket {note.index} of the weights arrived where bucket {expected_index} was expected")
+
+
+def checked_views(memory: Tensor, note: BucketNote, digest: str) -> dict[str, Tensor]:
+    """Return views of a bucket's tensors.
+
+    Raises:
+        EngineError: the digest of its memory is not the one that was announced.
+    """
+    if digest != note.digest:
+        text = f"bucket {note.index} of the weights was changed on its way: its digest is {digest}"
+        raise EngineError(f"{text}, not {note.digest}")
+    rows = zip(note.names, note.dtypes, note.shapes, note.offsets, strict=True)
+    return {name: _tensor(memory, dtype, shape, offset) for name, dtype, shape, offset in rows}
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,33 +1,41 @@
 """Send buckets of weights to vLLM's process, which loads one while the next is written.
 
+Buckets go through the memory of the GPUs that both use, if the process can open it (`device_buffers`), or through
+shared memory (`weight_buffers`).
+
 Invariants (tests/vllm/test_weights.py):
 
 1. at most two buckets are in flight: a buffer is overwritten only after its bucket was loaded;
 2. a failed bucket is named by a later `send`, or by `finish` at the latest; then nothing more is sent until `restart`.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlpack.rollout.errors import BucketError, EngineError
+from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, StartedCall
-from rlpack.rollout.vllm.weight_buffers import NUM_BUFFERS, WeightBuffers
+from rlpack.rollout.vllm.weight_buffers import NUM_BUFFERS, Buffers, WeightBuffers
+
+logger = logging.getLogger(__name__)
 
 # Deadline of each call in seconds.
 _LOAD_S = 300.0
-_BEGIN = "begin an update of its weights"
+_OPEN, _BEGIN = "open the transfer of weights", "begin an update of its weights"
 
 
 class WeightSender:
     """The rank's side of weight updates.
 
     Attributes:
-        buffers: the shared memory.
+        buffers: where buckets are written.
     """
 
     def __init__(self, front_end: Any, loop: EventLoop, explain: Callable[[Exception], str]) -> None:
@@ -39,10 +47,42 @@ class WeightSender:
             explain: returns the cause of an error raised by vLLM.
         """
         self._front_end, self._loop, self._explain = front_end, loop, explain
-        self.buffers = WeightBuffers()
+        self.buffers: Buffers = WeightBuffers()
         self._on_their_way: deque[tuple[int, StartedCall[Any]]] = deque()
         self._next_index: int | None = None
         self._has_failed = False
+
+    def open(self, on_gpus: DeviceBuffers | None = None) -> None:
+        """Have vLLM's process take buckets; from shared memory if it can't read those on its GPUs.
+
+        Args:
+            on_gpus: empty buffers on the engine's GPUs; None for an engine on a CPU.
+
+        Raises:
+            EngineError: vLLM's process can't be reached.
+        """
+        problem = "" if on_gpus is None else self._try_devices(on_gpus)
+        if on_gpus is None or problem:
+            self._call(self._opening({}), _OPEN)
+        if problem:
+            logger.warning(
+                "rollout.engine=vllm: new weights reach the engine through the CPU's memory, which is slower, since "
+                "CUDA IPC failed: %s",
+                problem,
+            )
+
+    def _try_devices(self, buffers: DeviceBuffers) -> str:
+        """Use buffers on GPUs if vLLM's process can read them; return why not, "" if it can."""
+        try:
+            note = buffers.write({"trial": torch.arange(1024)}, 0)
+            self._call(self._opening({"trial": asdict(note)}), _OPEN)
+        except (EngineError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
+            return str(error)
+        else:
+            self.buffers = buffers
+            return ""
+        finally:
+            buffers.end_update()
 
     def restart(self) -> None:
         """Drop an unfinished update, if there is one; all of its weights have to be sent again.
@@ -97,10 +137,17 @@ class WeightSender:
         self._call(self._update({"count": self._next_index}), "complete an update of its weights")
         self._next_index, self._has_failed = None, False
         self._call(self._front_end.finish_weight_update(), "apply its new weights")
+        self.buffers.end_update()
 
     def close(self) -> None:
-        """Free the shared memory."""
+        """Free the buffers."""
         self.buffers.close()
+
+    def _opening(self, fields: dict[str, Any]) -> Any:
+        """Return a call with the fields of a `SharedInit`."""
+        from rlpack.rollout.vllm import library
+
+        return self._front_end.init_weight_transfer_engine(library.WeightTransferInitRequest(init_info=fields))
 
     def _update(self, fields: dict[str, Any]) -> Any:
         """Return a call with the fields of a `SharedUpdate`."""
