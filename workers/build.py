@@ -3,11 +3,11 @@
 Every function that shards or checks a model is a collective: all ranks of the pool call it.
 """
 
-from pathlib import Path
-from typing import TypeVar
+import copy
+import logging
+from typing import Literal, TypeVar
 
-from safetensors.torch import load_file
-from torch import Tensor
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.recipes import recipe_of
@@ -22,11 +22,16 @@ from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
+from rlpack.models.open_model import open_causal_lm, open_classifier
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.parallel import reshard, shard_model
+from rlpack.models.parts import share_weights
 from rlpack.models.policy import Policy
+from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.worker import RankContext
+
+_log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=PackedModel)
 
@@ -66,14 +71,11 @@ def build_policy(config: Config, role: str, tokenizer: PreTrainedTokenizerBase, 
         ModelError: a pattern of `actor` matches no weight or layer of this model, or an adapter has no effect.
         IsolationError: packed sequences see each other in this model.
     """
-    lm = build_model(config.model, tokenizer, context, seed=config.seed, attention_name=_attention(config, role))
+    lm, stored = open_model(config.model, tokenizer, context, config.seed, role, _attention(config, role))
     if role == "actor":
         set_trained_weights(lm, config.actor, seed=config.seed)
     policy = Policy(lm, chunk=role_compute(config, role).logprob_chunk)
-    if role == "actor" and config.actor.lora.rank > 0:
-        packed = role_batching(config, role).mode == "packed"
-        check_adapters(policy, context.torch_device, len(tokenizer), packed=packed)
-    return _shard_and_check(policy, config, role, tokenizer, context)
+    return _shard_and_check(policy, config, role, tokenizer, context, stored)
 
 
 def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> ScalarHeadModel:
@@ -85,10 +87,10 @@ def build_critic(config: Config, tokenizer: PreTrainedTokenizerBase, context: Ra
     """
     path = config.critic.path
     model = config.model if path is None else Model(path=path, revision=config.critic.revision)
-    lm = build_model(model, tokenizer, context, seed=config.seed, attention_name=_attention(config, "critic"))
+    lm, stored = open_model(model, tokenizer, context, config.seed, "critic", _attention(config, "critic"))
     critic = ScalarHeadModel(language_model(lm))
     freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
-    return _shard_and_check(critic, config, "critic", tokenizer, context)
+    return _shard_and_check(critic, config, "critic", tokenizer, context, stored)
 
 
 def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, context: RankContext) -> ScalarHeadModel:
@@ -98,14 +100,17 @@ def build_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase, conte
         ModelError: the classifier has more than one label, or no linear head.
         IsolationError: packed sequences see each other in this model.
     """
-    classifier = load_classifier(
-        config.reward_model,
-        vocab_size=len(tokenizer),
-        device=context.torch_device,
-        attention_name=_attention(config, "reward_model"),
-    )
+    settings, name = config.reward_model, _attention(config, "reward_model")
+    stored = None
+    try:
+        stored = open_classifier(settings, vocab_size=len(tokenizer), attention_name=name)
+        classifier = stored.model
+    except NotInPartsError as reason:
+        _note_whole(context, "reward_model", settings.path, reason)
+        device = context.torch_device
+        classifier = load_classifier(settings, vocab_size=len(tokenizer), device=device, attention_name=name)
     model = ScalarHeadModel(language_model(classifier), linear_head(classifier))
-    return _shard_and_check(model, config, "reward_model", tokenizer, context, classifier)
+    return _shard_and_check(model, config, "reward_model", tokenizer, context, stored, classifier)
 
 
 def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> None:
@@ -119,12 +124,26 @@ def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> N
     freeze(lm, settings.optimizer)
 
 
-def read_weights(folder: str) -> dict[str, Tensor]:
-    """Return the weights of a Hugging Face model folder, from its safetensors files."""
-    weights: dict[str, Tensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        weights |= load_file(path)
-    return weights
+def open_model(
+    model: Model, tokenizer: PreTrainedTokenizerBase, context: RankContext, seed: int, role: str, attention_name: str
+) -> tuple[PreTrainedModel, StoredModel | None]:
+    """Return a causal language model on the meta device and its files, or the whole model and None.
+
+    New models are built whole, so that their weights depend on the seed alone.
+    """
+    if model.path is not None and not model.config:
+        try:
+            stored = open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name)
+            return stored.model, stored
+        except NotInPartsError as reason:
+            _note_whole(context, role, model.path, reason)
+    return build_model(model, tokenizer, context, seed=seed, attention_name=attention_name), None
+
+
+def _note_whole(context: RankContext, role: str, path: str | None, reason: NotInPartsError) -> None:
+    """Record why every rank loads a whole model."""
+    if context.rank == 0 and context.num_ranks > 1:
+        _log.warning("%s: every rank loads all weights of %s before they are sharded: %s", role, path, reason)
 
 
 def _shard_and_check(
@@ -133,32 +152,66 @@ def _shard_and_check(
     role: str,
     tokenizer: PreTrainedTokenizerBase,
     context: RankContext,
+    stored: StoredModel | None = None,
     classifier: PreTrainedModel | None = None,
 ) -> M:
-    """Checkpoint activations, check the model, shard, and check isolation, by the role's settings.
+    """Checkpoint activations, check the model, shard it, and check isolation, by the role's settings.
 
-    Outputs and gradients are compared with transformers' own before the model is sharded, in fp32; outputs are compared
-    with each other afterwards, in the compute dtype and with its kernels.
+    Outputs and gradients are compared with transformers' own in fp32: of a whole model before it is sharded, of one
+    that is loaded in parts afterwards. Outputs are compared with each other in the compute dtype and with its kernels.
     """
-    settings = role_compute(config, role)
-    packed = role_batching(config, role).mode == "packed"
-    limits, trained = RowLimits.of_role(config, role), role in recipe_of(config).trains
-    if settings.gradient_checkpointing:
-        model.checkpoint_activations(role)
-    if settings.isolation_check:
-        device, vocab_size = context.torch_device, len(tokenizer)
-        check_model(model, device, vocab_size, role=role, packed=packed, limits=limits, trained=trained)
-        if classifier is not None:
-            assert isinstance(model, ScalarHeadModel)
-            check_scores(classifier, model, vocab_size, packed=packed, longest=limits.longest)
     if context.layout.world_size > context.layout.dp_size:
         raise PlacementError(f"role {role}: no model has tensor, context or pipeline parallelism yet: {context.layout}")
+    settings, device = role_compute(config, role), context.torch_device
     mesh = context.layout.device_mesh(context.device)
-    shard_model(model, mesh, precision=settings.precision, reshard_after_forward=settings.reshard_after_forward)
+    if settings.gradient_checkpointing:
+        model.checkpoint_activations(role)
+
+    def shard(model: M, precision: Literal["fp32", "bf16"]) -> M:
+        shard_model(model, mesh, precision=precision, reshard_after_forward=settings.reshard_after_forward)
+        return model
+
+    if stored is None:
+        _check(model, config, role, device, len(tokenizer), classifier)
+        shard(model, settings.precision)
+    else:
+        in_precision = copy.deepcopy(model)  # without weights; FSDP2 can't change the precision of a sharded model
+        stored.materialize(shard(model, "fp32"), device)
+        if isinstance(model, Policy):
+            model.measure_outputs()
+        _check(model, config, role, device, len(tokenizer), classifier)
+        reshard(model)
+        if settings.precision != "fp32":
+            share_weights(model, shard(in_precision, settings.precision))
+            if isinstance(in_precision, Policy) and isinstance(model, Policy):
+                in_precision.output_map = model.output_map
+            model = in_precision
     if settings.isolation_check:
-        check_isolation(model, context.torch_device, len(tokenizer), role=role, packed=packed, longest=limits.longest)
+        packed, longest = role_batching(config, role).mode == "packed", RowLimits.of_role(config, role).longest
+        check_isolation(model, device, len(tokenizer), role=role, packed=packed, longest=longest)
         reshard(model)
     return model
+
+
+def _check(
+    model: PackedModel,
+    config: Config,
+    role: str,
+    device: torch.device,
+    vocab_size: int,
+    classifier: PreTrainedModel | None,
+) -> None:
+    """Check adapters, and compare outputs and gradients with transformers' own; in fp32."""
+    packed = role_batching(config, role).mode == "packed"
+    if role == "actor" and config.actor.lora.rank > 0:
+        check_adapters(model, device, vocab_size, packed=packed)
+    if not role_compute(config, role).isolation_check:
+        return
+    limits, trained = RowLimits.of_role(config, role), role in recipe_of(config).trains
+    check_model(model, device, vocab_size, role=role, packed=packed, limits=limits, trained=trained)
+    if classifier is not None:
+        assert isinstance(model, ScalarHeadModel)
+        check_scores(classifier, model, vocab_size, packed=packed, longest=limits.longest)
 
 
 def _attention(config: Config, role: str) -> str:

@@ -1,14 +1,15 @@
 """The reference role: the frozen policy that the KL term compares with."""
 
+from pathlib import Path
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
-from rlpack.models.weight_stream import load_full_state_dict
+from rlpack.models.weight_stream import load_folder
 from rlpack.worker import RankContext, Worker, broadcast, sharded
-from rlpack.workers.build import build_policy, read_weights
+from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
 
 
@@ -38,4 +39,4 @@ class ReferenceWorker(Worker):
     @broadcast
     def load_model(self, folder: str) -> None:
         """Load the weights of a model folder: the policy that the recipe started from."""
-        load_full_state_dict(self._scorer.policy, read_weights(folder))
+        load_folder(self._scorer.policy, Path(folder))

@@ -78,7 +78,7 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
     """Add adapters to a model in place and freeze its other weights; call before sharding.
 
     Args:
-        model: any causal language model with linear layers.
+        model: any causal language model with linear layers; on the meta device, adapters still get their values.
         settings: `rank` at least 1.
         seed: of the matrices A; the same on all ranks.
 
@@ -99,7 +99,8 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys")
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # also freezes all other weights
+            with _adapters_on_cpu(model, layers):
+                inject_adapter_in_model(adapter, model, adapter_name=_NAME)  # also freezes all other weights
         except ValueError as error:
             raise ModelError(
                 f"{type(model).__name__} can't have adapters on all layers of actor.lora.targets="
@@ -113,6 +114,26 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
             f"{type(model).__name__} has routed experts ({extra[0]}) that match actor.lora.targets="
             f"{list(settings.targets)}, and adapters of experts can't be merged; name other layers, such as *.q_proj"
         )
+
+
+@contextmanager
+def _adapters_on_cpu(model: nn.Module, layers: list[str]) -> Iterator[None]:
+    """Give layers on the meta device weights on the CPU, of one entry, inside the context.
+
+    peft puts adapters on the device of the weight, and would lose their values on the meta device.
+    """
+    weights = {name: model.get_submodule(name).get_parameter("weight") for name in layers}
+    weights = {name: weight for name, weight in weights.items() if weight.is_meta}
+    modules = {name: model.get_submodule(name) for name in weights}
+    for name, weight in weights.items():
+        entry = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        modules[name].register_parameter("weight", nn.Parameter(entry))
+    try:
+        yield
+    finally:
+        for name, weight in weights.items():
+            modules[name].register_parameter("weight", weight)
+            weight.requires_grad_(False)
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:

@@ -16,6 +16,8 @@ from rlpack.models.check_outputs import lay_out
 from rlpack.models.check_rows import random_rows
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import reshard
+from rlpack.models.parts import local_part, part_like, whole_tensor
 
 _LENGTHS = (7, 4)
 # Allowed difference, relative to the norm of the expected gradient; norms below this part of the largest are skipped.
@@ -27,7 +29,7 @@ _NAMED = 3
 def check_adapters(model: PackedModel, device: torch.device | str, vocab_size: int, *, packed: bool) -> None:
     """Raise unless each adapter gets the gradient that its layer's weight implies, in training and evaluation mode.
 
-    Call it before the model is sharded. It takes two forward and backward passes of 11 tokens. Layers without a
+    It takes two forward and backward passes of 11 tokens; a collective if the model is sharded. Layers without a
     gradient, such as those of experts that no token is routed to, are not checked.
 
     Args:
@@ -47,7 +49,7 @@ def check_adapters(model: PackedModel, device: torch.device | str, vocab_size: i
             for name, module in model.named_modules():
                 if is_adapter_dropout(name):
                     module.eval()
-            with _adapter_gradients(model.model) as gradients, torch.enable_grad():
+            with _adapter_gradients(model) as gradients, torch.enable_grad():
                 model.probe(lay_out(rows, packed=packed).to(device)).square().sum().backward()
             _compare(model.model, gradients)
     except (ModelError, torch.OutOfMemoryError):
@@ -84,20 +86,21 @@ def _compare(model: nn.Module, gradients: dict[str, tuple[Tensor, Tensor]]) -> N
 
 
 @contextmanager
-def _adapter_gradients(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def _adapter_gradients(model: PackedModel) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Collect the actual and the expected gradient [d_out, r] of each layer's B, and leave no gradient stored."""
-    weights = dict(model.named_parameters())
+    reshard(model)  # hooks on gathered weights would never be called
+    weights = dict(model.model.named_parameters())
     gradients: dict[str, tuple[Tensor, Tensor]] = {}
-    adapters = {name: adapter for name, adapter in find_adapters(model).items() if name in weights}
+    adapters = {name: adapter for name, adapter in find_adapters(model.model).items() if name in weights}
     trained = {name: weight.requires_grad for name, weight in weights.items()}
+    downs = {name: whole_tensor(weights[adapter.down]).float() for name, adapter in adapters.items()}
+    expected: dict[str, Tensor] = {}  # of a sharded layer, this rank's rows
 
     def collect(name: str, adapter: Adapter, weight: Tensor) -> None:
         assert weight.grad is not None
-        expected = adapter.scale * (weight.grad.float() @ weights[adapter.down].detach().float().t())
+        own = adapter.scale * (local_part(weight.grad).float() @ downs[name].t())
         weight.grad = None
-        layer = name.removesuffix(".base_layer.weight")
-        own, before = gradients.get(layer, (torch.zeros_like(expected), torch.zeros_like(expected)))
-        gradients[layer] = own, before + expected
+        expected[name] = expected[name] + own if name in expected else own
 
     hooks = []
     for name, adapter in adapters.items():
@@ -110,9 +113,11 @@ def _adapter_gradients(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Ten
         for hook in hooks:
             hook.remove()
         for name, adapter in adapters.items():
-            layer, gradient = name.removesuffix(".base_layer.weight"), weights[adapter.up].grad
-            if layer in gradients and gradient is not None:
-                gradients[layer] = gradient.float(), gradients[layer][1]
+            if name in expected:
+                gradient, part = weights[adapter.up].grad, expected[name]
+                whole = whole_tensor(part_like(part, weights[adapter.up]))
+                own = torch.zeros_like(whole) if gradient is None else whole_tensor(gradient).float()
+                gradients[name.removesuffix(".base_layer.weight")] = own, whole
         for name, weight in weights.items():
             weight.requires_grad_(trained[name])
             if trained[name]:

@@ -1,8 +1,9 @@
 """Check of a model's backward pass: gradients of rows together are the sum of those of each row alone.
 
-Whole gradients would take as much memory as the weights, before these are sharded. Each weight's gradient G is reduced
-as soon as it exists to UᵀGV, where U and V are random: linear, so that sums of gradients can be compared, and with an
-expected square of ‖G‖² in each entry.
+Whole gradients would take as much memory as the weights. Each weight's gradient G is reduced as soon as it exists to
+UᵀGV, where U and V are random: linear, so that sums of gradients can be compared, and with an expected square of ‖G‖²
+in each entry. Of a sharded weight, each rank reduces its part by the rows of U and V that belong to it, and the results
+are added up.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpack.models.adapters import is_adapter_dropout
@@ -17,6 +19,8 @@ from rlpack.models.check_outputs import depth_factor, equal_groups, lay_out, lay
 from rlpack.models.errors import ModelError
 from rlpack.models.own_attention import REFERENCE, attention_implementation
 from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import reshard
+from rlpack.models.parts import local_part, part_offsets
 
 # Allowed difference of a weight's gradient, relative to its norm, or to this part of the norm of all gradients: some
 # weights, such as the biases of keys, have gradients that are rounding alone.
@@ -34,7 +38,7 @@ def check_gradients(
     Rows together run as in training: with activation checkpointing, if it is enabled, and without adapters' dropout.
 
     Args:
-        model: unsharded, in evaluation mode afterwards.
+        model: in evaluation mode afterwards.
         rows: int64 [L] each.
         device: the model's device.
         packed: whether the rows are packed together, or padded.
@@ -100,21 +104,16 @@ def _weighted_sum(outputs: Tensor, indices: list[int] | range, rows: list[Tensor
 
 
 @contextmanager
-def _reduced_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _reduced_gradients(model: PackedModel) -> Iterator[dict[str, Tensor]]:
     """Collect reduced gradients, f64 [8, 8] by weight, of all backward passes inside the context; store none."""
     gradients: dict[str, Tensor] = {}
+    reshard(model)  # hooks on gathered weights would never be called
 
     def collect(name: str, index: int, weight: Tensor) -> None:
         gradient = weight.grad
         weight.grad = None
         assert gradient is not None
-        matrix = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.ndim > 1 else 1)
-        generator = torch.Generator(matrix.device).manual_seed(index)
-        left, right = (
-            torch.randn(size, _WIDTH, generator=generator, device=matrix.device, dtype=torch.float32).to(matrix.dtype)
-            for size in matrix.shape
-        )
-        reduced = (left.t() @ (matrix @ right)).double().cpu()
+        reduced = _reduced(gradient.detach(), index)
         gradients[name] = gradients[name] + reduced if name in gradients else reduced
 
     hooks = [
@@ -127,6 +126,32 @@ def _reduced_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
+    for name, weight in model.named_parameters():
+        if name in gradients and isinstance(weight, DTensor):
+            gradients[name] = _sum_of_parts(gradients[name], weight)
+
+
+def _reduced(gradient: Tensor, seed: int) -> Tensor:
+    """Return UᵀGV, f64 [8, 8] on the CPU; of a sharded gradient the part of it that this rank holds."""
+    shape = gradient.shape if gradient.ndim > 1 else (*gradient.shape, 1)
+    part, offsets = local_part(gradient), part_offsets(gradient)
+    assert offsets is not None, "the check runs before weights are sharded in another way than over whole blocks"
+    part = part.reshape(*part.shape, *(1 for _ in range(len(shape) - part.ndim)))
+    generator = torch.Generator(part.device).manual_seed(seed)
+    sizes = (*shape[:-1], _WIDTH), (shape[-1], _WIDTH)
+    left, right = (torch.randn(size, generator=generator, device=part.device, dtype=torch.float32) for size in sizes)
+    for axis, offset in enumerate(offsets[: len(shape) - 1]):
+        left = left.narrow(axis, offset, part.shape[axis])
+    if len(offsets) == len(shape):
+        right = right.narrow(0, offsets[-1], part.shape[-1])
+    rows = part.reshape(-1, part.shape[-1])
+    return (left.reshape(-1, _WIDTH).to(rows.dtype).t() @ (rows @ right.to(rows.dtype))).double().cpu()
+
+
+def _sum_of_parts(reduced: Tensor, weight: DTensor) -> Tensor:
+    """Return the sum over the ranks that hold different parts of a weight."""
+    kinds = [Partial() if placement.is_shard() else Replicate() for placement in weight.placements]
+    return DTensor.from_local(reduced.to(weight.device), weight.device_mesh, kinds, run_check=False).full_tensor().cpu()
 
 
 def _largest_gap(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

@@ -22,7 +22,7 @@ def check_masks(
     Rows as long as the model's longest window are too long to attend here; their masks are not.
 
     Args:
-        model: unsharded, on `device`.
+        model: on `device`, sharded or not.
         vocab_size: tokens are drawn below it.
         device: the model's device.
         limits: a window longer than the run's longest row has no effect.
@@ -57,7 +57,8 @@ def check_masks(
 def _masks_of_row(model: PackedModel, length: int, vocab_size: int, device: torch.device | str) -> list[LayerMask]:
     """Return the mask of each attention layer for a row of `length` tokens."""
     row = torch.arange(length, device=device) % vocab_size
-    return layer_masks(model.model, lambda: language_model(model.model)(input_ids=row[None], use_cache=False))
+    base = language_model(model.model)
+    return layer_masks(model.model, lambda: model.run(lambda: base(input_ids=row[None], use_cache=False)))
 
 
 def _check_whole(masks: list[LayerMask], length: int, way_out: str) -> None:

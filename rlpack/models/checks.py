@@ -1,9 +1,9 @@
 """Checks of a role's model at the start of every rank: its rows are independent, causal, and scored as by transformers.
 
-A model that breaks one of these trains without an error and learns the wrong thing. `check_model` runs before the model
-is sharded, in the precision of its weights. It compares rows, laid out as the role's batching lays them out, with each
-row alone under transformers' eager attention. `check_isolation` runs after sharding, with the kernels and in the
-precision of training, and compares the model with itself.
+A model that breaks one of these trains without an error and learns the wrong thing. `check_model` runs in the precision
+of the weights: before the model is sharded, or after if no rank holds it whole. It compares rows, laid out as the
+role's batching lays them out, with each row alone under transformers' eager attention. `check_isolation` runs after
+sharding, with the kernels and in the precision of training, and compares the model with itself.
 """
 
 import re
@@ -59,8 +59,8 @@ def check_model(
 ) -> None:
     """Raise unless the model gives the outputs of transformers' own forward pass, whatever other rows are in the batch.
 
-    Call it before the model is sharded, and after `checkpoint_activations`. Tokens come from fixed seeds, so every run
-    and every rank checks the same.
+    Call it after `checkpoint_activations`. Tokens come from fixed seeds, so every run and every rank checks the same. A
+    collective if the model is sharded.
 
     These properties are checked, in this order:
     1. Replacing one of three rows changes its own outputs, and those of no other row.
@@ -72,7 +72,7 @@ def check_model(
     7. If trained: the gradients of rows together are the sum of those of each row alone under eager attention.
 
     Args:
-        model: unsharded, on `device`; its training mode is restored.
+        model: on `device`, computing in the precision of its weights; its training mode is restored.
         device: the model's device.
         vocab_size: tokens are drawn below it.
         role: the model's role, for the error.
@@ -151,7 +151,7 @@ def check_isolation(
 def check_scores(
     classifier: PreTrainedModel, model: ScalarHeadModel, vocab_size: int, *, packed: bool, longest: int | None = None
 ) -> None:
-    """Raise unless a reward model gives the score of the classifier that it was made from; before sharding.
+    """Raise unless a reward model gives the score of the classifier that it was made from.
 
     Args:
         classifier: the sequence classifier.
@@ -174,7 +174,8 @@ def check_scores(
         last = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
         for index, (row, score) in enumerate(zip(rows, scores[last], strict=True)):
             with attention_implementation(classifier, REFERENCE):
-                expected = classifier(input_ids=row.to(device)[None], use_cache=False).logits.flatten().cpu()
+                outputs = model.run(lambda row=row: classifier(input_ids=row.to(device)[None], use_cache=False))
+            expected = outputs.logits.flatten().cpu()
             gap = max_difference(score, expected) / max(1.0, expected.abs().max().item())
             _check_equal(gap, tolerance(model), index, layout_name(packed), "by the classifier")
 

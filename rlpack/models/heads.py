@@ -27,7 +27,9 @@ class ScalarHeadModel(PackedModel):
             head: None creates one of zeros, so a new critic predicts 0 for every token.
         """
         super().__init__(model)
-        self.head = nn.Linear(hidden_size(model), 1, dtype=model.dtype, device=model.device)
+        # A new head has its values at once, also if the model is still without weights.
+        device = torch.device("cpu") if model.device.type == "meta" else model.device
+        self.head = nn.Linear(hidden_size(model), 1, dtype=model.dtype, device=device)
         if head is None:
             nn.init.zeros_(self.head.weight)
             nn.init.zeros_(self.head.bias)

@@ -91,7 +91,7 @@ def build_causal_lm(
                 f"model.path={model.path} and model.config ({', '.join(model.config)}) are both set; a loaded model "
                 "has its own config, so set only one of them"
             )
-        arguments = _without_adapter_lookup(_hub_arguments(model.path, model))
+        arguments = _without_adapter_lookup(hub_arguments(model.path, model))
         built = _load_weights(AutoModelForCausalLM, model.path, "model.path", arguments, attention_name)
     check_vocabulary(built, vocab_size)
     return cast(PreTrainedModel, nn.Module.to(built, device))
@@ -109,7 +109,7 @@ def build_from_config(config: PreTrainedConfig, attention_name: str, source: str
         ModelError: the model can't use the attention.
     """
     attention.register()
-    return _with_attention(
+    return with_attention(
         lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.float32),
         attention_name,
         source,
@@ -138,7 +138,7 @@ def load_classifier(
     attention.register()
     assert settings.path is not None, "a reward model is started only with a path"
     key = "reward_model.path"
-    arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
+    arguments = hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
     arguments = _without_adapter_lookup(arguments)
     built = _load_weights(AutoModelForSequenceClassification, settings.path, key, arguments, attention_name)
     linear_head(built)
@@ -154,7 +154,7 @@ def check_classifier(settings: RewardModel, tokenizer: PreTrainedTokenizerBase) 
     """
     assert settings.path is not None, "a reward model is started only with a path"
     key = "reward_model.path"
-    arguments = _hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
+    arguments = hub_arguments(settings.path, Model(path=settings.path, revision=settings.revision), key)
     config = _load(AutoConfig, settings.path, key, arguments)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or config.num_labels != 1:
         raise ModelError(
@@ -181,7 +181,7 @@ def check_same_tokenizer(path: str, revision: str | None, tokenizer: PreTrainedT
     folder = Path(path).expanduser()
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
         return  # loading checks that it has enough tokens
-    loaded = _load(AutoTokenizer, path, key, _hub_arguments(path, Model(path=path, revision=revision), key))
+    loaded = _load(AutoTokenizer, path, key, hub_arguments(path, Model(path=path, revision=revision), key))
     if loaded.get_vocab() != tokenizer.get_vocab():
         raise other_tokenizer_error(key, path, len(loaded), f"{len(tokenizer)} tokens")
 
@@ -261,7 +261,7 @@ def load_config(model: Model, *, key: str = "model.path") -> PreTrainedConfig:
         ModelError: there is none.
     """
     assert model.path is not None
-    return _load(AutoConfig, model.path, key, _hub_arguments(model.path, model, key))
+    return _load(AutoConfig, model.path, key, hub_arguments(model.path, model, key))
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
@@ -274,7 +274,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if name is None:
         raise ModelError("neither model.tokenizer nor model.path is set; set one to load a tokenizer")
-    return _load(AutoTokenizer, name, key, _hub_arguments(name, model, key))
+    return _load(AutoTokenizer, name, key, hub_arguments(name, model, key))
 
 
 def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
@@ -295,8 +295,12 @@ def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConf
         raise ModelError(f"model.config is not a valid {kind} config: {error}") from error
 
 
-def _hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str, Any]:
-    """Return the `from_pretrained` arguments for a source, after checking within seconds that it exists."""
+def hub_arguments(name: str, model: Model, key: str = "model.path") -> dict[str, Any]:
+    """Return the `from_pretrained` arguments for a source, after checking within seconds that it exists.
+
+    Raises:
+        ModelError: it is neither a folder nor a hub name, or it would run code without a revision.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
@@ -360,11 +364,11 @@ def _load_weights(kind: Any, name: str, key: str, arguments: dict[str, Any], att
             raise lacking_weights_error(key, name, type(built).__name__, missing)
         return built
 
-    return _with_attention(load, attention_name, f"{key} ({name!r})")
+    return with_attention(load, attention_name, f"{key} ({name!r})")
 
 
-def _with_attention(build: Callable[[str], PreTrainedModel], name: str, source: str) -> PreTrainedModel:
-    """Call `build` with an attention implementation; with eager where a model has no sdpa.
+def with_attention(build: Callable[[str], PreTrainedModel], name: str, source: str) -> PreTrainedModel:
+    """Call `build` with an attention implementation, with eager where a model has no sdpa; return its model.
 
     Raises:
         ModelError: the model chooses its attention from a fixed table, which lacks ours.

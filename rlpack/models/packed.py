@@ -5,7 +5,8 @@ Letters: T real tokens of the microbatch, N slots (padding included), d hidden s
 
 import inspect
 import re
-from typing import Self, cast
+from collections.abc import Callable
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
+
+T = TypeVar("T")
 
 # Config keys of dropout in decoder layers, not in the heads of classifiers.
 _LAYER_DROPOUT = re.compile(r"^(?!summary_|classifier_|cls_).*(dropout|pdrop)")
@@ -60,6 +63,13 @@ class PackedModel(nn.Module):
             arguments = {"position_ids": inputs.position_ids, "packed": inputs.packed}
         outputs = base(input_ids=inputs.input_ids, use_cache=False, **arguments)
         return outputs.last_hidden_state.flatten(0, 1)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Return what `function` returns, which runs the wrapped model; a collective if sharded.
+
+        The model's own forward pass would not gather the weights outside its decoder layers.
+        """
+        return function()
 
     def probe(self, inputs: ModelInputs) -> Tensor:
         """Return the outputs that the isolation check compares, in row order: [T] or [T, d]."""

@@ -36,10 +36,11 @@ def shard_model(
 ) -> None:
     """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
 
-    All ranks must hold the same weights. Build the optimizer afterwards, from `policy.parameters()`.
+    All ranks must hold the same weights; those on the meta device stay there, sharded. Build the optimizer afterwards,
+    from `policy.parameters()`.
 
     Args:
-        policy: on the mesh's device, weights in fp32.
+        policy: on the mesh's device or the meta device, weights in fp32.
         mesh: `dp_shard`; before it `dp_replicate`, where the sharded model is replicated.
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
@@ -57,7 +58,7 @@ def shard_model(
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for name in ("probe", "probe_wrapped_model"):
+    for name in ("run", "probe", "probe_wrapped_model"):
         register_fsdp_forward_method(policy, name)
 
 

@@ -42,7 +42,8 @@ class Policy(PackedModel):
         """Wrap a model.
 
         Args:
-            model: unsharded; a few tokens run through it, unless it is on the meta device.
+            model: unsharded; a few tokens run through it. If it is on the meta device, call `measure_outputs` once it
+                has its weights.
             chunk: maximum number of tokens whose logits exist at one time.
 
         Raises:
@@ -51,6 +52,14 @@ class Policy(PackedModel):
         super().__init__(model)
         self.chunk = chunk
         self.output_map: OutputMap = measure_output_map(model, output_head(model))
+
+    def measure_outputs(self) -> None:
+        """Measure what the model does around its output layer; a collective if sharded.
+
+        Raises:
+            ModelError: its log-probs can't be computed from a linear output layer.
+        """
+        self.output_map = self.run(lambda: measure_output_map(self.model, output_head(self.model)))
 
     def forward(
         self,

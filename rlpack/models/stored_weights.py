@@ -6,7 +6,7 @@ how. The check therefore runs this loader on the meta device, on tensors with th
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rlpack.models.errors import ModelError
@@ -44,20 +44,49 @@ def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
     if shapes is None:
         return
     try:
-        with _silent(), torch.random.fork_rng(devices=[]):
-            _, report = cast(Any, type(model)).from_pretrained(
-                None,
-                config=copy.deepcopy(model.config),
-                state_dict=shapes,
-                device_map="meta",
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+        _, report = load_on_meta(type(model), copy.deepcopy(model.config), shapes)
     except Exception as error:  # noqa: BLE001 - the ranks report failures of the loader
         _log.debug("the weights of %s can't be checked by their headers: %s", source, error)
         return
-    name = type(model).__name__
+    check_report(report, type(model).__name__, source, key)
+
+
+def load_on_meta(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, Tensor], **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Run transformers' loader on tensors without data; return the model, on the meta device, and the loader's report.
+
+    Args:
+        kind: class of the model.
+        config: the model keeps a copy.
+        shapes: tensors on the meta device by their names in the files.
+        options: further arguments of `from_pretrained`.
+    """
+    with _silent(), torch.random.fork_rng(devices=[]):
+        return cast(Any, kind).from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(shapes),
+            device_map="meta",
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+
+
+def check_report(report: Mapping[str, Any], name: str, source: str, key: str) -> None:
+    """Raise if a report of transformers' loader names missing weights, or weights of other shapes.
+
+    Args:
+        report: its loading info.
+        name: class of the model.
+        source: path or hub name of the model, for the error.
+        key: configuration key of the source, for the error.
+
+    Raises:
+        ModelError: gives the number of wrong weights and names the first.
+    """
     if missing := sorted(report["missing_keys"]):
         raise lacking_weights_error(key, source, name, missing)
     if mismatched := sorted(report["mismatched_keys"]):

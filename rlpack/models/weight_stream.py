@@ -13,16 +13,18 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlpack.models.adapters import find_adapters, merged_name, peft_name
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
+from rlpack.models.parts import copy_part, local_part, part_offsets, whole_tensor
+from rlpack.models.weight_files import WeightFiles
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -124,9 +126,9 @@ class WeightStream:
         bucket: dict[str, Tensor] = {}
         for spec in self.layout.buckets[index]:
             source = self._sources[spec.name]
-            whole = _gathered(weights[source])
+            whole = whole_tensor(weights[source])
             if (adapter := adapters.get(source)) is not None:
-                down, up = _gathered(weights[adapter.down]), _gathered(weights[adapter.up])
+                down, up = whole_tensor(weights[adapter.down]), whole_tensor(weights[adapter.up])
                 whole = whole + adapter.scale * (up @ down)
             elif (scale := scales.get(source)) is not None:
                 whole = whole * scale
@@ -157,7 +159,7 @@ def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
     """Return the whole weights outside the wrapped model, such as a value head's, on the CPU; a collective."""
     reshard(policy)
     own = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
-    return {name: _gathered(weight).to("cpu", copy=True) for name, weight in own}
+    return {name: whole_tensor(weight).to("cpu", copy=True) for name, weight in own}
 
 
 def check_weights(model: PackedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -179,19 +181,14 @@ def check_weights(model: PackedModel, shapes: Mapping[str, tuple[int, ...]]) -> 
             raise ModelError(f"weight {name} has shape {given}; load this model's own state")
 
 
-@torch.no_grad()
 def copy_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
     """Copy some whole weights, the same on every rank, into the model; no rank communicates with another.
 
     A tied weight is copied under its first name; its other names are skipped.
     """
     for name, weight in _weights(model):
-        if name not in state:
-            continue
-        full = state[name].to(device=weight.device, dtype=weight.dtype)
-        if isinstance(weight, DTensor):
-            full = distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.copy_(full)
+        if name in state:
+            copy_part(weight, state[name])
 
 
 def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
@@ -202,6 +199,23 @@ def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> No
     """
     check_weights(policy, {name: tuple(weight.shape) for name, weight in state.items()})
     copy_weights(policy, state)
+
+
+def load_folder(policy: PackedModel, folder: Path) -> None:
+    """Load all weights from safetensors files with the names of the model's own modules, each rank its part.
+
+    No rank communicates with another.
+
+    Raises:
+        ModelError: a weight is missing or has another shape, or a name belongs to no weight.
+    """
+    files = WeightFiles(sorted(folder.glob("*.safetensors")))
+    check_weights(policy, files.shapes)
+    for name, weight in _weights(policy):
+        if (offsets := part_offsets(weight)) is None:
+            copy_part(weight, files.read(name, weight.dtype))
+        else:
+            files.read_into(name, local_part(weight), offsets)
 
 
 def base_name(model: PackedModel, name: str) -> str | None:
@@ -230,9 +244,3 @@ def _buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[T
         num_bytes += spec.num_bytes
     if bucket:
         yield tuple(bucket)
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """Return one weight whole, on its device; a collective if it is sharded."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

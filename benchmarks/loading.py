@@ -1,0 +1,143 @@
+"""Peak memory of ranks that load a model, each its part, and that load it whole; and of ranks that export it.
+
+    python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
+    python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
+    python benchmarks/loading.py --whole                 # each rank loads the whole model, then shards it
+
+A rank's peak is VmHWM above its memory before it opens the files, in MiB. The model is a Llama with random weights, in
+a temporary folder that is deleted at the end.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlpack.config.schema import Model
+from rlpack.models import own_attention
+from rlpack.models.checks import check_model
+from rlpack.models.loading import build_causal_lm
+from rlpack.models.open_model import open_causal_lm
+from rlpack.models.parallel import shard_model
+from rlpack.models.policy import Policy
+
+MIB = 2**20
+SHAPE = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+# Tensors of a layer go into one file.
+FILE_BYTES = 400 * MIB
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory and time of one rank, in MiB and seconds."""
+
+    rank: int
+    shard: float
+    peak: float
+    limit: float
+    seconds: float
+
+
+def write_model(folder: Path, dtype: torch.dtype) -> int:
+    """Write the model tensor by tensor; return its number of parameters."""
+    config = AutoConfig.for_model("llama", **SHAPE)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config).state_dict()
+    files: list[dict[str, torch.Tensor]] = [{}]
+    for name, weight in weights.items():
+        if sum(tensor.nbytes for tensor in files[-1].values()) > FILE_BYTES:
+            files.append({})
+        files[-1][name] = torch.empty(weight.shape, dtype=dtype, device="meta")
+    index = {}
+    for number, shapes in enumerate(files, start=1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        values = {name: (0.02 * torch.randn(shape.shape)).to(dtype) for name, shape in shapes.items()}
+        save_file(values, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(shapes, file)
+    size = sum(weight.numel() for weight in weights.values())
+    document = {"metadata": {"total_size": size * dtype.itemsize}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(document))
+    return size
+
+
+def memory(field: str) -> float:
+    """Return a field of the process's status in MiB: VmHWM, the peak, or VmRSS."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiprocessing.Queue[Peak]") -> None:
+    """Load the model on one rank, and report its peak."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    deadline = timedelta(minutes=10)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=deadline)
+    mesh = init_device_mesh("cpu", (options.ranks,))
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    start = time.perf_counter()
+    model, attention = Model(path=folder), own_attention.DEFAULT
+    if options.whole:
+        policy = Policy(build_causal_lm(model, attention_name=attention))
+        shard_model(policy, mesh)
+    else:
+        stored = open_causal_lm(model, attention_name=attention)
+        policy = Policy(stored.model)
+        shard_model(policy, mesh)
+        stored.materialize(policy, "cpu")
+    seconds = time.perf_counter() - start
+    if options.checks:
+        policy.measure_outputs()
+        check_model(policy, "cpu", SHAPE["vocab_size"], packed=False)
+    shard = sum(weight.to_local().nbytes for weight in policy.parameters()) / MIB
+    peaks.put(Peak(rank, shard, memory("VmHWM") - before, 1.3 * shard + 512, seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Write the model, load it on all ranks, and print each rank's peak."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the files")
+    parser.add_argument("--whole", action="store_true", help="load the whole model on each rank")
+    parser.add_argument("--checks", action="store_true", help="include the checks of a role's model")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        size = write_model(Path(folder), getattr(torch, options.dtype))
+        print(f"{size / 1e9:.2f} B parameters, {4 * size / MIB:,.0f} MiB in fp32, files in {options.dtype}")
+        peaks: multiprocessing.Queue[Peak] = context.Queue()
+        ranks = [context.Process(target=load, args=(rank, options, folder, peaks)) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        found = [peaks.get(timeout=1200) for _ in ranks]
+        for process in ranks:
+            process.join(timeout=60)
+    for peak in sorted(found, key=lambda peak: peak.rank):
+        print("  ".join(f"{name} {value:,.0f}" for name, value in asdict(peak).items()))
+
+
+if __name__ == "__main__":
+    main()

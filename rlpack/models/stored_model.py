@@ -1,0 +1,161 @@
+"""A model on the meta device, and the safetensors files from which each rank reads only its part of the weights.
+
+transformers' own loader runs first, on tensors that have names and shapes but no data. It decides everything: missing
+weights, other shapes, ties, and the conversions that an export reverts. Only the values are read here, after the model
+is sharded, for whatever mesh and placements its weights then have.
+
+Invariants (tests/unit/models/test_stored_model.py, tests/distributed/models/test_sharded_loading.py):
+
+1. weights, buffers and ties are those of `from_pretrained` in fp32, bit for bit;
+2. a rank holds its part of the weights and up to 64 MiB of a file at a time; where transformers joins or splits
+   tensors, also one whole weight; of stacked experts, also its own experts of one weight;
+3. a model that can't be loaded in parts raises `NotInPartsError` before any values are read.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlpack.models.adapters import merged_name
+from rlpack.models.name_conversion import Conversion, conversions_of
+from rlpack.models.parts import allocate, copy_part, local_part, part_offsets
+from rlpack.models.stored_weights import check_report, load_on_meta
+from rlpack.models.weight_files import WeightFiles
+
+
+class NotInPartsError(RuntimeError):
+    """Why a model can't be loaded in parts; it has to be loaded whole."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on the meta device and its files.
+
+    Attributes:
+        model: complete except for its weights and persistent buffers. It may get adapters before its weights.
+        shapes: a copy of it, whose config and shapes the conversions read.
+        files: where these are.
+        conversions: how they come from the files.
+    """
+
+    model: PreTrainedModel
+    shapes: PreTrainedModel
+    files: WeightFiles
+    conversions: list[Conversion]
+
+    @classmethod
+    def open(
+        cls,
+        kind: type[PreTrainedModel],
+        config: PreTrainedConfig,
+        paths: list[Path],
+        *,
+        source: str,
+        key: str,
+        **options: Any,
+    ) -> "StoredModel":
+        """Build the model as transformers' loader makes it, and find out where its weights are.
+
+        Args:
+            kind: class of the model.
+            config: of the model.
+            paths: its safetensors files.
+            source: path or hub name of the model, for errors.
+            key: configuration key of the source, for errors.
+            options: further arguments of `from_pretrained`, such as `attn_implementation`.
+
+        Raises:
+            ModelError: the files lack weights, or have them in other shapes.
+            NotInPartsError: transformers computes weights that the files lack.
+        """
+        files = WeightFiles(paths)
+        shapes = {name: torch.empty(shape, device="meta") for name, shape in files.shapes.items()}
+        model, report = load_on_meta(kind, copy.deepcopy(config), shapes, **options)
+        check_report(report, kind.__name__, source, key)
+        conversions = conversions_of(model, shapes)
+        made = {name for item in conversions for name in item.convert(model, shapes.__getitem__)}
+        _tie_equal_weights(model, files, conversions, made)
+        state = model.state_dict(keep_vars=True)
+        loaded = {id(state[name]) for name in made if name in state}
+        if others := sorted(name for name, tensor in state.items() if id(tensor) not in loaded):
+            raise NotInPartsError(f"transformers computes the value of {others[0]}, which the files lack")
+        _rebuild_buffers(model)
+        return cls(model, copy.deepcopy(model), files, conversions)
+
+    def materialize(self, root: nn.Module, device: torch.device | str) -> None:
+        """Allocate what is on the meta device in a sharded module, and read the model's weights; no rank communicates.
+
+        Args:
+            root: a module with some or all modules of `model`, sharded or not. Weights of the others are not read.
+            device: of the weights.
+        """
+        allocate(root, device)
+        inside = {id(tensor) for tensor in [*root.parameters(), *root.buffers()]}
+        state = {merged_name(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        for conversion in self.conversions:
+            if id(state[conversion.first]) in inside:
+                self._read(conversion, state)
+
+    def _read(self, conversion: Conversion, state: Mapping[str | None, Any]) -> None:
+        """Fill the weights of one conversion."""
+        weight = state[conversion.first]
+        offsets, part = part_offsets(weight), local_part(weight)
+        if conversion.converter is None and offsets is not None:
+            self.files.read_into(conversion.source, part, offsets)
+            return
+
+        def read(name: str) -> Tensor:
+            return self.files.read(name, weight.dtype)
+
+        if offsets and part.shape[1:] == weight.shape[1:] and conversion.stacks_rows(weight.shape[0]):
+            if part.numel():
+                rows = slice(offsets[0], offsets[0] + part.shape[0])
+                part.copy_(conversion.convert(self.shapes, read, rows)[conversion.first])
+            return
+        for name, whole in conversion.convert(self.shapes, read).items():
+            copy_part(state[name], whole)
+
+
+def _tie_equal_weights(
+    model: PreTrainedModel, files: WeightFiles, conversions: list[Conversion], made: set[str]
+) -> None:
+    """Tie weights of which the files have both, if their values are equal: transformers' loader needs values for it."""
+    sources = {item.first: item.source for item in conversions if item.converter is None}
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if not {target, source} <= made:
+            continue
+        if not {target, source} <= sources.keys():
+            raise NotInPartsError(f"the files have both {target} and {source}, which are tied, in another form")
+        if files.equal(sources[target], sources[source]):
+            module, _, name = target.rpartition(".")
+            setattr(model.get_submodule(module), name, model.get_parameter(source))
+        else:
+            model.all_tied_weights_keys.pop(target)
+
+
+def _rebuild_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that files don't have, such as rotary frequencies, on the CPU, as transformers does."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        parent, _, own = name.rpartition(".")
+        module = model.get_submodule(parent)
+        module.register_buffer(own, torch.empty_like(buffer, device="cpu"), persistent=False)
+    # transformers' own marks: initialize what has none.
+    for tensor in _stored(model):
+        tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+    for module in model.modules():
+        module._is_hf_initialized = False  # pyright: ignore[reportArgumentType]
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+
+
+def _stored(model: PreTrainedModel) -> Iterator[Tensor]:
+    """Yield the tensors that files have."""
+    yield from model.parameters()
+    computed = {id(buffer) for _, buffer in model.named_non_persistent_buffers()}
+    yield from (buffer for buffer in model.buffers() if id(buffer) not in computed)

@@ -1,0 +1,166 @@
+"""Each rank reads its part of a model's files, and the parts are transformers' own weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from benchmarks.family_configs import tiny_config as family_config
+from rlpack.config.schema import Actor, Config, Critic, Model
+from rlpack.config.sections.optimization import Lora
+from rlpack.config.sections.value_models import RewardModel
+from rlpack.distributed.layout import ParallelLayout
+from rlpack.models.adapters import add_adapters
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.open_model import open_causal_lm
+from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import shard_model
+from rlpack.models.policy import Policy
+from rlpack.models.weight_stream import full_state_dict, head_state_dict, load_folder
+from rlpack.worker import RankContext
+from rlpack.workers.build import build_critic, build_policy, build_reward_model
+from tests.builders import tiny_config, tiny_tokenizer
+from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
+from tests.distributed.processes import on_ranks
+
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "mixtral", "gpt_neox", "deepseek_v3", "phi3")
+# Of the models whose roles are built; tied, with rotary buffers of two kinds, and with stacked experts.
+BUILT = ("gemma3_text", "qwen3_moe")
+
+
+def save(folder: Path, family: str, **settings: Any) -> Path:
+    config = family_config(family)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / family, max_shard_size="9KB")
+    return folder / family
+
+
+def differences(model: PackedModel, truth: torch.nn.Module) -> list[str]:
+    """Return the weights and buffers in which a sharded model differs from another one; a collective."""
+    found = full_state_dict(model) | dict(model.model.named_buffers())
+    expected = dict(truth.named_parameters()) | dict(truth.named_buffers())
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+def loaded_parts(mesh: DeviceMesh, rank: int, folder: str, replicas: int) -> dict[str, list[str]]:
+    """Return in which weights each family differs from transformers' own loading."""
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, mesh.size() // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
+    wrong = {}
+    for family in FAMILIES:
+        path = f"{folder}/{family}"
+        stored = open_causal_lm(Model(path=path), attention_name="eager")
+        policy = Policy(stored.model)
+        shard_model(policy, mesh)
+        stored.materialize(policy, "cpu")
+        truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        wrong[family] = differences(policy, truth)
+        tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
+        assert tied == truth.config.tie_word_embeddings
+    return wrong
+
+
+def test_parts_of_every_rank_are_the_weights_that_transformers_loads(tmp_path: Path):
+    for family in FAMILIES:
+        save(tmp_path, family)
+    for wrong in on_ranks(tmp_path, 3, loaded_parts, str(tmp_path), 1):  # 3 divides few sizes
+        assert wrong == {family: [] for family in FAMILIES}
+
+
+def test_replicas_of_parts_are_the_weights_that_transformers_loads(tmp_path: Path):
+    for family in FAMILIES:
+        save(tmp_path, family)
+    for wrong in on_ranks(tmp_path, 4, loaded_parts, str(tmp_path), 2):
+        assert wrong == {family: [] for family in FAMILIES}
+
+
+def role_config(path: str, **actor: Any) -> Config:
+    sections = {"actor": Actor(**actor), "critic": Critic(), "reward_model": RewardModel(path=f"{path}-scores")}
+    return tiny_config("ppo", model=Model(path=path), **sections)
+
+
+def built_roles(mesh: DeviceMesh, rank: int, folder: str) -> list[str]:
+    """Build every role with all checks; return the weights in which one differs from transformers' own loading."""
+    context, tokenizer = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size())), tiny_tokenizer()
+    wrong = []
+    for family in BUILT:
+        path = f"{folder}/{family}"
+        truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for precision in ("fp32", "bf16"):
+            config = role_config(path, precision=precision, gradient_checkpointing=precision == "bf16")
+            policy = build_policy(config, "actor", tokenizer, context)
+            assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
+            assert policy.output_map == Policy(truth).output_map
+            wrong += differences(policy, truth)
+        config = role_config(path)
+        wrong += differences(build_critic(config, tokenizer, context), truth.model)
+        scores = AutoModelForSequenceClassification.from_pretrained(f"{path}-scores", dtype=torch.float32)
+        reward_model = build_reward_model(config, tokenizer, context)
+        wrong += differences(reward_model, scores.model)
+        assert torch.equal(head_state_dict(reward_model)["head.weight"], scores.score.weight)
+    return wrong
+
+
+def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(tmp_path: Path):
+    for family in BUILT:
+        path = save(tmp_path, family, vocab_size=len(tiny_tokenizer()))
+        scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+        scores.save_pretrained(f"{path}-scores")
+    assert on_ranks(tmp_path, 2, built_roles, str(tmp_path)) == [[], []]
+
+
+def built_adapters(mesh: DeviceMesh, rank: int, path: str) -> list[str]:
+    """Build a policy with adapters; return the weights in which it differs from a whole one."""
+    context, tokenizer = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size())), tiny_tokenizer()
+    config = role_config(path, lora=Lora(rank=3))
+    policy = build_policy(config, "actor", tokenizer, context)
+    truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    add_adapters(truth, config.actor.lora, seed=config.seed)
+    found = {name: weight.full_tensor() for name, weight in policy.model.named_parameters()}
+    trained = {name for name, weight in policy.model.named_parameters() if weight.requires_grad}
+    assert trained == {name for name, weight in truth.named_parameters() if weight.requires_grad}
+    return [name for name, weight in truth.named_parameters() if not torch.equal(found[name], weight)]
+
+
+def test_adapters_of_parts_start_as_those_of_a_whole_model(tmp_path: Path):
+    path = save(tmp_path, "llama", vocab_size=len(tiny_tokenizer()))
+    assert on_ranks(tmp_path, 2, built_adapters, str(path)) == [[], []]
+
+
+def loading_memory(mesh: DeviceMesh, rank: int, folder: str) -> tuple[int, int, bool]:
+    """Return how far memory rises while a rank loads its part, the size of the part, and whether a reload is equal."""
+    warm_up = open_causal_lm(Model(path=folder), attention_name="eager")
+    policy = Policy(warm_up.model)
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    shard_model(policy, mesh)
+    warm_up.materialize(policy, "cpu")
+    rise = peak_bytes() - before
+    part = sum(weight.to_local().nbytes for weight in policy.parameters())
+    expected = [weight.to_local().clone() for weight in policy.parameters()]
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.zero_()
+    load_folder(policy, Path(folder))
+    pairs = zip(policy.parameters(), expected, strict=True)
+    return rise, part, all(torch.equal(weight.to_local(), value) for weight, value in pairs)
+
+
+def test_memory_of_a_loading_rank_is_bounded_by_its_part(tmp_path: Path):
+    large_policy().model.save_pretrained(tmp_path / "model", max_shard_size="90MB")
+    for rise, part, reloaded in on_ranks(tmp_path, 2, loading_memory, str(tmp_path / "model")):
+        assert 100 * MIB < part < 110 * MIB
+        assert rise < 1.3 * part + 16 * MIB
+        assert reloaded
+
+
+def test_a_critic_of_parts_predicts_zero(tmp_path: Path):
+    stored = open_causal_lm(Model(path=str(save(tmp_path, "llama"))), attention_name="eager")
+    critic = ScalarHeadModel(stored.model.model)
+    stored.materialize(critic, "cpu")
+    assert not critic.head.weight.any()
+    assert not critic.head.weight.is_meta
