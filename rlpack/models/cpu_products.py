@@ -37,6 +37,17 @@ def is_faster() -> bool:
     return vendor and _can_be_called()
 
 
+def rounded_rows(count: int) -> int:
+    """Return the number of rows that products of `count` rows are computed with: at least as many.
+
+    A model that is given this many tokens needs no zeros added in each layer.
+    """
+    if count < _LEAST_ROWS or not is_faster():
+        return count
+    step = next((step for most, step in _STEPS if count <= most), 1024)
+    return count + -count % step
+
+
 def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     """Return left · rightᵀ; not differentiable.
 
@@ -114,8 +125,7 @@ def _num_rows(tensor: Tensor) -> int:
 
 def _padded(rows: Tensor) -> Tensor:
     """Add rows of zeros up to one of few numbers of rows, because oneDNN compiles a kernel for each of them."""
-    step = next((step for most, step in _STEPS if len(rows) <= most), 1024)
-    missing = -len(rows) % step
+    missing = rounded_rows(len(rows)) - len(rows)
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 

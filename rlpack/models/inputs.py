@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlpack.batch.batch import MicrobatchView
 from rlpack.models.attention import Segments
+from rlpack.models.cpu_products import rounded_rows
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,19 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     row_lengths = ragged.lengths.to(dtype=torch.int64, device="cpu")
     if 0 in layout.shape:
         return _one_empty_slot(row_lengths, packed=layout.cu_seqlens is not None, pad_token_id=pad_token_id).to(device)
-    slots = torch.from_numpy(layout.slots)
-    input_ids = torch.full(layout.shape, pad_token_id, dtype=torch.int64)
-    input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
+    slots, position_ids = torch.from_numpy(layout.slots), torch.from_numpy(layout.position_ids)
     packed = None
     if layout.cu_seqlens is not None:
-        packed = Segments.from_lengths((layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist())
+        # On some CPUs every layer would round the number of slots up: one more sequence does it once.
+        width = layout.shape[1]
+        missing = rounded_rows(width) - width if torch.device(device).type == "cpu" else 0
+        packed = Segments.from_lengths([*(layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist(), missing])
+        position_ids = torch.cat([position_ids, torch.arange(missing)[None]], 1)
+    input_ids = torch.full(position_ids.shape, pad_token_id, dtype=torch.int64)
+    input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
     inputs = ModelInputs(
         input_ids=input_ids,
-        position_ids=torch.from_numpy(layout.position_ids),
+        position_ids=position_ids,
         packed=packed,
         slots=slots,
         row_lengths=row_lengths,

@@ -4,10 +4,12 @@ Losses are sums over tokens with denominators that are global to the optimizer s
 the world size appears nowhere.
 """
 
+import math
 from typing import Literal
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -15,7 +17,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
@@ -33,8 +35,12 @@ def shard_model(
     *,
     precision: Literal["fp32", "bf16"] = "fp32",
     reshard_after_forward: bool = True,
+    small_bytes: int = 128 * 2**20,
 ) -> None:
     """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
+
+    A small model is sharded as a whole, and its gathered weights are kept for all microbatches of an optimizer step:
+    to gather each layer would take longer than its arithmetic.
 
     All ranks must hold the same weights; those on the meta device stay there, sharded. Build the optimizer afterwards,
     from `policy.parameters()`.
@@ -45,13 +51,16 @@ def shard_model(
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
             False needs more memory and half the gathers.
+        small_bytes: size of the weights up to which a model is small.
     """
     if precision not in _PRECISION:
         raise ModelError(f"precision is {precision!r}; choose one of {', '.join(_PRECISION)}")
     rules = _PRECISION[precision]
-    policy.reshard_after_forward = reshard_after_forward
+    is_small = sum(weight.numel() * weight.element_size() for weight in policy.parameters()) <= small_bytes
+    policy.reshard_after_forward = reshard_after_forward and not is_small
     policy.compute_dtype = rules.param_dtype or policy.compute_dtype
-    for layer in decoder_layers(policy):
+    layers = decoder_layers(policy)
+    for layer in [] if is_small else layers:
         fully_shard(layer, mesh=mesh, mp_policy=rules, reshard_after_forward=reshard_after_forward)
     # The root's backward directly follows its forward, so freeing its weights in between would only cost a gather.
     fully_shard(policy, mesh=mesh, mp_policy=rules, reshard_after_forward=False)
@@ -106,8 +115,46 @@ def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
     The norm is that of the whole model, the same on every rank and for any number of ranks. If it is NaN or infinite,
     the gradients are unusable and the caller must skip the step.
     """
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
+    norm = _norm(gradients).item()
+    if math.isfinite(norm) and norm > max_norm:
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], max_norm / norm)
+    return norm
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Return the L2 norm of all gradients together, fp64 []; a collective.
+
+    Squares of sharded gradients are summed over ranks here, because dispatching each DTensor operation takes longer
+    than the arithmetic.
+    """
+    by_ranks: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        key = None, ()
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                gradient = gradient.redistribute(placements=[_whole(placement) for placement in gradient.placements])
+            sharded = (dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            key = gradient.device_mesh, tuple(sharded)
+        by_ranks.setdefault(key, []).append(_local(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=_local(gradients[0]).device if gradients else None)
+    for (mesh, dims), parts in by_ranks.items():
+        square = torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        for dim in dims:
+            assert mesh is not None
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        total += square
+    return total.sqrt()
+
+
+def _whole(placement: Placement) -> Placement:
+    """Return `Replicate` for a partial sum, and other placements as they are."""
+    return Replicate() if placement.is_partial() else placement
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded_modules(policy: PackedModel) -> list[FSDPModule]:

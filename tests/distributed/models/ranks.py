@@ -60,18 +60,20 @@ def optimizer_step(policy: Policy, microbatches: list[list[int]], *, max_norm: f
     return Step(norm, gradients, full_state_dict(policy), logprobs)
 
 
-def sharded_step(mesh: Any, rank: int, precision: str, reshard: bool, checkpoint: bool, max_norm: float) -> Step:
+def sharded_step(
+    mesh: Any, rank: int, precision: str, reshard: bool, checkpoint: bool, max_norm: float, small_bytes: int = 0
+) -> Step:
     policy = new_policy(torch.float64 if precision == "fp32" else torch.float32)
     if checkpoint:
         policy.checkpoint_activations()
-    shard_model(policy, mesh, precision=precision, reshard_after_forward=reshard)
+    shard_model(policy, mesh, precision=precision, reshard_after_forward=reshard, small_bytes=small_bytes)
     return optimizer_step(policy, MICROBATCHES[rank], max_norm=max_norm)
 
 
 def load_and_save(mesh: Any, rank: int) -> tuple[bool, bool, str]:
     """Load other weights after a forward; return whether they are in use, and the error of a mismatch."""
     policy, other = new_policy(), new_policy()
-    shard_model(policy, mesh)
+    shard_model(policy, mesh, small_bytes=0)
     with torch.no_grad():
         policy(pack_rows(ROWS))
         for parameter in other.parameters():

@@ -19,10 +19,11 @@ def one_process(dtype: torch.dtype = torch.float64, max_norm: float = 1e9) -> St
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_two_ranks_take_the_step_of_one_process(tmp_path: Path, reshard: bool, checkpoint: bool):
+@pytest.mark.parametrize("small_bytes", [0, 2**20])  # layer by layer, as a whole
+def test_two_ranks_take_the_step_of_one_process(tmp_path: Path, reshard: bool, checkpoint: bool, small_bytes: int):
     expected = one_process(max_norm=0.5)
     assert expected.norm > 0.5
-    for found in on_ranks(tmp_path, 2, ranks.sharded_step, "fp32", reshard, checkpoint, 0.5):
+    for found in on_ranks(tmp_path, 2, ranks.sharded_step, "fp32", reshard, checkpoint, 0.5, small_bytes):
         assert found.norm == pytest.approx(expected.norm, rel=1e-10)
         assert list(found.weights) == list(expected.weights)
         for name, gradient in expected.gradients.items():
