@@ -118,7 +118,8 @@ def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
     norm = _norm(gradients).item()
     if math.isfinite(norm) and norm > max_norm:
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], max_norm / norm)
+        for gradient in gradients:
+            _local(gradient).mul_(max_norm / norm)
     return norm
 
 
@@ -139,7 +140,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
         by_ranks.setdefault(key, []).append(_local(gradient))
     total = torch.zeros((), dtype=torch.float64, device=_local(gradients[0]).device if gradients else None)
     for (mesh, dims), parts in by_ranks.items():
-        square = torch.stack(torch._foreach_norm(parts)).double().square().sum()
+        square = nn.utils.get_total_norm(parts).double().square()
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(square, group=mesh.get_group(dim))

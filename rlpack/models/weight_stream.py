@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlpack.models.adapters import find_adapters, merged_name, peft_name
 from rlpack.models.errors import ModelError
+from rlpack.models.gather_weights import gather_weights
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.parts import copy_part, local_part, part_offsets, whole_tensor
@@ -124,11 +125,12 @@ class WeightStream:
         weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
         scales = {adapter.up: adapter.scale for adapter in adapters.values()} if self._adapters_only else {}
         bucket: dict[str, Tensor] = {}
-        for spec in self.layout.buckets[index]:
-            source = self._sources[spec.name]
-            whole = whole_tensor(weights[source])
+        specs = self.layout.buckets[index]
+        sources = [self._sources[spec.name] for spec in specs]
+        gathered = gather_weights([weights[source] for source in sources])
+        for spec, source, whole in zip(specs, sources, gathered, strict=True):
             if (adapter := adapters.get(source)) is not None:
-                down, up = whole_tensor(weights[adapter.down]), whole_tensor(weights[adapter.up])
+                down, up = gather_weights([weights[adapter.down], weights[adapter.up]])
                 whole = whole + adapter.scale * (up @ down)
             elif (scale := scales.get(source)) is not None:
                 whole = whole * scale

@@ -1,0 +1,71 @@
+"""Gather sharded weights, many in one collective: ranks wait for each other once, not for each weight."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+# Upper bound on the weights of one collective, of which a rank holds two copies for a moment.
+_MAX_BYTES = 2**22
+# How weights are cut: the mesh and its dimension; and their type.
+_Cut = tuple[DeviceMesh, int, torch.dtype]
+
+
+def gather_weights(weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the weights whole, on their device; a collective if any is sharded.
+
+    Args:
+        weights: in the same order on all ranks. Those that are not sharded are yielded themselves, detached.
+    """
+    for cut, run in _runs(weights):
+        if cut is None:
+            yield from (weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in run)
+        else:
+            yield from _gather(run, cut[0], cut[1])
+
+
+def _runs(weights: Sequence[Tensor]) -> Iterator[tuple[_Cut | None, list[Tensor]]]:
+    """Yield runs of weights that are cut alike and fit one collective; None for those that have to go alone."""
+    last: _Cut | None = None
+    run: list[Tensor] = []
+    for weight in weights:
+        dim = _only_cut(weight) if isinstance(weight, DTensor) else None
+        cut = (weight.device_mesh, dim, weight.dtype) if isinstance(weight, DTensor) and dim is not None else None
+        if run and (cut != last or sum(each.nbytes for each in run) + weight.nbytes > _MAX_BYTES):
+            yield last, run
+            run = []
+        last = cut
+        run.append(weight.detach())
+    if run:
+        yield last, run
+
+
+def _only_cut(weight: DTensor) -> int | None:
+    """Return the mesh dimension that cuts the weight along its first axis; None if it is cut in another way."""
+    cuts = [(dim, placement) for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if len(cuts) == 1 and type(cuts[0][1]) is Shard and cuts[0][1].dim == 0:
+        return cuts[0][0]
+    return None
+
+
+@torch.no_grad()
+def _gather(weights: list[Tensor], mesh: DeviceMesh, dim: int) -> list[Tensor]:
+    """Gather weights that a mesh dimension cuts along their first axis, like `torch.chunk`."""
+    ranks, parts = mesh.size(dim), []
+    for weight in weights:
+        assert isinstance(weight, DTensor)
+        part = weight.to_local()
+        # The last ranks may have fewer rows than the first, or none.
+        missing = -(-weight.shape[0] // ranks) * weight.shape[1:].numel() - part.numel()
+        parts.append(F.pad(part.flatten(), (0, missing)) if missing else part.flatten())
+    own = torch.cat(parts)
+    gathered = own.new_empty(ranks, own.numel())
+    dist.all_gather(list(gathered), own, group=mesh.get_group(dim))
+    pieces = gathered.split([part.numel() for part in parts], 1)
+    return [
+        piece.reshape(-1)[: weight.numel()].reshape(weight.shape) for piece, weight in zip(pieces, weights, strict=True)
+    ]
