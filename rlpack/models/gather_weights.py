@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from rlpack.models.parts import local_part
+
 # Upper bound on the weights of one collective, of which a rank holds two copies for a moment.
 _MAX_BYTES = 2**22
 # How weights are cut: the mesh and its dimension; and their type.
@@ -57,8 +59,7 @@ def _gather(weights: list[Tensor], mesh: DeviceMesh, dim: int) -> list[Tensor]:
     """Gather weights that a mesh dimension cuts along their first axis, like `torch.chunk`."""
     ranks, parts = mesh.size(dim), []
     for weight in weights:
-        assert isinstance(weight, DTensor)
-        part = weight.to_local()
+        part = local_part(weight)
         # The last ranks may have fewer rows than the first, or none.
         missing = -(-weight.shape[0] // ranks) * weight.shape[1:].numel() - part.numel()
         parts.append(F.pad(part.flatten(), (0, missing)) if missing else part.flatten())

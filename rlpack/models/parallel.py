@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
+from rlpack.models.parts import local_part
 
 _PRECISION = {
     "fp32": MixedPrecisionPolicy(),
@@ -119,7 +120,7 @@ def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
     norm = _norm(gradients).item()
     if math.isfinite(norm) and norm > max_norm:
         for gradient in gradients:
-            _local(gradient).mul_(max_norm / norm)
+            local_part(gradient).mul_(max_norm / norm)
     return norm
 
 
@@ -137,8 +138,8 @@ def _norm(gradients: list[Tensor]) -> Tensor:
                 gradient = gradient.redistribute(placements=[_whole(placement) for placement in gradient.placements])
             sharded = (dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
             key = gradient.device_mesh, tuple(sharded)
-        by_ranks.setdefault(key, []).append(_local(gradient))
-    total = torch.zeros((), dtype=torch.float64, device=_local(gradients[0]).device if gradients else None)
+        by_ranks.setdefault(key, []).append(local_part(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=local_part(gradients[0]).device if gradients else None)
     for (mesh, dims), parts in by_ranks.items():
         square = nn.utils.get_total_norm(parts).double().square()
         for dim in dims:
@@ -151,11 +152,6 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 def _whole(placement: Placement) -> Placement:
     """Return `Replicate` for a partial sum, and other placements as they are."""
     return Replicate() if placement.is_partial() else placement
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded_modules(policy: PackedModel) -> list[FSDPModule]:
