@@ -1,4 +1,4 @@
-"""Peak memory of ranks that load a model, each its part, and that load it whole; and of ranks that export it.
+"""Peak memory of ranks that load a model, each its part or the whole, and that export it.
 
     python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
     python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
@@ -28,6 +28,7 @@ from rlpack.config.schema import Model
 from rlpack.models import own_attention
 from rlpack.models.checks import check_model
 from rlpack.models.loading import build_causal_lm
+from rlpack.models.model_export import export_model
 from rlpack.models.open_model import open_causal_lm
 from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
@@ -51,9 +52,11 @@ class Peak:
 
     rank: int
     shard: float
-    peak: float
+    loading: float
+    exporting: float
     limit: float
-    seconds: float
+    loading_s: float
+    exporting_s: float
 
 
 def write_model(folder: Path, dtype: torch.dtype) -> int:
@@ -87,7 +90,7 @@ def memory(field: str) -> float:
 
 
 def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiprocessing.Queue[Peak]") -> None:
-    """Load the model on one rank, and report its peak."""
+    """Load and export the model on one rank, and report its peaks."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     deadline = timedelta(minutes=10)
@@ -110,7 +113,12 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
         policy.measure_outputs()
         check_model(policy, "cpu", SHAPE["vocab_size"], packed=False)
     shard = sum(weight.to_local().nbytes for weight in policy.parameters()) / MIB
-    peaks.put(Peak(rank, shard, memory("VmHWM") - before, 1.3 * shard + 512, seconds))
+    loading = memory("VmHWM") - before
+    Path("/proc/self/clear_refs").write_text("5")
+    start = time.perf_counter()
+    export_model(policy, Path(folder) / "exported", rank=rank, num_ranks=options.ranks)
+    exporting_s = time.perf_counter() - start
+    peaks.put(Peak(rank, shard, loading, memory("VmHWM") - before, 1.3 * shard + 512, seconds, exporting_s))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """The actor role: the policy that is trained."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -17,9 +18,10 @@ from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.config.schema import Actor, Config
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
+from rlpack.models.model_export import export_model
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import TokenScores
-from rlpack.models.weight_stream import WeightForm, WeightLayout, WeightStream, full_state_dict
+from rlpack.models.weight_stream import WeightForm, WeightLayout, WeightStream
 from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
@@ -146,7 +148,7 @@ class ActorWorker(Worker, Trainable):
 
     @broadcast
     def export_model(self, folder: str) -> None:
-        """Write a Hugging Face model folder (config, safetensors) from rank 0; a collective."""
+        """Write a Hugging Face model folder (config, safetensors), each rank its files; a collective."""
         self._export(folder, published_names=True)
 
     @broadcast
@@ -158,9 +160,9 @@ class ActorWorker(Worker, Trainable):
         self._export(folder, published_names=False)
 
     def _export(self, folder: str, *, published_names: bool) -> None:
-        state = full_state_dict(self._scorer.policy, keep=self.context.rank == 0)
-        if self.context.rank == 0:
-            self._scorer.policy.model.save_pretrained(folder, state_dict=state, save_original_format=published_names)
+        rank, num_ranks = self.context.rank, self.context.num_ranks
+        policy = self._scorer.policy
+        export_model(policy, Path(folder), rank=rank, num_ranks=num_ranks, published_names=published_names)
 
     def _step(self, shard: BatchedDataDict, step: int, loss: LogprobLoss, learning_rate: float) -> dict[str, float]:
         """Take one optimizer step over the step's microbatches."""

@@ -20,13 +20,13 @@ from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
+from rlpack.models.model_export import export_model
 from rlpack.models.weight_stream import (
     WeightForm,
     WeightLayout,
     base_name,
     check_weights,
     copy_weights,
-    full_state_dict,
     head_state_dict,
 )
 from rlpack.rollout.bucket_receiver import BucketReceiver
@@ -188,9 +188,9 @@ class CriticWorker(Worker, Trainable):
     @broadcast
     def export_model(self, folder: str) -> None:
         """Write a headless Hugging Face model folder and `value_head.safetensors`; a collective."""
-        model, head = full_state_dict(self._critic, keep=self.context.rank == 0), head_state_dict(self._critic)
+        export_model(self._critic, Path(folder), rank=self.context.rank, num_ranks=self.context.num_ranks)
+        head = head_state_dict(self._critic)
         if self.context.rank == 0:
-            self._critic.model.save_pretrained(folder, state_dict=model)
             save_file(head, Path(folder) / "value_head.safetensors")
 
     def _by_base_name(self, weights: Mapping[str, V]) -> dict[str, V]:

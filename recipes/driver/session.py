@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.store import LocalStore, Store
 from rlpack.checkpoint.commit import new_checkpoint
+from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import is_builtin, started_roles
@@ -224,12 +225,17 @@ class Session:
         self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
 
     def export(self) -> None:
-        """Write each trained role's model as a Hugging Face folder, tokenizer included."""
+        """Write each trained role's model as a Hugging Face folder, tokenizer included.
+
+        Raises:
+            CheckpointError: a folder could not be written.
+        """
         for name, group in self.trained.items():
             # The folders of roles other than the policy have the roles' names.
             folder = self.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
-            group.run(Trainable.export_model, str(folder))
-            self.tokenizer.save_pretrained(folder)
+            with new_model_folder(folder) as staging:
+                group.run(Trainable.export_model, str(staging))
+                self.tokenizer.save_pretrained(staging)
             self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
 
     def replace_engines(self) -> float:

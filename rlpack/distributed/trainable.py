@@ -40,7 +40,7 @@ class Trainable(ABC):
     @broadcast
     @abstractmethod
     def export_model(self, folder: str) -> None:
-        """Write the model as a Hugging Face folder (config, safetensors), from rank 0."""
+        """Write the model as a Hugging Face folder (config, safetensors); each rank may write files of it."""
 
     @broadcast
     def export_reference(self, folder: str) -> None:

@@ -230,8 +230,10 @@ def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
     reshard(policy)
     yield from policy.model.named_parameters()
-    saved = policy.model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in policy.model.named_buffers() if name in saved)
+    for name, buffer in policy.model.named_buffers():
+        module, _, own = name.rpartition(".")
+        if own not in policy.model.get_submodule(module)._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def _buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

@@ -92,8 +92,11 @@ def test_roles_that_the_recipe_trains_and_no_others_are_saved_loaded_and_exporte
     calls.clear()
     session.export()
     folders = {"actor": tmp_path / "model", "critic": tmp_path / "critic_model"}
-    assert calls == [(name, "export_model", folders[name]) for name in trained]
-    assert all((folders[name] / "tokenizer.json").exists() for name in trained)
+    assert [(name, method) for name, method, _ in calls] == [(name, "export_model") for name in trained]
+    assert not any(folder.exists() for _, _, folder in calls)  # renamed when they are complete
+    for name in trained:
+        assert (folders[name] / "tokenizer.json").exists()
+        assert (folders[name] / "COMMITTED").exists()
 
 
 def sampling_session(folder: Path) -> Session:

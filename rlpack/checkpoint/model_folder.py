@@ -1,0 +1,63 @@
+"""Model folders under a commit protocol: a folder is complete, or isn't there under its name.
+
+    <parent>/.tmp-<name>-<nonce>/    ranks write the model here
+        hash all files into manifest.json, and flush files and directories
+    <parent>/<name>/                 renamed from the above; an earlier folder is put aside first, and deleted last
+    <parent>/<name>/COMMITTED        SHA-256 of the manifest, flushed
+
+Invariants (tests/unit/checkpoint/test_model_folder.py):
+1. If writing fails, or is killed before the rename, the earlier folder is what it was.
+2. A folder with a marker has all files that its manifest lists.
+"""
+
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from rlpack import __version__
+from rlpack.checkpoint.commit import MANIFEST, MARKER
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.files import discard_folder, flush, flush_tree, regular_files, sha256_of, write_flushed
+
+
+@contextmanager
+def new_model_folder(target: Path) -> Iterator[Path]:
+    """Yield the path of a new folder; at the end it takes the place of `target`.
+
+    Args:
+        target: the model folder; its parent must exist. Only one process at a time may write it.
+
+    Raises:
+        CheckpointError: the folder could not be written; an earlier one is untouched.
+    """
+    for debris in target.parent.glob(f".tmp-{target.name}-*"):
+        discard_folder(debris)
+    staging = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+    try:
+        yield staging
+        _publish(staging, target)
+    except OSError as error:
+        raise CheckpointError(f"the model could not be written to {target}: {error}") from error
+    finally:
+        discard_folder(staging)
+
+
+def _publish(staging: Path, target: Path) -> None:
+    """Write the manifest, flush, rename, and write the marker."""
+    files = [
+        {"name": path.relative_to(staging).as_posix(), "size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in regular_files(staging)
+    ]
+    text = json.dumps({"rlpack": __version__, "files": files}, indent=1, sort_keys=True) + "\n"
+    (staging / MANIFEST).write_text(text, encoding="utf-8")
+    flush_tree(staging)
+    if target.exists():
+        target.rename(target.with_name(f".replaced-{target.name}-{secrets.token_hex(4)}"))
+    staging.rename(target)
+    flush(target.parent)
+    write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
+    for old in target.parent.glob(f".replaced-{target.name}-*"):
+        discard_folder(old)

@@ -1,0 +1,259 @@
+"""Write a sharded model as a Hugging Face folder, every rank its own files, without gathering the model anywhere.
+
+transformers' own code names and converts the weights (`revert_weight_conversion`), first on the meta device: that gives
+the names, shapes and files of all tensors. Then the weights are gathered one by one, or those together that
+transformers joins, and the rank that owns a file writes its tensors into it.
+
+Invariants (tests/unit/models/test_model_export.py, tests/distributed/models/test_sharded_export.py):
+
+1. the tensors and the configuration files are those of `save_pretrained`, bit for bit;
+2. the files don't depend on the number of ranks, and each is written by one rank;
+3. a rank holds its part of the weights and, besides, the weights that are converted together;
+4. a rank that can't write takes part in all gathers before it raises, so that no other rank waits for it.
+"""
+
+import json
+import struct
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel
+from rlpack.models.weight_stream import TensorSpec, WeightStream
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Small enough that all ranks have files to write, large enough that most models are one file.
+FILE_BYTES = 10**9
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: its header, and where each tensor begins."""
+
+    header: bytes
+    offsets: dict[str, int]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "FileLayout":
+        """Lay tensors out as safetensors does: those of wide dtypes first, then by name."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        position, starts = 0, {}
+        for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+            tensor = tensors[name]
+            if tensor.dtype not in _DTYPES:
+                raise ModelError(f"weight {name} is {tensor.dtype}, which safetensors files can't hold")
+            starts[name], end = position, position + tensor.numel() * tensor.dtype.itemsize
+            shape = list(tensor.shape)
+            entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = struct.pack("<Q", len(text)) + text
+        return cls(header, {name: len(header) + start for name, start in starts.items()})
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What an export writes.
+
+    Attributes:
+        groups: the model's weights that are converted together, in the order in which they are gathered.
+        targets: names in the files of what each group becomes.
+        files: layout of each file by its name.
+        file_of: file of each tensor.
+        index: the index file's contents; None with a single file.
+    """
+
+    groups: list[tuple[str, ...]]
+    targets: list[frozenset[str]]
+    files: dict[str, FileLayout]
+    file_of: dict[str, str]
+    index: dict[str, object] | None
+
+
+class _OwnFiles:
+    """The files that a rank writes. The first error is raised by `close` alone, after the last gather."""
+
+    def __init__(self, plan: ExportPlan, folder: Path, own: set[str]) -> None:
+        self._plan = plan
+        self._files: dict[str, BinaryIO] = {}
+        self._failure: OSError | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in sorted(own):
+                self._files[name] = (folder / name).open("wb")
+                self._files[name].write(plan.files[name].header)
+        except OSError as error:
+            self._failure = error
+
+    def lack(self, targets: Iterable[str]) -> bool:
+        """Return whether some of these tensors are still to be written here."""
+        return self._failure is None and any(self._plan.file_of[name] in self._files for name in targets)
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write those of the tensors, on the CPU, that belong to these files."""
+        try:
+            for name, tensor in tensors.items():
+                file = self._plan.file_of[name]
+                if file in self._files:
+                    self._files[file].seek(self._plan.files[file].offsets[name])
+                    self._files[file].write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        except OSError as error:
+            self._failure = error
+
+    def close(self) -> None:
+        """Close the files.
+
+        Raises:
+            OSError: a tensor could not be written.
+        """
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError as error:
+                self._failure = self._failure or error
+        if self._failure is not None:
+            raise self._failure
+
+
+def export_model(
+    policy: PackedModel,
+    folder: Path,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    published_names: bool = True,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write config and weights as `save_pretrained` does, the weights from all ranks; a collective.
+
+    Args:
+        policy: sharded or not; adapters are merged.
+        folder: made if missing.
+        rank: this rank.
+        num_ranks: ranks that write.
+        published_names: False writes the names of the model's own modules, and no conversions.
+        file_bytes: a file is larger only if a single tensor is.
+
+    Raises:
+        OSError: a file could not be written.
+        ModelError: a weight has a dtype that safetensors files can't hold.
+    """
+    stream = WeightStream(policy, bucket_bytes=0)  # one weight in each bucket
+    specs = [bucket[0] for bucket in stream.layout.buckets]
+    plan = plan_export(policy.model, specs, published_names=published_names, file_bytes=file_bytes)
+    places = {spec.name: place for place, spec in enumerate(specs)}
+    files = _OwnFiles(plan, folder, {name for number, name in enumerate(plan.files) if number % num_ranks == rank})
+    for group, targets in zip(plan.groups, plan.targets, strict=True):
+        keep = files.lack(targets)
+        weights: dict[str, Tensor] = {}
+        for name in group:
+            weights |= stream.gather(places[name], keep=keep, copy=False)
+        if keep:
+            files.write(_reverted(policy.model, weights) if published_names else weights)
+    files.close()
+    if rank == 0:
+        _write_config(policy.model, folder)
+        if plan.index is not None:
+            (folder / INDEX).write_text(json.dumps(plan.index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def plan_export(
+    model: PreTrainedModel, specs: Iterable[TensorSpec], *, published_names: bool, file_bytes: int
+) -> ExportPlan:
+    """Return what an export of a model writes.
+
+    Args:
+        model: only its config and recorded conversions are read.
+        specs: its weights, without adapters; of tied ones only the first.
+        published_names: as of `export_model`.
+        file_bytes: as of `export_model`.
+    """
+    ignored = set(model._keys_to_ignore_on_save or ())
+    state = {
+        spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        for spec in specs
+        if spec.name not in ignored
+    }
+    tensors = _reverted(model, state) if published_names else state
+    groups = _groups(model, state, tensors) if published_names else {(name,): frozenset([name]) for name in state}
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.numel() * tensor.dtype.itemsize,
+        filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=file_bytes,
+    )
+    index = None
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+    files = {
+        file: FileLayout.of({name: tensors[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
+    }
+    return ExportPlan(list(groups), list(groups.values()), files, split.tensor_to_filename, index)
+
+
+def _groups(
+    model: PreTrainedModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[tuple[str, ...], frozenset[str]]:
+    """Return the smallest groups of weights that transformers converts as it converts all, and what they become.
+
+    Weights that become the same tensor belong together.
+    """
+    makers: dict[str, list[str]] = defaultdict(list)
+    made = {name: _reverted(model, {name: tensor}) for name, tensor in state.items()}
+    for name, parts in made.items():
+        for target in parts:
+            makers[target].append(name)
+    group_of = {name: (name,) for name in state}
+    for names in makers.values():
+        joined = tuple(dict.fromkeys(member for name in names for member in group_of[name]))
+        group_of |= dict.fromkeys(joined, joined)
+    groups: dict[tuple[str, ...], frozenset[str]] = {}
+    for group in dict.fromkeys(group_of.values()):
+        parts = made[group[0]] if len(group) == 1 else _reverted(model, {name: state[name] for name in group})
+        for target, tensor in parts.items():
+            if target not in tensors or tensors[target].shape != tensor.shape:
+                return {tuple(state): frozenset(tensors)}  # only all weights together are converted as they should be
+        groups[group] = frozenset(parts)
+    return groups
+
+
+def _reverted(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under the names and in the form in which transformers saves them."""
+    return revert_weight_conversion(model, dict(state))
+
+
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write all that `save_pretrained` writes but weights.
+
+    It deletes other weight files of its folder, so it gets one of its own.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        model.save_pretrained(own, state_dict={})
+        for path in Path(own).iterdir():
+            path.replace(folder / path.name)

@@ -1,0 +1,117 @@
+"""Folders that several ranks export are those that one process saves with transformers."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from benchmarks.family_configs import tiny_config as family_config
+from rlpack.config.schema import Model
+from rlpack.config.sections.optimization import Lora
+from rlpack.models.adapters import add_adapters
+from rlpack.models.model_export import export_model
+from rlpack.models.open_model import open_causal_lm
+from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import shard_model
+from tests.distributed.models.test_sharded_loading import FAMILIES, save
+from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
+from tests.distributed.processes import on_ranks
+from tests.unit.models.test_model_export import assert_same_folder
+
+
+def export_families(mesh: DeviceMesh, rank: int, folder: str, replicas: int) -> None:
+    """Load each family in parts and export it, in one file and in several."""
+    ranks = {"rank": rank, "num_ranks": mesh.size()}
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, mesh.size() // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
+    for family in FAMILIES:
+        stored = open_causal_lm(Model(path=f"{folder}/{family}"), attention_name="eager")
+        model = PackedModel(stored.model)
+        shard_model(model, mesh)
+        stored.materialize(model, "cpu")
+        export_model(model, Path(folder) / f"{family}-whole", **ranks)
+        export_model(model, Path(folder) / f"{family}-files", file_bytes=9000, **ranks)
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(3, 1), (4, 2)])
+def test_all_ranks_write_what_one_process_saves(tmp_path: Path, size: int, replicas: int):
+    for family in FAMILIES:
+        save(tmp_path, family)
+    on_ranks(tmp_path, size, export_families, str(tmp_path), replicas)
+    for family in FAMILIES:
+        truth = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float32)
+        truth.save_pretrained(tmp_path / f"{family}-expected")
+        assert_same_folder(tmp_path / f"{family}-whole", tmp_path / f"{family}-expected")
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"{family}-files", dtype=torch.float32)
+        assert len(list((tmp_path / f"{family}-files").glob("*.safetensors"))) > 2
+        for name, weight in truth.named_parameters():
+            assert torch.equal(weight, reloaded.get_parameter(name)), name
+
+
+def export_adapters(mesh: DeviceMesh, rank: int, folder: str) -> None:
+    model = adapted(Path(folder))
+    shard_model(model, mesh)
+    export_model(model, Path(folder) / "found", rank=rank, num_ranks=mesh.size())
+
+
+def adapted(folder: Path) -> PackedModel:
+    """Return a model whose adapters have an effect."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+    add_adapters(model, Lora(rank=2), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(generator=generator)
+    return PackedModel(model)
+
+
+def test_adapters_are_merged(tmp_path: Path):
+    save(tmp_path, "llama")
+    on_ranks(tmp_path, 2, export_adapters, str(tmp_path))
+    model, row = adapted(tmp_path).model, torch.arange(9)[None]
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "found", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
+    logits = [copy.deepcopy(each)(row).logits for each in (model, exported, base)]
+    assert torch.allclose(logits[0], logits[1], rtol=0, atol=1e-4)
+    assert not torch.allclose(logits[0], logits[2], rtol=0, atol=1e-2)
+
+
+def failing_export(mesh: DeviceMesh, rank: int, folder: str) -> str:
+    model = PackedModel(AutoModelForCausalLM.from_config(family_config("llama"), dtype=torch.float32))
+    shard_model(model, mesh)
+    try:
+        export_model(model, Path(folder), rank=rank, num_ranks=mesh.size(), file_bytes=9000)
+    except OSError as error:
+        return type(error).__name__
+    return "written"
+
+
+def test_a_rank_that_cannot_write_keeps_no_other_rank_waiting(tmp_path: Path):
+    folder = tmp_path / "model"
+    assert on_ranks(tmp_path, 2, failing_export, str(folder)) == ["written", "written"]
+    second = sorted(path.name for path in folder.glob("*.safetensors"))[1]
+    (folder / second).unlink()
+    (folder / second).mkdir()
+    assert on_ranks(tmp_path, 2, failing_export, str(folder)) == ["written", "IsADirectoryError"]
+
+
+def export_memory(mesh: DeviceMesh, rank: int, folder: str) -> int:
+    """Return how far memory rises while a rank takes part in an export."""
+    policy = large_policy()
+    shard_model(policy, mesh)
+    ranks = {"rank": rank, "num_ranks": mesh.size(), "file_bytes": 64 * MIB}
+    policy.run(lambda: None)  # sets up communication, which takes memory of its own
+    export_model(policy, Path(folder), **ranks)
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    export_model(policy, Path(folder), **ranks)
+    return peak_bytes() - before
+
+
+def test_memory_of_an_exporting_rank_is_bounded_by_a_few_weights(tmp_path: Path):
+    for rise in on_ranks(tmp_path, 2, export_memory, str(tmp_path / "model")):
+        assert rise < 32 * MIB  # of a model of 210 MiB, whose largest weight has 4 MiB

@@ -1,0 +1,61 @@
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.model_folder import new_model_folder
+
+
+def write(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").write_text(text)
+
+
+def test_a_folder_has_the_hashes_of_its_files_and_replaces_an_earlier_one(tmp_path: Path):
+    target = tmp_path / "model"
+    for text in ("first", "second"):
+        with new_model_folder(target) as staging:
+            write(staging, text)
+            assert staging.parent == tmp_path
+        assert (target / "model.safetensors").read_text() == text
+        manifest = (target / "manifest.json").read_bytes()
+        assert (target / "COMMITTED").read_text().strip() == hashlib.sha256(manifest).hexdigest()
+        (entry,) = json.loads(manifest)["files"]
+        assert entry == {
+            "name": "model.safetensors",
+            "size": len(text),
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def run_out_of_space(target: Path) -> None:
+    with new_model_folder(target) as staging:
+        write(staging, "second")
+        raise OSError(28, "No space left on device")
+
+
+def test_a_failed_export_leaves_the_earlier_folder_alone(tmp_path: Path):
+    target = tmp_path / "model"
+    with new_model_folder(target) as staging:
+        write(staging, "first")
+    with pytest.raises(CheckpointError, match=r"could not be written to .*/model: .*No space left"):
+        run_out_of_space(target)
+    assert (target / "model.safetensors").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_a_killed_export_left_is_deleted_by_the_next(tmp_path: Path):
+    target = tmp_path / "model"
+    if (child := os.fork()) == 0:
+        context = new_model_folder(target)
+        write(context.__enter__(), "half")
+        os._exit(9)
+    os.waitpid(child, 0)
+    assert not target.exists()
+    with new_model_folder(target) as staging:
+        write(staging, "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,82 @@
+"""Exported folders, against transformers' own `save_pretrained`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.family_configs import tiny_config
+from rlpack.models.model_export import INDEX, export_model, plan_export
+from rlpack.models.packed import PackedModel
+from rlpack.models.weight_stream import WeightStream
+from tests.unit.models.test_stored_model import TYPES
+
+
+def new_model(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
+
+
+def assert_same_folder(found: Path, expected: Path) -> None:
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in found.iterdir()) == names
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, "gpt2", "bert"])
+def test_files_are_those_of_save_pretrained(tmp_path: Path, model_type: str):
+    model = new_model(model_type)
+    model.save_pretrained(tmp_path / "expected")
+    export_model(PackedModel(model), tmp_path / "found")
+    assert_same_folder(tmp_path / "found", tmp_path / "expected")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_neox", "gemma3_text"])
+def test_a_loaded_model_is_saved_in_the_form_of_its_files(tmp_path: Path, model_type: str):
+    new_model(model_type).save_pretrained(tmp_path / "expected")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "expected")
+    export_model(PackedModel(model), tmp_path / "found")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("found", "expected"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_many_files_have_the_tensors_and_the_index_of_save_pretrained(tmp_path: Path):
+    model = new_model("qwen3_moe", torch.bfloat16)
+    model.save_pretrained(tmp_path / "expected", max_shard_size=9000)
+    export_model(PackedModel(model), tmp_path / "found", file_bytes=9000)
+    found, expected = (json.loads((tmp_path / name / INDEX).read_text()) for name in ("found", "expected"))
+    assert found["metadata"] == expected["metadata"]
+    files = {path.name: load_file(path) for path in (tmp_path / "found").glob("*.safetensors")}
+    assert len(files) > 3
+    assert all(sum(tensor.nbytes for tensor in tensors.values()) <= 9000 for tensors in files.values())
+    assert found["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    for path in (tmp_path / "expected").glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert torch.equal(files[found["weight_map"][name]][name], tensor)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "found", dtype=torch.bfloat16)
+    assert all(torch.equal(weight, loaded.get_parameter(name)) for name, weight in model.named_parameters())
+
+
+def test_own_names_are_those_of_the_modules(tmp_path: Path):
+    model = new_model("mixtral")
+    export_model(PackedModel(model), tmp_path, published_names=False)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == dict(model.named_parameters()).keys()
+
+
+def test_weights_are_converted_one_by_one_where_transformers_allows_it():
+    for model_type in ("qwen3_moe", "mixtral", "llama"):
+        model = new_model(model_type)
+        specs = [bucket[0] for bucket in WeightStream(PackedModel(model), bucket_bytes=0).layout.buckets]
+        plan = plan_export(model, specs, published_names=True, file_bytes=10**9)
+        assert all(len(group) == 1 for group in plan.groups)
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path):
+    (tmp_path / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        export_model(PackedModel(new_model("llama")), tmp_path)
