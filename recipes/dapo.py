@@ -1,9 +1,10 @@
 """DAPO (Yu et al., 2025, arXiv:2503.14476).
 
 for each step:
-    until the batch is full of groups whose rewards differ:
-        rollouts += rollout.generate(prompts × n)
-        reward   += reward.score(rollouts) - overlong penalty
+    with engines_awake():                       # if roles share GPUs, engines sleep until new weights come
+        until the batch is full of groups whose rewards differ:
+            rollouts += rollout.generate(prompts × n)
+            reward   += reward.score(rollouts) - overlong penalty
     trains     = responses that were not truncated  # if configured; the others still count in baselines
     ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
@@ -20,6 +21,7 @@ from rlpack.config.schema import Config
 from rlpack.recipes import sft
 from rlpack.recipes.dapo_spec import Dapo
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
+from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
@@ -46,13 +48,14 @@ def train(session: Session) -> None:
     initialize_reference(session)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        rollouts = sample_informative_groups(
-            session,
-            step,
-            max_rounds=settings.max_rounds,
-            overlong_buffer=settings.overlong_buffer,
-            overlong_penalty=settings.overlong_penalty,
-        )
+        with engines_awake(session, step):
+            rollouts = sample_informative_groups(
+                session,
+                step,
+                max_rounds=settings.max_rounds,
+                overlong_buffer=settings.overlong_buffer,
+                overlong_penalty=settings.overlong_penalty,
+            )
         rollouts = filter_overlong(step, rollouts, enabled=settings.overlong_filter)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)

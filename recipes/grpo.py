@@ -2,7 +2,8 @@
 
 for each step:
     prompts    = draw()
-    rollouts   = rollout.generate(prompts × n)
+    with engines_awake():                       # if roles share GPUs, engines sleep until new weights come
+        rollouts = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
     ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
@@ -16,6 +17,7 @@ Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teac
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
@@ -45,7 +47,8 @@ def train(session: Session) -> None:
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = draw_prompts(session, step)
         rewards = PendingRewards(session.scorers)
-        rollouts = generate(session, step, prompts, rewards.submit)
+        with engines_awake(session, step):
+            rollouts = generate(session, step, prompts, rewards.submit)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)

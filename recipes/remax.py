@@ -2,8 +2,9 @@
 
 for each step:
     prompts    = draw()
-    rollouts   = rollout.generate(prompts × n)
-    greedy     = rollout.generate(prompts, temperature 0)
+    with engines_awake():                       # if roles share GPUs, engines sleep until new weights come
+        rollouts = rollout.generate(prompts × n)
+        greedy   = rollout.generate(prompts, temperature 0)
     reward     = reward.score(rollouts), reward.score(greedy)    # in the background, from the first part on
     ref        = reference.logprobs(rollouts)   # submitted here, collected below
     plan       = actor.plan(rollouts)           # mini-batches and microbatches of the calls that follow
@@ -15,6 +16,7 @@ for each step:
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
 from rlpack.recipes.driver.policy_stages import (
@@ -44,8 +46,9 @@ def train(session: Session) -> None:
     for step in session.steps("train", session.config.trainer.steps, evaluate):
         prompts = draw_prompts(session, step)
         rewards, greedy_rewards = PendingRewards(session.scorers), PendingRewards(session.scorers)
-        rollouts = generate(session, step, prompts, rewards.submit)
-        generate_greedily(session, step, prompts, greedy_rewards.submit)
+        with engines_awake(session, step):
+            rollouts = generate(session, step, prompts, rewards.submit)
+            generate_greedily(session, step, prompts, greedy_rewards.submit)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket
-from rlpack.config.roles import longest_rollout
-from rlpack.config.schema import Config
+from rlpack.config.roles import longest_rollout, shares_gpus, sleep_level
+from rlpack.config.schema import Config, Rollout
 from rlpack.models.weight_stream import WeightForm, WeightLayout
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, calibrated, canary_tolerance, check_canary
+from rlpack.rollout.device_memory import used_bytes
 from rlpack.rollout.engine import STREAMING_ENGINES, Engine, StreamingEngine, engine_class
 from rlpack.rollout.errors import CanaryError
 from rlpack.rollout.in_flight import GroupsInFlight
@@ -27,6 +28,8 @@ from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, s
 
 logger = logging.getLogger(__name__)
 
+# vLLM's share of a GPU's memory, weights included, that other roles use, too: what they hold stays while it is awake.
+_SHARED_GPU = 0.5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _COLUMNS = (
     *("input_ids", "response_mask", "rollout_logprobs", "policy_version", "response_lengths"),
@@ -69,10 +72,7 @@ class RolloutWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Build the engine that `rollout.engine` names; the actor's weights reach it before the first call."""
-        settings = config.rollout.model_copy(update={"dtype": config.rollout.dtype or config.actor.precision})
-        if adapters_only := settings.lora == "adapter":
-            own = {"max_lora_rank": config.actor.lora.rank}
-            settings = settings.model_copy(update={"vllm": own | settings.vllm})
+        settings, adapters_only = _engine_settings(config), config.rollout.lora == "adapter"
         build = partial(
             engine_class(settings.engine).from_settings,
             config.model,
@@ -134,6 +134,25 @@ class RolloutWorker(Worker):
         if any(ended.failures):
             self._is_unhealthy = True
         return self._rows(ended.rows, ended.generations).union({"engine_failure": ended.failures})
+
+    @broadcast
+    def sleep(self) -> tuple[int, int]:
+        """Let the engine free its GPU memory; it generates nothing until it is woken or gets new weights.
+
+        Returns:
+            The memory in use on the rank's GPUs before and after, in bytes.
+        """
+        before = used_bytes(self.context.torch_device)
+        cast(StreamingEngine, self._engine).sleep()
+        return before, used_bytes(self.context.torch_device)
+
+    @broadcast
+    def wake(self) -> bool:
+        """Wake the engine; return False if its weights were discarded and have to be published again."""
+        is_awake = cast(StreamingEngine, self._engine).wake()
+        if not is_awake:
+            self._received.require_update("the engine discarded its weights to sleep")
+        return is_awake
 
     @broadcast
     def replace_failed_engine(self) -> None:
@@ -219,3 +238,19 @@ class RolloutWorker(Worker):
         self._engine.policy_version = version
         self._received.close()
         return gap
+
+
+def _engine_settings(config: Config) -> Rollout:
+    """Return the `rollout` section with the values that follow from other sections."""
+    own: dict[str, object] = {}
+    if config.rollout.lora == "adapter":
+        own["max_lora_rank"] = config.actor.lora.rank
+    if config.rollout.engine == "vllm" and shares_gpus(config):
+        own["gpu_memory_utilization"] = _SHARED_GPU
+    return config.rollout.model_copy(
+        update={
+            "dtype": config.rollout.dtype or config.actor.precision,
+            "sleep_level": sleep_level(config),
+            "vllm": own | config.rollout.vllm,
+        }
+    )

@@ -14,6 +14,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
+from rlpack.recipes.driver.engine_lifecycle import wake_engines
 from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards, count_failures
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, SamplingSession, sample_responses
 from rlpack.recipes.driver.session import Session
@@ -43,6 +44,7 @@ _STEP = 2**32
 def evaluate(session: Session, step: StepContext) -> None:
     """Record the mean reward on the held-out split: sampled, best of n, and greedy."""
     samples = session.config.evaluation.samples
+    wake_engines(session, step)
     sampled = _rewards(session, step, samples, session.config.rollout.temperature).view(-1, samples)
     greedy = _rewards(session, step, 1, temperature=0.0)
     rewards = torch.cat((sampled.flatten(), greedy.flatten()))

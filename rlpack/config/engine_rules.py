@@ -10,8 +10,14 @@ from rlpack.config.sections.optimization import ADAPTER_RANKS
 def engine_problems(config: Config) -> Iterator[str]:
     """Yield problems across the keys of `rollout` that choose and shape the engine."""
     yield from _adapter_problems(config)
+    yield from _sleep_problems(config)
     rollout = config.rollout
-    unread = {"compile": rollout.compile, "kv_cache_gb": rollout.kv_cache_gb, "vllm": rollout.vllm or None}
+    unread = {
+        "compile": rollout.compile,
+        "kv_cache_gb": rollout.kv_cache_gb,
+        "sleep_level": rollout.sleep_level,
+        "vllm": rollout.vllm or None,
+    }
     if rollout.engine == "hf":
         for name, value in unread.items():
             if value is not None:
@@ -32,6 +38,21 @@ def engine_problems(config: Config) -> Iterator[str]:
         yield (
             f"the pool of the role rollout has gpus_per_rank={gpus:g}, and vLLM takes whole GPUs or none; set it to 1 "
             "or more, or to 0 with cpus_per_rank"
+        )
+
+
+def _sleep_problems(config: Config) -> Iterator[str]:
+    """Yield problems of engines that are to sleep."""
+    level = config.rollout.sleep_level
+    if level and config.rollout.engine == "vllm" and gpus_per_rank(config, "rollout") == 0:
+        yield (
+            f"rollout.sleep_level is {level}, but the role rollout runs on CPUs, where vLLM frees nothing; set it "
+            "to null"
+        )
+    if level == 2 and config.rollout.lora == "adapter":
+        yield (
+            "rollout.sleep_level is 2, which discards the engine's weights, but rollout.lora=adapter sends only "
+            "adapters; set rollout.sleep_level=1, or rollout.lora=merged"
         )
 
 

@@ -101,6 +101,25 @@ def gpus_per_rank(config: Config, role: str) -> float:
     return 0.0 if pool is None else pool.gpus_per_rank
 
 
+def shares_gpus(config: Config) -> bool:
+    """Return whether roles that run a model, or roles that users add, share the GPUs of the role rollout."""
+    others = (role for role in started_roles(config) if role not in ("rollout", "reward"))
+    return gpus_per_rank(config, "rollout") > 0 and pool_of(config, "rollout") in {
+        pool_of(config, role) for role in others
+    }
+
+
+def sleep_level(config: Config) -> int:
+    """Return what engines free between generations, as of `rollout.sleep_level`; 0 where nothing sleeps.
+
+    >>> sleep_level(Config())
+    0
+    """
+    if config.rollout.engine != "vllm" or not shares_gpus(config):
+        return 0
+    return 1 if config.rollout.sleep_level is None else config.rollout.sleep_level
+
+
 def started_roles(config: Config) -> list[str]:
     """Return the roles that this run starts, in the order of `roles`; see `RecipeSpec.roles`.
 

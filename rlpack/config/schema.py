@@ -194,7 +194,14 @@ class Rollout(Section):
     kv_cache_gb: Positive | None = Field(
         default=None,
         description="Size of vLLM's cache of keys and values on each rank, in GB; null on CPUs for what max_num_seqs "
-        "rows need, at most an eighth of the available memory, and on GPUs for vllm.gpu_memory_utilization.",
+        "rows need, at most an eighth of the available memory, and on GPUs for vllm.gpu_memory_utilization, 0.5 by "
+        "default where other roles use the GPUs, else vLLM's.",
+    )
+    sleep_level: Literal[0, 1, 2] | None = Field(
+        default=None,
+        description="What vLLM frees between generations if roles that run a model share its GPUs: 0 nothing; 1 its "
+        "KV cache, and its weights, which it moves to host memory; 2 both, so that weights have to be sent again "
+        "before it generates. null is 1.",
     )
     request_timeout_s: Seconds = Field(
         default=600.0, description="Deadline of one response by vLLM, its time in the engine's queue included, in s."

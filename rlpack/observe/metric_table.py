@@ -54,6 +54,12 @@ METRICS: dict[str, Metric] = {
     "rollout/repeated_rows": Metric(
         "rows", "Responses that were generated again from the same seeds, because an engine failed (vllm)."
     ),
+    "rollout/gpu_bytes_awake": Metric(
+        "bytes",
+        "Memory in use on the GPUs of the first rank of the rollout, by all processes, before its engine sleeps "
+        "(rollout.sleep_level).",
+    ),
+    "rollout/gpu_bytes_asleep": Metric("bytes", "As rollout/gpu_bytes_awake, after the engine fell asleep."),
     "rollout/canary_gap": Metric(
         "nats",
         "Largest difference between the engine's and the trainer's log-probs of a fixed prompt (the canary) after "
@@ -129,6 +135,8 @@ METRICS: dict[str, Metric] = {
     "sft_warmup/skipped_steps": Metric("steps", "Skipped supervised steps, as in actor/skipped_steps."),
     "time/step_s": Metric("s", "Wall-clock time of the whole step."),
     "time/generate_s": Metric("s", "Generation, including scoring by roles of the same pool between its parts."),
+    "time/wake_s": Metric("s", "Waking the engines before generation (rollout.sleep_level)."),
+    "time/sleep_s": Metric("s", "Letting the engines sleep after generation."),
     "time/reward_s": Metric("s", "Waiting for rewards, without the scoring that overlaps generation and log-probs."),
     "time/logprobs_s": Metric(
         "s", "Log-probs of the policy before its update; may include scoring, as for generation."

@@ -153,6 +153,14 @@ class StreamingEngine(Engine, Protocol):
         """Forget all rows that are in flight."""
         ...
 
+    def sleep(self) -> None:
+        """Free GPU memory until `wake` or the end of an update; rows in flight are forgotten, and new ones refused."""
+        ...
+
+    def wake(self) -> bool:
+        """Get ready to generate; return False if the weights are gone, so that an update has to come first."""
+        ...
+
     @property
     def is_alive(self) -> bool:
         """Return whether the engine can answer requests."""

@@ -28,6 +28,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "max_num_seqs": "rollout.max_num_seqs",
     "enforce_eager": "rollout.compile",
     "kv_cache_memory_bytes": "rollout.kv_cache_gb",
+    "enable_sleep_mode": "rollout.sleep_level",
     **dict.fromkeys(
         (
             *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"),

@@ -195,7 +195,7 @@ def engine_arguments(
     """Return the keyword arguments of `vllm.AsyncEngineArgs` for generation in a run.
 
     Args:
-        settings: the `rollout` section.
+        settings: the `rollout` section; a null `sleep_level` is 0.
         shape: of the model.
         model: folder or hub name.
         dtype: `fp32` or `bf16`.
@@ -215,7 +215,7 @@ def engine_arguments(
             f"rollout.kv_cache_gb is {settings.kv_cache_gb:g}, and the keys and values of a row of {max_length} tokens "
             f"take up to {least / 1e9:.3g}; raise it, or lower data.max_prompt_tokens or rollout.max_new_tokens"
         )
-    own = {
+    own: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
@@ -224,4 +224,6 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if gpus > 0 and settings.sleep_level:
+        own["enable_sleep_mode"] = True
     return base_arguments(shape, capacity, model=model) | own | dict(settings.vllm)

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 from rlpack.rollout.errors import EngineError
@@ -92,3 +92,13 @@ async def _cancel_all() -> None:
         task.cancel()
     await asyncio.wait(tasks, timeout=_CANCEL_S / 2) if tasks else None
     asyncio.get_running_loop().stop()
+
+
+async def gather(requests: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Return all results; the first failure cancels the other requests, which aborts them in vLLM."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -31,10 +31,11 @@ from rlpack.rollout.layout_check import check_layout, tied_names
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
-from rlpack.rollout.vllm.event_loop import EventLoop
+from rlpack.rollout.vllm.event_loop import EventLoop, gather
 from rlpack.rollout.vllm.initial_weights import initial_weights
 from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
+from rlpack.rollout.vllm.sleep_cycle import SleepCycle
 from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
 from rlpack.rollout.vllm.weight_sender import WeightSender
 
@@ -58,6 +59,7 @@ class VLLMEngine:
         max_length: int,
         request_timeout_s: float,
         takes_adapters: bool = False,
+        sleep_level: int = 0,
     ) -> None:
         """Take a running engine.
 
@@ -69,6 +71,7 @@ class VLLMEngine:
             max_length: longest prompt and response together, in tokens.
             request_timeout_s: deadline of one response, in seconds.
             takes_adapters: whether updates contain only the matrices of adapters instead of all weights.
+            sleep_level: what `sleep` frees; see `SleepCycle`.
         """
         self.dtype = dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -83,6 +86,7 @@ class VLLMEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
         self._sender = WeightSender(engine.front_end, loop, self._explain)
+        self._cycle = SleepCycle(engine.front_end, self._control, sleep_level)
         self._cause: str | None = None
         self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
@@ -99,7 +103,7 @@ class VLLMEngine:
         seed: int,
         max_length: int,
     ) -> Self:
-        """Start vLLM with the model of the `model` section.
+        """Start vLLM with the model of the `model` section; it sleeps until its first update, if it is to sleep at all.
 
         With `rollout.lora=adapter`, `settings.vllm` has the adapters' rank as `max_lora_rank`.
 
@@ -133,12 +137,13 @@ class VLLMEngine:
                 max_length=max_length,
                 request_timeout_s=settings.request_timeout_s,
                 takes_adapters=settings.lora == "adapter",
+                sleep_level=(settings.sleep_level or 0) if gpus else 0,
             )
-            devices = [torch.device("cuda", index) for index in range(gpus)]
-            built._sender.open(DeviceBuffers(devices) if devices else None)
+            built._sender.open(DeviceBuffers([torch.device("cuda", index) for index in range(gpus)]) if gpus else None)
             if settings.deterministic:
                 test = partial(check_deterministic, max_length=max_length, max_num_seqs=settings.max_num_seqs)
                 built._test_when_usable(test)
+            built.sleep()
         except BaseException:
             engine.stop()
             loop.close()
@@ -182,6 +187,7 @@ class VLLMEngine:
             raise SamplingError(f"there are {len(seeds)} seeds for {prompts.num_rows} prompts; give one each")
         if prompts.num_rows == 0:
             return
+        self._cycle.check_awake()
         shortest, longest = int(prompts.lengths.min()), int(prompts.lengths.max())
         if shortest == 0:
             raise SamplingError(f"prompt {int(prompts.lengths.argmin())} is empty; it needs at least one token")
@@ -215,6 +221,15 @@ class VLLMEngine:
         self._loop.run(self._cancel(), _CONTROL_S, "cancel its requests")
         self._done = queue.SimpleQueue()
 
+    def sleep(self) -> None:
+        """Free GPU memory; see `StreamingEngine.sleep`."""
+        self.abort()
+        self._cycle.sleep()
+
+    def wake(self) -> bool:
+        """Get ready to generate; see `StreamingEngine.wake`."""
+        return self._cycle.wake()
+
     @property
     def is_alive(self) -> bool:
         """Return whether EngineCore runs."""
@@ -222,6 +237,7 @@ class VLLMEngine:
 
     def logprobs(self, token_ids: Tensor) -> Tensor:
         """Return log p(token | tokens before it), f32 [R, L], as documented at `Engine.logprobs`."""
+        self._cycle.check_awake()
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False, "seed": 0}
         requests = [self._request(to_prompt(row.numpy(), self._policy_version), sampling) for row in token_ids]
         outputs = self._answers(requests, self._request_timeout_s + _CONTROL_S)
@@ -249,6 +265,7 @@ class VLLMEngine:
         if self._adapters is not None:
             self._adapters.add(weights)
         else:
+            self._cycle.prepare_update()
             self._sender.send(self._checkpoint_names(weights))
 
     def finish_update(self) -> None:
@@ -259,9 +276,11 @@ class VLLMEngine:
             EngineError: no bucket arrived, weights are missing, or the deadline passed.
         """
         if self._adapters is not None:
+            self._cycle.wake()
             self._control(self._adapters.load(self._engine), "load an adapter")
         else:
             self._sender.finish()
+            self._cycle.end_update()
         if not self._control(self._engine.reset_prefix_cache(), "reset its prefix cache"):
             raise EngineError("vLLM kept cached keys and values of older weights: requests are in flight")
         if self._test is not None:
@@ -355,7 +374,7 @@ class VLLMEngine:
     def _answers(self, requests: Sequence[Awaitable[Any]], timeout_s: float) -> list[Any]:
         """Return the results of all requests, in their order."""
         try:
-            return self._loop.run(_gather(requests), timeout_s, "answer its requests")
+            return self._loop.run(gather(requests), timeout_s, "answer its requests")
         except EngineError:
             raise
         except Exception as error:
@@ -371,13 +390,3 @@ class VLLMEngine:
             raise
         except Exception as error:
             raise EngineError(f"vLLM could not {what}: {self._explain(error)}") from error
-
-
-async def _gather(requests: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return all results; the first failure cancels the other requests, which aborts them in vLLM."""
-    tasks = [asyncio.ensure_future(request) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import config_class
-from rlpack.config.roles import pool_of, role_batching, started_roles
+from rlpack.config.roles import pool_of, role_batching, shares_gpus, sleep_level, started_roles
 from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching, Rollout, builtin_roles
 from rlpack.config.validate import validate
 from rlpack.packing import make_plan
@@ -97,3 +97,35 @@ def test_only_the_roles_that_a_run_needs_are_started():
     with_kl = Config.model_validate({"algorithm": {"kl_coef": 0.1}})
     assert started_roles(with_kl) == ["actor", "reference", "rollout", "reward"]
     assert started_roles(config_class("rlpack.recipes.sft")()) == ["actor"]
+
+
+def on_pools(gpus: float, roles: dict[str, str], **rollout) -> Config:
+    """Return a config with a pool `main` and one named `own`, both with GPUs."""
+    pool = Pool(ranks=1, gpus_per_rank=gpus)
+    placement = Placement(pools={"main": pool, "own": pool}, roles=roles)
+    return Config(rollout=Rollout(**({"engine": "vllm"} | rollout)), placement=placement)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "roles", "rollout", "level"),
+    [
+        (1, {}, {}, 1),
+        (1, {}, {"sleep_level": 0}, 0),
+        (1, {}, {"sleep_level": 2}, 2),
+        (1, {"rollout": "own"}, {}, 0),
+        (1, {"rollout": "own", "reward": "own"}, {}, 0),
+        (1, {"rollout": "own"}, {"sleep_level": 2}, 0),
+        (0, {}, {}, 0),
+        (1, {}, {"engine": "hf"}, 0),
+    ],
+)
+def test_engines_sleep_by_default_where_roles_with_models_share_their_gpus(gpus, roles, rollout, level):
+    config = on_pools(gpus, roles, **rollout)
+    assert sleep_level(config) == level
+    assert shares_gpus(config) == (gpus > 0 and not roles)
+
+
+def test_a_role_of_ones_own_shares_the_gpus_of_its_pool():
+    config = on_pools(1, {"rollout": "own", "judge": "own"})
+    with_judge = config.model_copy(update={"roles": config.roles | {"judge": Role(target="judge:Judge")}})
+    assert (sleep_level(config), sleep_level(with_judge)) == (0, 1)

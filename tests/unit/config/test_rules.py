@@ -74,6 +74,20 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
             "rollout.vllm is {'swap_space': 4}, which rollout.engine=hf doesn't read; set rollout.engine=vllm",
         ),
         ({"rollout": {"kv_cache_gb": 2.0}}, "rollout.kv_cache_gb is 2.0, which rollout.engine=hf doesn't read"),
+        ({"rollout": {"sleep_level": 1}}, "rollout.sleep_level is 1, which rollout.engine=hf doesn't read"),
+        (
+            {"rollout": {"engine": "vllm", "sleep_level": 1}},
+            "rollout.sleep_level is 1, but the role rollout runs on CPUs, where vLLM frees nothing; set it to null",
+        ),
+        (
+            {
+                "rollout": {"engine": "vllm", "sleep_level": 2, "lora": "adapter"},
+                "actor": {"lora": {"rank": 8}},
+                "placement": {"pools": {"main": {"ranks": 1, "gpus_per_rank": 1}}},
+            },
+            "rollout.sleep_level is 2, which discards the engine's weights, but rollout.lora=adapter sends only "
+            "adapters; set rollout.sleep_level=1, or rollout.lora=merged",
+        ),
         ({"rollout": {"compile": False}}, "rollout.compile is False, which rollout.engine=hf doesn't read"),
         ({"rollout": {"lora": "adapter"}}, "rollout.engine=hf takes merged weights; set rollout.engine=vllm"),
         (

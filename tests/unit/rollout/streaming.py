@@ -65,6 +65,11 @@ class StreamingHF(HFEngine):
     def abort(self) -> None:
         self.rows = {}
 
+    def sleep(self) -> None: ...
+
+    def wake(self) -> bool:
+        return True
+
     is_alive = True
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import pack_bucket
-from rlpack.config.schema import Actor, Data, Model, Rollout
+from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
 from rlpack.distributed.context import RankContext
 from rlpack.models.policy import Policy
 from rlpack.models.weight_stream import WeightStream
@@ -217,6 +217,30 @@ def test_the_engine_is_told_the_longest_row_it_has_to_hold(monkeypatch: pytest.M
         config = tiny_config(data=Data(max_prompt_tokens=prompt), rollout=Rollout(max_new_tokens=response))
         RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())
     assert given == [64, CANARY.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("roles", "vllm", "expected"),
+    [
+        ({}, {}, (1, {"gpu_memory_utilization": 0.5})),
+        ({}, {"gpu_memory_utilization": 0.7}, (1, {"gpu_memory_utilization": 0.7})),
+        ({"rollout": "own"}, {}, (0, {})),
+    ],
+    ids=["shared GPUs", "a share of ones own", "a pool of its own"],
+)
+def test_an_engine_on_shared_gpus_takes_half_of_their_memory_and_sleeps(monkeypatch, roles, vllm, expected):
+    given: list[Rollout] = []
+
+    def build(model: Model, settings: Rollout, *sections: Any, **others: Any) -> Any:
+        given.append(settings)
+        return SimpleNamespace(dtype=torch.float32)
+
+    monkeypatch.setattr("rlpack.workers.rollout.engine_class", lambda name: SimpleNamespace(from_settings=build))
+    pool = Pool(ranks=1, gpus_per_rank=1)
+    placement = Placement(pools={"main": pool, "own": pool}, roles=roles)
+    config = tiny_config(rollout=Rollout(engine="vllm", vllm=vllm), placement=placement)
+    RolloutWorker.from_settings(RankContext(), config, tiny_tokenizer())
+    assert (given[0].sleep_level, given[0].vllm) == expected
 
 
 def test_the_tolerance_follows_the_less_precise_of_the_two():

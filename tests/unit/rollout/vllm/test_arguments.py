@@ -141,6 +141,12 @@ def test_several_gpus_of_a_rank_share_the_model():
     assert arguments(gpus=0)["tensor_parallel_size"] == 1
 
 
+def test_only_engines_on_gpus_that_are_to_sleep_are_made_for_it():
+    assert arguments(gpus=1, sleep_level=1)["enable_sleep_mode"] is True
+    for others in ({"gpus": 1}, {"gpus": 1, "sleep_level": 0}, {"gpus": 0, "sleep_level": 1}):
+        assert "enable_sleep_mode" not in arguments(**others)
+
+
 def test_a_further_argument_replaces_a_default():
     assert arguments(vllm={"max_num_batched_tokens": 64})["max_num_batched_tokens"] == 64
 

@@ -1,0 +1,49 @@
+"""Sleep and wake the generation engines of a run whose roles share GPUs.
+
+    with engines_awake(session, step):      wakes the engines, unless they are awake
+        rollouts = generate(...)
+    ...                                     they sleep: log-probs, updates
+    sync_weights(session, step)             wakes their weights, loads, wakes their KV cache
+
+They start asleep, and stay awake from the publication of weights to the end of the next step's generation; evaluation
+lies between.
+Without shared GPUs, or with rollout.sleep_level=0, nothing here has an effect.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlpack.config.roles import sleep_level
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.canary import canary_tokens
+from rlpack.workers.rollout import RolloutWorker
+
+
+@contextmanager
+def engines_awake(session: Session, step: StepContext) -> Iterator[None]:
+    """Wake the engines for a block, and let them sleep after it.
+
+    The metrics `rollout/gpu_bytes_awake` and `rollout/gpu_bytes_asleep` show what the sleep frees.
+
+    Raises:
+        RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
+    """
+    wake_engines(session, step)
+    yield
+    if sleep_level(session.config):
+        with step.timer("sleep"):
+            awake, asleep = session.rollout.run(RolloutWorker.sleep)
+        step.metrics |= {"rollout/gpu_bytes_awake": float(awake), "rollout/gpu_bytes_asleep": float(asleep)}
+
+
+def wake_engines(session: Session, step: StepContext) -> None:
+    """Wake the engines if they sleep; where that discarded their weights, publish these again.
+
+    Raises:
+        RoleError: see `engines_awake`.
+    """
+    if sleep_level(session.config):
+        with step.timer("wake"):
+            if not session.rollout.run(RolloutWorker.wake):
+                session.rollout_weights.publish_again(canary_tokens(len(session.tokenizer)))
