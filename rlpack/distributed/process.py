@@ -29,6 +29,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
+from rlpack.distributed.malloc_settings import keep_freed_memory
 from rlpack.distributed.results import check_is_rows
 from rlpack.run_log import log_until_exit
 from rlpack.user_code import describe_exception, import_user_module, text_of
@@ -53,6 +54,7 @@ class RankProcess:
         """
         sys.path.extend(path for path in dict.fromkeys(import_path) if path not in sys.path)
         torch.set_num_threads(threads)
+        keep_freed_memory()
         disable_progress_bar()  # ranks' progress bars would mix with the driver's output
         self._context = context
         self._rendezvous_store: TCPStore | None = None
