@@ -16,6 +16,7 @@ from rlpack.config.roles import (
     batching_key,
     gpus_per_rank,
     longest_rollout,
+    pool_of,
     role_batching,
     role_compute,
     started_roles,
@@ -33,7 +34,7 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.verified import is_verified
-from rlpack.rollout.vllm.arguments import Shape, length_limit, settings_of, shape_problem
+from rlpack.rollout.vllm.arguments import Shape, length_limit, settings_of, shape_problem, split_problem
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000
@@ -80,17 +81,22 @@ def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
 
 
 def check_engine(config: Config, model: PreTrainedConfig) -> None:
-    """Raise if the generation engine can't run a model's attention, or its experts with adapters.
+    """Raise if the generation engine can't run a model's attention, split it over its GPUs, or adapt its experts.
 
     Raises:
-        ModelError: the engine doesn't support the size of the heads, or the model has none; it has experts, whose
-            kernels for adapters run only on GPUs; or rows can be longer than its positions.
+        ModelError: the engine doesn't support the size of the heads, or the model has none; the GPUs of a rank don't
+            divide it; it has experts, whose kernels for adapters run only on GPUs; or rows can be longer than its
+            positions.
     """
     if config.rollout.engine != "vllm":
         return
-    on_gpu = gpus_per_rank(config, "rollout") > 0
+    gpus = int(gpus_per_rank(config, "rollout"))
+    on_gpu = gpus > 0
     if problem := shape_problem(Shape.of(model), on_gpu=on_gpu):
         raise ModelError(f"rollout.engine=vllm: {problem}")
+    if gpus > 1 and (problem := split_problem(model, gpus)):
+        key = f"placement.pools.{pool_of(config, 'rollout')}.gpus_per_rank"
+        raise ModelError(f"rollout.engine=vllm: {problem}; set {key} to a number that fits, such as 1")
     longest, parts = rollout_length(config)
     if (limit := length_limit(model)) is not None and longest > limit:
         raise ModelError(

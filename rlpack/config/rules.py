@@ -269,10 +269,14 @@ def _placement(config: Config) -> Iterator[str]:
     for name, pool in placement.pools.items():
         if name not in used:
             yield f"placement.pools.{name} has no role; name it in placement.roles, or remove ~placement.pools.{name}"
-        if pool.gpus_per_rank not in (0, 1):  # NCCL ranks can't share a GPU, and a rank uses only one
+        # NCCL ranks can't share a GPU, and a rank uses only one, unless it is an engine that splits its model.
+        roles = [role for role in config.roles if pool_of(config, role) == name]
+        splits = config.rollout.engine == "vllm" and roles == ["rollout"] and pool.gpus_per_rank % 1 == 0
+        if pool.gpus_per_rank not in (0, 1) and not splits:
             yield (
                 f"placement.pools.{name}.gpus_per_rank is {pool.gpus_per_rank}; it has to be 0 or 1, because a rank "
-                f"runs on the CPU or on one whole GPU; set placement.pools.{name}.ranks to the number of GPUs"
+                f"runs on the CPU or on one whole GPU; set placement.pools.{name}.ranks to the number of GPUs. Only a "
+                "pool of the role rollout alone, with rollout.engine=vllm, may have several, which share the model"
             )
 
 

@@ -230,7 +230,11 @@ class Pool(Section):
     cpus_per_rank: float = Field(
         default=1.0, ge=1e-4, le=1e6, description="CPU cores that a rank claims, and its compute threads."
     )
-    gpus_per_rank: NonNegative = Field(default=0.0, description="GPUs that a rank claims.")
+    gpus_per_rank: NonNegative = Field(
+        default=0.0,
+        description="GPUs that a rank claims: 0 or 1; in a pool of the role rollout alone, with rollout.engine=vllm, "
+        "any number, over which vLLM splits the model (tensor parallelism).",
+    )
 
 
 class Placement(Section):

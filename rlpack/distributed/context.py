@@ -15,7 +15,7 @@ class RankContext:
         pool: name of the pool.
         rank: this rank, from 0.
         layout: how the ranks divide rows and the model.
-        device: `cpu` or `cuda`; a rank sees only its own GPU.
+        device: `cpu` or `cuda`; a rank sees only its own GPUs, of which `cuda` is the first.
     """
 
     pool: str = "main"

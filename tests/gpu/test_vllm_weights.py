@@ -1,4 +1,7 @@
-"""vLLM on CUDA: new weights arrive by CUDA IPC, and the engine's log-probs are those of transformers."""
+"""vLLM on CUDA: new weights arrive by CUDA IPC, and the engine's log-probs are those of transformers.
+
+With two or four visible GPUs the same tests run an engine that splits its model.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -19,6 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The engine takes all GPUs; its model has four heads.
+    pytest.mark.skipif(torch.cuda.device_count() not in (1, 2, 4), reason="set CUDA_VISIBLE_DEVICES to 1, 2 or 4 GPUs"),
     pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or ""),
 ]
 # Nats, in fp32. GPU kernels may multiply in TF32; other weights are nats away.

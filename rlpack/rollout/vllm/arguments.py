@@ -23,6 +23,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _BYTES = {"fp32": 4, "bf16": 2}
 # Without `rollout.kv_cache_gb`, an engine on a CPU takes at most this share of the memory that is available.
 _MEMORY_SHARE = 1 / 8
+_VOCABULARY_PADDING = 64  # vLLM's
 # Tokens of prompts that an engine on a CPU runs at once.
 _PREFILL_TOKENS = 4096
 
@@ -89,6 +90,29 @@ def shape_problem(
         return None
     sizes = ", ".join(map(str, CPU_HEAD_SIZES))
     return f"the model's heads have {shape.head_size} numbers, and vLLM's kernels for CPUs take {sizes}; {way_out}"
+
+
+def split_problem(config: PreTrainedConfig, gpus: int) -> str | None:
+    """Return why vLLM can't split a model over this many GPUs; None if it can, as far as the config shows."""
+    settings = settings_of(config)
+    vocabulary = settings.get("vocab_size")
+    # A mixture of experts may have no dense layers.
+    inner = "moe_intermediate_size" if settings.get("moe_intermediate_size") else "intermediate_size"
+    sizes = {
+        "num_attention_heads": settings.get("num_attention_heads"),
+        inner: settings.get(inner),
+        f"vocab_size, rounded up to a multiple of {_VOCABULARY_PADDING},": (
+            -(-vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING if isinstance(vocabulary, int) else None
+        ),
+    }
+    for name, size in sizes.items():
+        if isinstance(size, int) and size % gpus:
+            return f"the model's {name} is {size}, which {gpus} GPUs don't divide"
+    heads = settings.get("num_key_value_heads")
+    # With fewer heads than GPUs, several GPUs have the same one.
+    if isinstance(heads, int) and heads > 0 and heads % gpus and gpus % heads:
+        return f"the model's num_key_value_heads is {heads}, which {gpus} GPUs neither divide nor are a multiple of"
+    return None
 
 
 def length_limit(config: PreTrainedConfig) -> int | None:

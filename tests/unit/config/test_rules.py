@@ -198,6 +198,10 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
         ({"placement": {"roles": {"acter": "main"}}}, "names a role that doesn't exist; roles has: actor,"),
         ({"placement": {"pools": {"main": {}, "b": {}}}}, "placement.pools.b has no role"),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 1.5}}}}, "main.gpus_per_rank is 1.5; it has to be 0 or 1"),
+        (
+            {"rollout": {"engine": "vllm"}, "placement": {"pools": {"main": {"gpus_per_rank": 2.0}}}},
+            "Only a pool of the role rollout alone, with rollout.engine=vllm, may have several, which share the model",
+        ),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 0.5}}}}, "main.gpus_per_rank is 0.5; it has to be 0 or 1"),
         ({"placement": {"pools": {"main": {"gpus_per_rank": 2.0}}}}, "main.gpus_per_rank is 2.0; it has to be 0 or 1"),
         ({"placement": {"pools": {"../x": {}}, "roles": {}}}, "holds the name '../x'"),
@@ -214,6 +218,17 @@ def test_keys_that_do_not_go_together_are_named(sections, message):
 def test_vllm_takes_whole_gpus_or_none_and_its_keys(gpus: int):
     rollout = {"engine": "vllm", "vllm": {"swap_space": 4}, "kv_cache_gb": 2, "compile": True, "dtype": "bf16"}
     validate(VALID | {"rollout": rollout, "placement": {"pools": {"main": {"ranks": 1, "gpus_per_rank": gpus}}}})
+
+
+def test_a_pool_of_vllm_alone_may_have_several_gpus_per_rank():
+    pools = {"main": {"ranks": 2}, "engines": {"ranks": 2, "gpus_per_rank": 4}}
+    placement = {"pools": pools, "roles": {"rollout": "engines"}}
+    validate(VALID | {"rollout": {"engine": "vllm"}, "placement": placement})
+    assert "engines.gpus_per_rank is 4.0; it has to be 0 or 1" in broken(placement=placement)
+    shared = placement | {"roles": {"rollout": "engines", "reference": "engines"}}
+    assert "it has to be 0 or 1" in broken(rollout={"engine": "vllm"}, placement=shared)
+    pools["engines"]["gpus_per_rank"] = 1.5
+    assert "vLLM takes whole GPUs or none" in broken(rollout={"engine": "vllm"}, placement=placement)
 
 
 def test_a_rise_may_take_all_steps_but_one_or_any_where_there_are_none():

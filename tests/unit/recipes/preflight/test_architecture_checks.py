@@ -1,6 +1,6 @@
 import pytest
 
-from rlpack.config.schema import Actor, Data, Model, Rollout
+from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.loading import build_meta_model
 from rlpack.packing import Batching
@@ -83,6 +83,18 @@ def test_heads_that_vllm_cannot_run_are_refused_with_the_sizes_that_it_can(heads
     words = r"rollout\.engine=vllm: the model's heads have 8 numbers, .* take 32, 64, .* set rollout\.engine=hf"
     with pytest.raises(ModelError, match=words):
         check(model, rollout=Rollout(engine="vllm"))
+
+
+def test_a_model_that_the_gpus_of_an_engine_cannot_split_is_refused_with_the_key():
+    model = {"model_type": "qwen2", **SIZES, "num_attention_heads": 2, "num_key_value_heads": 2}
+    pools = {"main": Pool(ranks=1), "engines": Pool(ranks=1, gpus_per_rank=4)}
+    placement = Placement(pools=pools, roles={"rollout": "engines"})
+    words = (
+        r"rollout\.engine=vllm: the model's num_attention_heads is 2, which 4 GPUs don't divide; set "
+        r"placement\.pools\.engines\.gpus_per_rank to a number that fits, such as 1"
+    )
+    with pytest.raises(ModelError, match=words):
+        check(model, rollout=Rollout(engine="vllm"), placement=placement)
 
 
 @pytest.mark.parametrize(

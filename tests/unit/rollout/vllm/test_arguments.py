@@ -13,7 +13,7 @@ from rlpack.config.schema import Rollout
 from rlpack.models.errors import ModelError
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.argument_names import OWN_ARGUMENTS, argument_names, argument_problems
-from rlpack.rollout.vllm.arguments import Shape, engine_arguments, shape_problem
+from rlpack.rollout.vllm.arguments import Shape, engine_arguments, shape_problem, split_problem
 
 SHAPE = Shape(head_size=32, kv_heads=3, layers=5, vocab_size=64)
 # Keys and values of one token: 2 · 5 layers · 3 heads · 32 numbers · 4 bytes.
@@ -184,6 +184,37 @@ def test_heads_of_the_other_sizes_pass(size: int):
 )  # fmt: skip
 def test_the_shape_is_that_of_the_models_config(config, shape):
     assert Shape.of(config) == shape
+
+
+DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 65}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_gpus_that_divide_a_models_sizes_or_repeat_its_key_heads_split_it(gpus: int):
+    assert split_problem(Qwen2Config(**DIVISIBLE), gpus) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "words"),
+    [
+        ({}, 3, "the model's num_attention_heads is 8, which 3 GPUs don't divide"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "num_key_value_heads is 3, which 2 GPUs neither"),
+        ({"intermediate_size": 70}, 4, "the model's intermediate_size is 70, which 4 GPUs don't divide"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 63}, 3,
+            "vocab_size, rounded up to a multiple of 64, is 128, which 3 GPUs don't divide"),
+    ],
+)  # fmt: skip
+def test_gpus_that_cannot_split_a_model_are_refused_with_the_size(sizes, gpus, words):
+    """vLLM's own rules: `ModelConfig.verify_with_parallel_config`, its layers' assertions, and `divide` of 0.32."""
+    assert words in str(split_problem(Qwen2Config(**DIVISIBLE | sizes), gpus))
+
+
+def test_experts_are_split_by_their_own_width():
+    config = Qwen3MoeConfig(
+        **DIVISIBLE | {"num_attention_heads": 4, "intermediate_size": 63, "moe_intermediate_size": 30}
+    )
+    assert split_problem(config, 2) is None
+    assert "moe_intermediate_size is 30, which 4 GPUs" in str(split_problem(config, 4))
 
 
 def test_a_model_without_heads_is_refused():
