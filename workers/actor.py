@@ -168,7 +168,7 @@ class ActorWorker(Worker, Trainable):
         """Take one optimizer step over the step's microbatches."""
         views = list(shard.microbatches(step))
         statistics = self._statistics(views, loss) if loss.needs_statistics else None
-        seed = (self._seed, self._stepper.steps_taken, self.context.dp_rank)
+        seed = (self._seed, self._stepper.steps_taken, self.context.rank)
 
         def microbatch_loss(view: MicrobatchView, number: int) -> MicrobatchLoss:
             return loss(self._scores(view, loss, (*seed, number)), view.rows, statistics)

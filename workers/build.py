@@ -11,15 +11,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import role_batching, role_compute
+from rlpack.config.roles import role_compute, runs_packed
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
-from rlpack.distributed.errors import PlacementError
 from rlpack.models import attention, own_attention
 from rlpack.models.adapters import add_adapters
 from rlpack.models.check_adapters import check_adapters
 from rlpack.models.check_rows import RowLimits
+from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.checks import check_isolation, check_model, check_scores
+from rlpack.models.context_parallel import RowSplit
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.open_model import open_causal_lm, open_classifier
@@ -160,10 +161,8 @@ def _shard_and_check(
     Outputs and gradients are compared with transformers' own in fp32: of a whole model before it is sharded, of one
     that is loaded in parts afterwards. Outputs are compared with each other in the compute dtype and with its kernels.
     """
-    if context.layout.world_size > context.layout.dp_size:
-        raise PlacementError(f"role {role}: no model has tensor, context or pipeline parallelism yet: {context.layout}")
     settings, device = role_compute(config, role), context.torch_device
-    mesh = context.layout.device_mesh(context.device)
+    mesh = context.layout.shard_mesh(context.device)
     if settings.gradient_checkpointing:
         model.checkpoint_activations(role)
 
@@ -186,11 +185,22 @@ def _shard_and_check(
             if isinstance(in_precision, Policy) and isinstance(model, Policy):
                 in_precision.output_map = model.output_map
             model = in_precision
+    if context.layout.cp > 1:
+        _split_rows(model, context, role, len(tokenizer), check=settings.isolation_check)
     if settings.isolation_check:
-        packed, longest = role_batching(config, role).mode == "packed", RowLimits.of_role(config, role).longest
+        packed, longest = runs_packed(config, role), RowLimits.of_role(config, role).longest
         check_isolation(model, device, len(tokenizer), role=role, packed=packed, longest=longest)
         reshard(model)
     return model
+
+
+def _split_rows(model: PackedModel, context: RankContext, role: str, vocab_size: int, *, check: bool) -> None:
+    """Let the ranks of a data rank share the tokens of each microbatch, and check that outputs stay the same."""
+    device = context.torch_device
+    whole = score_whole_rows(model, device, vocab_size) if check else None
+    model.split = RowSplit.of_group(context.layout.device_mesh(context.device)["cp"].get_group())
+    if whole is not None:
+        check_split(model, whole, device, vocab_size, role=role)
 
 
 def _check(
@@ -202,7 +212,7 @@ def _check(
     classifier: PreTrainedModel | None,
 ) -> None:
     """Check adapters, and compare outputs and gradients with transformers' own; in fp32."""
-    packed = role_batching(config, role).mode == "packed"
+    packed = runs_packed(config, role)
     if role == "actor" and config.actor.lora.rank > 0:
         check_adapters(model, device, vocab_size, packed=packed)
     if not role_compute(config, role).isolation_check:
@@ -216,4 +226,4 @@ def _check(
 
 def _attention(config: Config, role: str) -> str:
     """Return the attention implementation of a role: ours for packed rows, transformers' own for padded ones."""
-    return attention.NAME if role_batching(config, role).mode == "packed" else own_attention.DEFAULT
+    return attention.NAME if runs_packed(config, role) else own_attention.DEFAULT

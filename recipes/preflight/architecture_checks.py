@@ -11,14 +11,16 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlpack.config.layout_sizes import nearest_cp
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     batching_key,
     gpus_per_rank,
     longest_rollout,
     pool_of,
-    role_batching,
     role_compute,
+    role_parallel,
+    runs_packed,
     started_roles,
 )
 from rlpack.config.schema import Config
@@ -60,15 +62,29 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
         check_rollout_length(config, model.config)
         check_positions(model, *rollout_length(config))
     for role in _roles(config):
-        packed = role_batching(config, role).mode == "packed"
-        if packed and (reason := _unpackable(model)):
-            raise ModelError(
-                f"{type(model).__name__} ({model.config.model_type}) can't be run packed as the {role}: {reason}; set "
-                f"{batching_key(role)}.mode=dynamic or fixed"
-            )
+        packed = runs_packed(config, role)
+        check_packing(config, role, model)
         is_known = config.model.trust_remote_code or is_verified(model.config.model_type, packed=packed)
         if role_compute(config, role).isolation_check and not is_known:
             _check_outputs(config, model, role, packed=packed)
+
+
+def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
+    """Raise if a role packs rows, or shares them among ranks, and its model can't be run so.
+
+    Raises:
+        ModelError: packed rows can't be kept apart, or the ranks don't divide the attention heads.
+    """
+    cp, kind = role_parallel(config, role).cp, f"{type(model).__name__} ({model.config.model_type})"
+    if runs_packed(config, role) and (reason := _unpackable(model)):
+        way_out = f"{batching_key(role)}.mode=dynamic or fixed" if cp == 1 else f"{role}.parallel.cp=1"
+        raise ModelError(f"{kind} can't be run packed as the {role}: {reason}; set {way_out}")
+    num_heads = model.config.get_text_config().to_dict().get("num_attention_heads")
+    if cp > 1 and isinstance(num_heads, int) and num_heads % cp:
+        raise ModelError(
+            f"{kind} has {num_heads} attention heads, which the {cp} ranks of {role}.parallel.cp don't divide; set "
+            f"{role}.parallel.cp={nearest_cp(config, role, num_heads)}"
+        )
 
 
 def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:

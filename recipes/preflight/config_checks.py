@@ -28,7 +28,12 @@ from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.stored_weights import check_weight_files
 from rlpack.models.vocabulary import input_embedding
 from rlpack.packing import Batching
-from rlpack.recipes.preflight.architecture_checks import check_architecture, check_rollout_length, rollout_length
+from rlpack.recipes.preflight.architecture_checks import (
+    check_architecture,
+    check_packing,
+    check_rollout_length,
+    rollout_length,
+)
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.rewards.errors import RewardError
@@ -116,6 +121,7 @@ def _check_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> N
     check_rollout_length(config, classifier)
     assert config.reward_model.path is not None
     model = build_meta_classifier(classifier, config.reward_model.path)
+    check_packing(config, "reward_model", model)
     check_weight_files(model, config.reward_model.path, "reward_model.path")
 
 
@@ -136,6 +142,7 @@ def _check_weight_patterns(config: Config, model: PreTrainedModel, tokenizer: Pr
             initial = build_meta_model(
                 Model(path=path, revision=config.critic.revision), vocab_size=len(tokenizer), key="critic.path"
             )
+            check_packing(config, "critic", initial)
             check_weight_files(initial, path, "critic.path")
             check_rollout_length(config, initial.config)
             check_same_tokenizer(path, config.critic.revision, tokenizer, key="critic.path")

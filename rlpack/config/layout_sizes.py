@@ -6,25 +6,8 @@ Sizes are checked before any process starts: ranks with other sizes would wait f
 from collections.abc import Iterator
 from math import prod
 
-from rlpack.config.roles import pool_of, started_roles
+from rlpack.config.roles import WITH_LAYOUTS, own_parallel, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
-from rlpack.config.sections.parallelism import Parallel, RoleParallel
-
-# Roles whose ranks share a model; those of other roles are all data ranks.
-_OF_MODELS = ("actor", "critic", "reference", "reward_model")
-
-
-def role_parallel(config: Config, role: str) -> Parallel:
-    """Return the sizes that `role` asks for: its own, and the actor's for those that are null.
-
-    >>> from rlpack.config.schema import Actor, Reference
-    >>> own = Reference(parallel=RoleParallel(dp_replicate=1))
-    >>> config = Config(actor=Actor(parallel=Parallel(dp_replicate=2)), reference=own)
-    >>> role_parallel(config, "reference").dp_replicate, role_parallel(config, "critic").dp_replicate
-    (1, 2)
-    """
-    own = _own_parallel(config, role).model_dump(exclude_none=True)
-    return Parallel(**config.actor.parallel.model_dump() | own)
 
 
 def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
@@ -33,12 +16,12 @@ def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
     A role without a model has only data ranks.
 
     >>> layout_sizes(Config(), "actor", ranks=2)
-    {'dp_replicate': 1, 'dp_shard': 2}
+    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1}
     """
-    if role not in _OF_MODELS:
+    if role not in WITH_LAYOUTS:
         return {"dp_shard": ranks}
     parallel = role_parallel(config, role)
-    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "cp": parallel.cp}
     others = prod(size for name, size in sizes.items() if name != "dp_shard")
     return sizes | {"dp_shard": ranks // others if parallel.dp_shard == -1 else parallel.dp_shard}
 
@@ -46,9 +29,24 @@ def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
 def layout_problems(config: Config) -> Iterator[str]:
     """Yield why the layouts of the roles that a run starts don't fit the ranks of their pools."""
     pools = config.placement.pools
-    for role in started_roles(config):
-        if role in _OF_MODELS and pool_of(config, role) in pools:
+    for role in started_roles(config) if pools else ():  # another rule refuses a run without pools
+        if role in WITH_LAYOUTS and pool_of(config, role) in pools:
             yield from _problems(config, role)
+
+
+def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
+    """Return the fewest ranks that share `slots` with at most `per_rank` each, None if the pool has no such number."""
+    ranks = config.placement.pools[pool_of(config, role)].ranks // role_parallel(config, role).dp_replicate
+    return next((cp for cp in range(1, ranks + 1) if ranks % cp == 0 and cp * per_rank >= slots), None)
+
+
+def nearest_cp(config: Config, role: str, num_heads: int) -> int:
+    """Return the number of ranks nearest to a role's cp that divides its attention heads and its pool."""
+    parallel, ranks = role_parallel(config, role), config.placement.pools[pool_of(config, role)].ranks
+    fitting = [
+        cp for cp in range(1, num_heads + 1) if num_heads % cp == 0 and ranks % (cp * parallel.dp_replicate) == 0
+    ]
+    return min(fitting, key=lambda cp: abs(cp - parallel.cp), default=1)
 
 
 def _problems(config: Config, role: str) -> Iterator[str]:
@@ -90,14 +88,4 @@ def _nearest(config: Config, role: str, sizes: dict[str, int], ranks: int) -> st
 
 def _key(config: Config, role: str, name: str) -> str:
     """Return the key that sets a size of a role: its own, or the actor's that it inherits."""
-    return f"{'actor' if role == 'actor' or dict(_own_parallel(config, role))[name] is None else role}.parallel.{name}"
-
-
-def _own_parallel(config: Config, role: str) -> RoleParallel:
-    """Return the sizes that a role sets; none for the actor, whose section is the default of the others."""
-    own = {
-        "critic": config.critic.parallel,
-        "reference": config.reference.parallel,
-        "reward_model": config.reward_model.parallel,
-    }
-    return own.get(role, RoleParallel())
+    return f"{'actor' if role == 'actor' or dict(own_parallel(config, role))[name] is None else role}.parallel.{name}"

@@ -5,6 +5,7 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
 from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import MAX_LENGTH
@@ -13,10 +14,14 @@ from rlpack.packing.lengths import MAX_LENGTH
 _FROZEN = ("reference", "reward_model")
 # Built-in roles with a batching section.
 _WITH_SECTIONS = ("critic", "reference", "reward_model")
+# Roles whose ranks share a model; those of other roles are all data ranks.
+WITH_LAYOUTS = ("actor", *_WITH_SECTIONS)
 
 
 def role_batching(config: Config, role: str) -> Batching:
     """Return the batching of `role`: its own values, and the actor's (`batching`) for those that it leaves null.
+
+    The token budget is that of all ranks that share the tokens of a microbatch: max_tokens for each of them.
 
     Raises:
         ConfigError: the role doesn't exist, or its values conflict with the inherited ones.
@@ -37,9 +42,17 @@ def role_batching(config: Config, role: str) -> Batching:
         return config.batching.override(overlong="own_microbatch")
     own = own_batching(config, role)
     try:
-        return config.batching.override(**own.model_dump())
+        batching = config.batching.override(**own.model_dump())
+        if batching.max_tokens is None or role not in WITH_LAYOUTS:
+            return batching
+        return batching.override(max_tokens=batching.max_tokens * role_parallel(config, role).cp)
     except PackingError as error:
         raise ConfigError([f"{batching_key(role)}, with the values inherited from batching: {error}"]) from error
+
+
+def runs_packed(config: Config, role: str) -> bool:
+    """Return whether a role's model runs packed rows: also padded ones become such if ranks share their tokens."""
+    return role_batching(config, role).mode == "packed" or role_parallel(config, role).cp > 1
 
 
 def batching_key(role: str) -> str:
@@ -84,6 +97,29 @@ def role_compute(config: Config, role: str) -> Compute:
     if role in _FROZEN:
         values["gradient_checkpointing"] = False
     return Compute(**values)
+
+
+def role_parallel(config: Config, role: str) -> Parallel:
+    """Return the sizes that `role` asks for: its own, and the actor's for those that are null.
+
+    >>> from rlpack.config.schema import Actor, Reference
+    >>> own = Reference(parallel=RoleParallel(dp_replicate=1))
+    >>> config = Config(actor=Actor(parallel=Parallel(dp_replicate=2)), reference=own)
+    >>> role_parallel(config, "reference").dp_replicate, role_parallel(config, "critic").dp_replicate
+    (1, 2)
+    """
+    own = own_parallel(config, role).model_dump(exclude_none=True)
+    return Parallel(**config.actor.parallel.model_dump() | own)
+
+
+def own_parallel(config: Config, role: str) -> RoleParallel:
+    """Return the sizes that a role sets; none for the actor, whose section is the default of the others."""
+    own = {
+        "critic": config.critic.parallel,
+        "reference": config.reference.parallel,
+        "reward_model": config.reward_model.parallel,
+    }
+    return own.get(role, RoleParallel())
 
 
 def pool_of(config: Config, role: str) -> str:

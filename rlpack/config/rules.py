@@ -14,11 +14,12 @@ from rlpack.config.addresses import address_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
-from rlpack.config.layout_sizes import layout_problems
+from rlpack.config.layout_sizes import cp_for, layout_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
 from rlpack.config.roles import (
+    WITH_LAYOUTS,
     batching_key,
     is_builtin,
     longest_rollout,
@@ -26,6 +27,7 @@ from rlpack.config.roles import (
     own_batching,
     pool_of,
     role_batching,
+    role_parallel,
     started_roles,
 )
 from rlpack.config.schema import Config, Data, RoleBatching
@@ -331,14 +333,19 @@ def _token_budget(config: Config) -> Iterator[str]:
         slots = -(-longest // multiple) * multiple
         if batching.overlong != "error" or batching.max_tokens is None or slots <= batching.max_tokens:
             continue
-        own = own_batching(config, role)
+        own, cp = own_batching(config, role), role_parallel(config, role).cp if role in WITH_LAYOUTS else 1
         key, overlong = (
             "batching" if value is None else batching_key(role) for value in (own.max_tokens, own.overlong)
         )
+        per_rank, way_out = batching.max_tokens // cp, ""
+        if role in WITH_LAYOUTS and (fitting := cp_for(config, role, slots, per_rank)) is not None:
+            way_out = f"share it among ranks by {role}.parallel.cp={fitting}, "
+        shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
         yield (
-            f"{key}.max_tokens is {batching.max_tokens} for the role {role}, under the {slots} slots that the "
+            f"{key}.max_tokens is {per_rank} for the role {role}{shared}, under the {slots} slots that the "
             f"longest sequence takes (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{config.rollout.max_new_tokens}); raise it, lower one of the two, or set {overlong}.overlong=truncate"
+            f"{config.rollout.max_new_tokens}); raise it, {way_out}lower one of the two, or set "
+            f"{overlong}.overlong=truncate"
         )
 
 

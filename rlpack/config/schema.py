@@ -225,7 +225,7 @@ class Rollout(Section):
 class Pool(Section):
     """Devices that roles share; a rank is one process."""
 
-    ranks: Count = Field(default=2, description="Processes of the pool; each is one data-parallel rank of its roles.")
+    ranks: Count = Field(default=2, description="Processes of the pool.")
     # Ray counts CPUs and GPUs in units of 0.0001.
     cpus_per_rank: float = Field(
         default=1.0, ge=1e-4, le=1e6, description="CPU cores that a rank claims, and its compute threads."

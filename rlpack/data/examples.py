@@ -112,8 +112,8 @@ def nothing_left_error(name: str, max_tokens: int) -> DataError:
 def overlong_demonstration_error(example: Example, num_tokens: int, max_tokens: int) -> DataError:
     """Return the error for a prompt that, with its demonstration, is over the token budget."""
     return DataError(
-        f"prompt {example.uid!r} and its demonstration have {num_tokens} tokens, which exceeds "
-        f"batching.max_tokens={max_tokens}; raise it, remove the row, or set batching.overlong=truncate"
+        f"prompt {example.uid!r} and its demonstration have {num_tokens} tokens, over the {max_tokens} of "
+        "a microbatch; raise batching.max_tokens, remove the row, or set batching.overlong=truncate"
     )
 
 
@@ -131,8 +131,8 @@ def check_demonstration_length(example: Example, max_tokens: int, longest_token:
     demonstration = replace(example, prompt=example.demonstration or "")
     if (fewest := fewest_tokens(demonstration, max_tokens, longest_token)) > max_tokens:
         raise DataError(
-            f"the demonstration of {example.uid!r} has at least {fewest:,} tokens, which exceeds "
-            f"batching.max_tokens={max_tokens}; raise it, remove the row, or set batching.overlong=truncate"
+            f"the demonstration of {example.uid!r} has at least {fewest:,} tokens, over the {max_tokens} of a "
+            "microbatch; raise batching.max_tokens, remove the row, or set batching.overlong=truncate"
         )
 
 

@@ -67,12 +67,11 @@ class ParallelLayout:
 
     @property
     def pad_to_multiple(self) -> int:
-        """Return the multiple that lengths are padded to.
+        """Return the multiple that lengths are padded to: a sequence is divided among tp ranks.
 
-        With context parallelism a sequence has 2·cp chunks; each chunk (or the whole sequence) is divided among tp
-        ranks.
+        Context parallelism needs none: it cuts whole rows, wherever their sequences begin.
         """
-        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+        return self.tp
 
     @property
     def divisible_by(self) -> int:
@@ -106,7 +105,7 @@ class ParallelLayout:
     def align(self, batching: Batching) -> Batching:
         """Return the batching with alignment and divisor raised to what this layout needs.
 
-        >>> ParallelLayout(cp=2, pp=3).align(Batching(pad_to_multiple=6)).pad_to_multiple
+        >>> ParallelLayout(tp=4, pp=3).align(Batching(pad_to_multiple=6)).pad_to_multiple
         12
         """
         return replace(
@@ -126,6 +125,24 @@ class ParallelLayout:
         """
         dimensions = zip(_DIMENSIONS, self._sizes, strict=True)
         sizes = {name: size for name, size in dimensions if size > 1 or name == "dp_shard"}
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def shard_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh that weights are sharded over: `dp_shard`, and before it `dp_replicate` if larger than 1.
+
+        Ranks that share the tokens of a row hold different shards, too, so the dimension `dp_shard` has dp_shard · cp
+        ranks. A collective.
+
+        Args:
+            device_type: `cpu` or `cuda`.
+
+        Raises:
+            PlacementError: the layout has tensor parallelism or pipeline stages.
+        """
+        if self.tp * self.pp > 1:
+            raise PlacementError(f"no model has tensor or pipeline parallelism yet: {self}")
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard * self.cp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
 
 NAME = "rlpack"
@@ -38,11 +39,13 @@ class Segments:
             varlen kernels leave the output of others uninitialized.
         lengths: the segments' lengths on the host, so that no layer waits for the device.
         max_seqlen: length of the longest segment.
+        split: the group whose ranks each hold a part of the row's tokens; None if this rank holds all.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     max_seqlen: int
+    split: RowSplit | None = None
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Segments":
@@ -99,15 +102,22 @@ def attention(
     )
     packed: Segments | None = options.get("packed")
     if packed is None:
-        out = _attend(query, key, value, rules)
-    elif (kernel := _varlen_kernel(query, rules)) is not None:
+        return _attend(query, key, value, rules).transpose(1, 2).contiguous(), None
+    if (split := packed.split) is None:
+        return _attend_packed(query, key, value, packed, rules), None
+    split.check_heads(query.shape[1], type(module).__name__)
+    query, key, value = split.to_heads(query), split.to_heads(key), split.to_heads(value)
+    return split.to_tokens(_attend_packed(query, key, value, packed, rules)), None
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
+    """Attend causally within each segment of a whole row: [1, H, T, D] to [1, T, H, D]."""
+    if (kernel := _varlen_kernel(query, rules)) is not None:
         flat = [states[0].transpose(0, 1) for states in (query, key, value)]
-        return kernel(flat[0], flat[1], flat[2], packed, rules).unsqueeze(0), None
-    else:
-        # split rather than slices: the backward of each slice would fill a whole row with zeros.
-        parts = zip(*(states.split(packed.lengths, 2) for states in (query, key, value)), strict=True)
-        out = torch.cat([_attend(q, k, v, rules) for q, k, v in parts], 2)
-    return out.transpose(1, 2).contiguous(), None
+        return kernel(flat[0], flat[1], flat[2], packed, rules).unsqueeze(0)
+    # split rather than slices: the backward of each slice would fill a whole row with zeros.
+    parts = zip(*(states.split(packed.lengths, 2) for states in (query, key, value)), strict=True)
+    return torch.cat([_attend(q, k, v, rules) for q, k, v in parts], 2).transpose(1, 2).contiguous()
 
 
 def _check_supported(
@@ -130,10 +140,12 @@ def _check_supported(
         if name not in _APPLIED and name not in _HARMLESS and option is not None and option is not False:
             raise ModelError(f"{kind} passes {name}, which {NAME} attention does not support; use another model")
     packed = options.get("packed")
-    if packed is not None and (query.shape[0], query.shape[2]) != (1, sum(packed.lengths)):
+    if packed is None:
+        return
+    num_slots = sum(packed.lengths) // (1 if packed.split is None else packed.split.num_ranks)
+    if (query.shape[0], query.shape[2]) != (1, num_slots):
         raise ModelError(
-            f"{kind} has states of {query.shape[0]} x {query.shape[2]} slots, but its segments cover "
-            f"1 x {sum(packed.lengths)}"
+            f"{kind} has states of {query.shape[0]} x {query.shape[2]} slots, but its segments cover 1 x {num_slots}"
         )
 
 

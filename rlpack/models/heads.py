@@ -49,7 +49,7 @@ class ScalarHeadModel(PackedModel):
             before_token: if true, entry t is read at token t - 1 and does not depend on token t (a value estimate); it
                 is 0 at a row's first token. If false, entry t is read at token t: a row's score is its last entry.
         """
-        scalars = self.head(self.hidden_states(inputs).to(self.head.weight.dtype))[:, 0].float()[inputs.slots]
+        scalars = self._in_row_order(inputs, self.head(self.hidden_states(inputs).to(self.head.weight.dtype))[:, 0])
         if not before_token:
             return scalars
         # In row order the previous entry is the previous token's, except at a row's first token.
@@ -61,7 +61,16 @@ class ScalarHeadModel(PackedModel):
 
         Outputs of a new head are all zero, so they would prove nothing.
         """
-        return self.hidden_states(inputs)[inputs.slots].float()
+        return self._in_row_order(inputs, self.hidden_states(inputs))
+
+    def _in_row_order(self, inputs: ModelInputs, of_slots: Tensor) -> Tensor:
+        """Return the values of all real tokens, fp32 [T, ...], from those of this rank's slots, [n, ...]."""
+        if self.split is None:
+            return of_slots[inputs.slots].float()
+        own = self.own_places(inputs, inputs.slots)
+        values = of_slots[inputs.slots[own] - self.own_slots(inputs).start].float()
+        places = torch.arange(inputs.num_tokens, device=values.device)[own]
+        return self.split.total(values.new_zeros(inputs.num_tokens, *values.shape[1:]).index_copy(0, places, values))
 
     def probe_wrapped_model(self, rows: Tensor) -> Tensor:
         """Return the hidden states [R, L, d] of rows of equal length by the wrapped model's own forward."""

@@ -6,6 +6,7 @@ Letters: T real tokens of the microbatch, N slots (padding included), d hidden s
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpack.models.adapters import is_adapter_dropout
+from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
@@ -37,6 +39,7 @@ class PackedModel(nn.Module):
         model: the wrapped model: with the `rlpack` attention to run packed rows, else with transformers' own.
         reshard_after_forward: whether gathered weights are freed after forward; set by `shard_model`.
         compute_dtype: dtype of the forward pass; set by `shard_model`.
+        split: the group whose ranks share each microbatch's tokens (`rlpack.models.context_parallel`); None for none.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -44,6 +47,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.reshard_after_forward = True
         self.compute_dtype = model.dtype
+        self.split: RowSplit | None = None
 
     @property
     def pattern_root(self) -> nn.Module:
@@ -51,18 +55,36 @@ class PackedModel(nn.Module):
         return self.model
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """Return the hidden state of each slot after the last norm, [N, d].
+        """Return the hidden state of each of this rank's slots after the last norm, [n, d].
 
+        These are all N slots, or with context parallelism those of `own_slots`.
         A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective.
         Padded rows need no mask: padding comes last, where no real token sees it.
         """
-        base = language_model(self.model)
-        if inputs.packed is None:
-            arguments = forward_arguments(base, position_ids=_padded_positions(inputs))
+        base, input_ids = language_model(self.model), inputs.input_ids
+        positions = inputs.position_ids if inputs.packed is not None else _padded_positions(inputs)
+        if self.split is not None:
+            whole, own = replace(inputs, position_ids=positions).packed_for(self.split), self.own_slots(inputs)
+            input_ids, positions = whole.input_ids[:, own], whole.position_ids[:, own]
+            arguments = {"position_ids": positions, "packed": whole.packed}
+        elif inputs.packed is None:
+            arguments = forward_arguments(base, position_ids=positions)
         else:
-            arguments = {"position_ids": inputs.position_ids, "packed": inputs.packed}
-        outputs = base(input_ids=inputs.input_ids, use_cache=False, **arguments)
+            arguments = {"position_ids": positions, "packed": inputs.packed}
+        outputs = base(input_ids=input_ids, use_cache=False, **arguments)
         return outputs.last_hidden_state.flatten(0, 1)
+
+    def own_slots(self, inputs: ModelInputs) -> slice:
+        """Return the slots whose hidden states this rank has; with padding, the last may be beyond the inputs'."""
+        num_slots = inputs.input_ids.numel()
+        return slice(0, num_slots) if self.split is None else self.split.part(num_slots)
+
+    def own_places(self, inputs: ModelInputs, slots: Tensor) -> Tensor | slice:
+        """Return an index of those among some slots, int64 [P], that this rank has."""
+        if self.split is None:
+            return slice(None)
+        own = self.own_slots(inputs)
+        return ((slots >= own.start) & (slots < own.stop)).nonzero()[:, 0]
 
     def run(self, function: Callable[[], T]) -> T:
         """Return what `function` returns, which runs the wrapped model; a collective if sharded.

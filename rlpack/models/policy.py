@@ -85,6 +85,8 @@ class Policy(PackedModel):
         targets = selected.nonzero()[:, 0]  # [P]
         # A token is predicted from the slot of the previous token, which precedes it in row order.
         sources = inputs.slots[targets - 1]
+        own = self.own_places(inputs, sources)
+        targets, sources = targets[own], sources[own] - self.own_slots(inputs).start
         labels = inputs.input_ids.flatten()[inputs.slots[targets]]
         head, rule = output_head(self.model), self.output_map
         hidden = hidden.index_select(0, sources)
@@ -103,7 +105,8 @@ class Policy(PackedModel):
             entropy=entropy,
         )
         zeros = logprobs.new_zeros(inputs.num_tokens)
-        return TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
+        scores = TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
+        return scores if self.split is None else TokenScores(*self.split.total(torch.stack(scores)).unbind())
 
     def probe(self, inputs: ModelInputs) -> Tensor:
         """Return the log-probs of all tokens, [T]."""

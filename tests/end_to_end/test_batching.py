@@ -9,7 +9,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 4
 OTHERS = {
     "packed on one rank": (1, ("batching=packed",)),
-    "dynamic on two ranks, generated in parts": (2, ("batching=dynamic", "rollout.max_num_seqs=3")),
+    "dynamic on two ranks that share tokens, generated in parts": (
+        2,
+        ("batching=dynamic", "rollout.max_num_seqs=3", "actor.parallel.cp=2"),
+    ),
     "fixed in two replicas": (
         2,
         (

@@ -21,6 +21,11 @@ class Parallel(Section):
     dp_shard: ShardCount = Field(
         default=-1, description="Ranks that weights, gradients and optimizer state are sharded over; -1 for the rest."
     )
+    cp: Count = Field(
+        default=1,
+        description="Ranks that share the tokens of a microbatch (context parallelism, Ulysses), each holding at most "
+        "batching.max_tokens of them. It divides the model's attention heads.",
+    )
 
 
 class RoleParallel(Section):
@@ -28,3 +33,4 @@ class RoleParallel(Section):
 
     dp_replicate: Count | None = Field(default=None, description="As actor.parallel.dp_replicate; null inherits it.")
     dp_shard: ShardCount | None = Field(default=None, description="As actor.parallel.dp_shard; null inherits it.")
+    cp: Count | None = Field(default=None, description="As actor.parallel.cp; null inherits it.")

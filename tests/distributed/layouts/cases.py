@@ -23,6 +23,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "dp4": (4, {}),
     "hsdp2x2": (4, {"dp_replicate": 2}),
     "replicas2": (2, {"dp_replicate": 2, "dp_shard": 1}),
+    "cp2": (2, {"cp": 2}),
+    "cp4": (4, {"cp": 4}),
+    "dp2cp2": (4, {"cp": 2}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -72,7 +75,9 @@ def cases_of(layout: str) -> list[Case]:
     ]
 
 
-def config_of(family: str, *, layout: str | None = None, classifier: str | None = None) -> Config:
+def config_of(
+    family: str, *, layout: str | None = None, classifier: str | None = None, checkpointing: bool = False
+) -> Config:
     """Return a run on a family's model, on one rank or with the keys of a layout."""
     shape = {key: value for key, value in MODEL.items() if key != "model_type"}
     config = tiny_config(
@@ -85,7 +90,8 @@ def config_of(family: str, *, layout: str | None = None, classifier: str | None 
     )
     if layout is None:
         return config
-    actor = config.actor.model_copy(update={"parallel": Parallel(**LAYOUTS[layout][1])})
+    changes = {"parallel": Parallel(**LAYOUTS[layout][1]), "gradient_checkpointing": checkpointing}
+    actor = config.actor.model_copy(update=changes)
     return config.model_copy(update={"actor": actor})
 
 

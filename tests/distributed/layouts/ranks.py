@@ -1,7 +1,7 @@
 """What each rank of a layout runs, and returns from the first one."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,10 @@ from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
 from rlpack.distributed.context import RankContext
+from rlpack.models.check_split import check_split, score_whole_rows
+from rlpack.models.context_parallel import RowSplit
+from rlpack.models.errors import ModelError
+from rlpack.models.policy import Policy
 from rlpack.packing import make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.workers.actor import ActorWorker
@@ -24,6 +28,7 @@ from tests.distributed.actors import policy_loss
 from tests.distributed.definition import counts_of
 from tests.distributed.layouts.cases import CRITIC, RATE, Case, algorithm, config_of, in_mode, layout_of
 from tests.distributed.layouts.truth import new_head
+from tests.unit.models.tiny import VOCABULARY, tiny_model
 
 Found = tuple[np.ndarray, list[dict[str, float]], dict[str, np.ndarray]]
 
@@ -35,7 +40,9 @@ def run_cases(
     context = RankContext("main", rank, layout_of(layout))
     found = []
     for case, batch in cases:
-        config = in_mode(config_of(case.family, layout=layout, classifier=classifiers[case.family]), case.mode)
+        checkpointing, folder = case.role == "sft", classifiers[case.family]
+        config = config_of(case.family, layout=layout, classifier=folder, checkpointing=checkpointing)
+        config = in_mode(config, case.mode)
         run = {"actor": _actor, "sft": _actor, "critic": _critic, "reward_model": _reward_model}[case.role]
         scores, metrics, gradients = run(context, config, case, batch)
         found.append((scores, metrics, gradients if rank == 0 else {}))
@@ -107,6 +114,40 @@ def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
 
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def start_checked(mesh: Any, rank: int, layout: str, precision: Literal["fp32", "bf16"]) -> bool:
+    """Build an actor with all checks of a start."""
+    config = in_mode(config_of("gemma3", layout=layout), "packed")
+    actor = config.actor.model_copy(update={"precision": precision, "isolation_check": True})
+    context = RankContext("main", rank, layout_of(layout))
+    ActorWorker.from_settings(context, config.model_copy(update={"actor": actor}), tiny_tokenizer())
+    return True
+
+
+class MixingNorm(nn.Module):
+    """A norm that also reads the rank's last token, as no check without context parallelism could see."""
+
+    def __init__(self, norm: nn.Module, policy: Policy) -> None:
+        super().__init__()
+        self.norm, self.policy = norm, [policy]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = self.norm(hidden)
+        return mixed if self.policy[0].split is None else mixed + 0.1 * mixed[:, -1:]
+
+
+def mix_tokens(mesh: Any, rank: int, layout: str) -> str:
+    """Return the error of a model with a layer other than attention that reads several tokens."""
+    policy = Policy(tiny_model("llama", dtype=torch.float32))
+    policy.model.model.norm = MixingNorm(policy.model.model.norm, policy)
+    whole = score_whole_rows(policy, "cpu", VOCABULARY)
+    policy.split = RowSplit.of_group(layout_of(layout).device_mesh("cpu")["cp"].get_group())
+    try:
+        check_split(policy, whole, "cpu", VOCABULARY, role="actor")
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def save(mesh: Any, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
 import pytest
 
 from rlpack.config.errors import ConfigError
-from rlpack.config.layout_sizes import layout_sizes, role_parallel
+from rlpack.config.layout_sizes import layout_sizes
+from rlpack.config.roles import role_batching, role_parallel
 from rlpack.config.schema import Config
 from rlpack.config.validate import validate
 
@@ -21,10 +22,12 @@ def problems(ranks: int = 4, **sections) -> str:
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
-        ({}, {"dp_replicate": 1, "dp_shard": 4}),
-        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}),
-        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1}),
-        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}),
+        ({}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1}),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1}),
+        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1, "cp": 1}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1}),
+        ({"cp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 2}),
+        ({"cp": 4}, {"dp_replicate": 1, "dp_shard": 1, "cp": 4}),
     ],
 )
 def test_shards_take_the_ranks_that_are_left(parallel, expected):
@@ -34,9 +37,9 @@ def test_shards_take_the_ranks_that_are_left(parallel, expected):
 def test_roles_inherit_the_actors_layout_or_set_their_own():
     sections = {"actor": {"parallel": {"dp_replicate": 2}}, "critic": {"parallel": {"dp_replicate": 1}}}
     config = config_of(**sections)
-    assert layout_sizes(config, "reference", 4) == {"dp_replicate": 2, "dp_shard": 2}
-    assert layout_sizes(config, "reward_model", 2) == {"dp_replicate": 2, "dp_shard": 1}
-    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4}
+    assert layout_sizes(config, "reference", 4) == {"dp_replicate": 2, "dp_shard": 2, "cp": 1}
+    assert layout_sizes(config, "reward_model", 2) == {"dp_replicate": 2, "dp_shard": 1, "cp": 1}
+    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1}
     assert role_parallel(config, "critic").dp_shard == -1
 
 
@@ -66,6 +69,13 @@ def test_roles_without_a_model_have_data_ranks_only():
             "actor.parallel.dp_shard to 4, or to -1 for the ranks that are left, or placement.pools.main.ranks=2",
         ),
         (4, {"dp_replicate": 2, "dp_shard": 4}, "set actor.parallel.dp_shard to 2, or to -1"),
+        (4, {"cp": 3}, "actor.parallel.cp (3) doesn't divide the 4 rank(s)"),
+        (
+            4,
+            {"dp_replicate": 2, "cp": 4},
+            "dp_replicate (2) × actor.parallel.cp (4) is 8, which doesn't divide",
+        ),
+        (4, {"dp_replicate": 2, "cp": 4}, "set actor.parallel.dp_replicate=1, or placement.pools.main.ranks=8"),
         (4, {"dp_shard": 0}, "actor.parallel.dp_shard is 0; set the number of ranks that share the weights, or -1"),
         (4, {"dp_shard": -2}, "actor.parallel.dp_shard is -2; it has to be at least -1"),
         (4, {"dp_replicate": 0}, "actor.parallel.dp_replicate is 0; it has to be at least 1"),
@@ -88,6 +98,21 @@ def test_a_role_in_a_smaller_pool_names_the_key_that_it_inherits_or_sets():
     assert "reference.parallel.dp_replicate (3) doesn't" in problems(
         **sections, reference={"parallel": {"dp_replicate": 3}}
     )
+
+
+def test_ranks_that_share_tokens_share_the_token_budget():
+    batching, rollout = {"max_tokens": 400}, {"data": {"max_prompt_tokens": 512}, "rollout": {"max_new_tokens": 256}}
+    for parallel in ({}, {"cp": 1}):
+        text = problems(batching=batching, actor={"parallel": parallel}, **rollout)
+        assert "batching.max_tokens is 400 for the role actor, under the 768 slots" in text
+        assert "raise it, share it among ranks by actor.parallel.cp=2, lower one of the two" in text
+    config = config_of(batching=batching, actor={"parallel": {"cp": 2}}, **rollout)
+    assert role_batching(config, "actor").max_tokens == role_batching(config, "critic").max_tokens == 800
+    assert role_batching(config, "reward").max_tokens == 400
+    text = problems(batching={"max_tokens": 200}, actor={"parallel": {"cp": 2}}, **rollout)
+    assert "is 200 for the role actor on each of the 2 ranks that share a microbatch, under the 768 slots" in text
+    assert "actor.parallel.cp=4" in text
+    assert "actor.parallel.cp" not in problems(batching={"max_tokens": 100}, **rollout)
 
 
 def test_only_started_roles_are_checked():

@@ -88,8 +88,8 @@ def test_every_data_rank_has_one_output_rank_and_the_first_reports(layout: Paral
     [
         (ParallelLayout(dp_replicate=4, dp_shard=8), 1, 1),
         (ParallelLayout(tp=4), 4, 1),
-        (ParallelLayout(cp=3), 6, 1),
-        (ParallelLayout(cp=2, tp=2, pp=3), 8, 3),
+        (ParallelLayout(cp=3), 1, 1),
+        (ParallelLayout(cp=2, tp=2, pp=3), 2, 3),
     ],
 )
 def test_alignment_and_divisor_follow_from_the_layout(layout: ParallelLayout, multiple: int, divisor: int):
@@ -98,7 +98,7 @@ def test_alignment_and_divisor_follow_from_the_layout(layout: ParallelLayout, mu
 
 def test_a_layout_only_raises_the_alignment_of_a_batching():
     batching = Batching(pad_to_multiple=6, length_multiple=8, divisible_by=2)
-    aligned = ParallelLayout(cp=2, tp=1, pp=3).align(batching)
+    aligned = ParallelLayout(cp=2, tp=4, pp=3).align(batching)
     assert (aligned.pad_to_multiple, aligned.length_multiple, aligned.divisible_by) == (12, 8, 6)
     assert ParallelLayout(dp_shard=4).align(batching) == batching
 
@@ -130,7 +130,7 @@ def test_sums_are_over_data_ranks(layout: ParallelLayout):
 
 
 def test_microbatches_are_aligned_and_counted_as_the_layout_needs():
-    replicas, _ = group(ParallelLayout(dp_shard=2, cp=2, pp=3))
+    replicas, _ = group(ParallelLayout(dp_shard=2, tp=4, pp=3))
     for count, width in replicas.run(Replica.widths, tiny_rollouts(SIZES)):
         assert count % 3 == 0
         assert width % 4 == 0

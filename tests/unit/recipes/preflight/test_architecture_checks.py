@@ -1,10 +1,11 @@
 import pytest
 
 from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.loading import build_meta_model
 from rlpack.packing import Batching
-from rlpack.recipes.preflight.architecture_checks import check_architecture
+from rlpack.recipes.preflight.architecture_checks import check_architecture, check_packing
 from tests.builders import tiny_config
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -71,6 +72,35 @@ def test_an_architecture_that_cannot_be_trained_packed_is_refused_by_name(model,
 @pytest.mark.parametrize("model", [GPTJ, MAMBA])
 def test_padded_rows_need_neither_our_attention_nor_borders(model):
     check(model, batching=Batching(mode="dynamic", max_tokens=256))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "message"),
+    [
+        (3, {"cp": 3}, r"\(qwen2\) has 4 attention heads, which the 3 ranks of actor\.parallel\.cp .*; set .*\.cp=1"),
+        (8, {"cp": 8}, r"which the 8 ranks of actor\.parallel\.cp don't divide; set actor\.parallel\.cp=4"),
+        (16, {"cp": 8, "dp_replicate": 2}, r"set actor\.parallel\.cp=4"),
+    ],
+)
+def test_ranks_that_share_tokens_divide_the_heads(ranks, parallel, message):
+    model = {"model_type": "qwen2", **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+    placement, actor = Placement(pools={"main": Pool(ranks=ranks)}), Actor(parallel=Parallel(**parallel))
+    config = tiny_config(model=Model(config=model), actor=actor, placement=placement)
+    built = build_meta_model(config.model, vocab_size=53)
+    with pytest.raises(ModelError, match=message):
+        check_packing(config, "actor", built)
+    actor = Actor(parallel=Parallel(cp=2))
+    check_packing(config.model_copy(update={"actor": actor}), "actor", built)
+
+
+def test_padded_rows_that_ranks_share_need_our_attention():
+    config = tiny_config(
+        model=Model(config=GPTJ),
+        batching=Batching(mode="dynamic", max_tokens=256),
+        actor=Actor(parallel=Parallel(cp=2)),
+    )
+    with pytest.raises(ModelError, match=r"\(gptj\) can't be run packed as the actor: .* set actor\.parallel\.cp=1"):
+        check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
 
 
 @pytest.mark.parametrize(("heads", "fits"), [(4, False), (1, True)])

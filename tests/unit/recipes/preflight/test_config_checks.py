@@ -253,7 +253,7 @@ def test_an_object_store_over_this_machines_memory_is_refused_before_ray_is_star
 
 @pytest.mark.parametrize("sections", [{"recipe": "sft"}, {"sft_warmup": SFTWarmup(steps=1)}])
 def test_a_demonstration_over_the_token_budget_is_refused_by_row(sections: dict[str, Any]):
-    with pytest.raises(DataError, match=r"demonstration have \d+ tokens, which exceeds batching\.max_tokens=12; raise"):
+    with pytest.raises(DataError, match=r"have \d+ tokens, over the 12 of a microbatch; raise batching\.max_tokens"):
         check(batching=Batching(max_tokens=12), **sections)
     check(batching=Batching(max_tokens=12, overlong="truncate"), **sections)
     check(batching=Batching(max_tokens=12))

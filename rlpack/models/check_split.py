@@ -1,0 +1,45 @@
+"""Check that a model scores rows whose tokens several ranks share as it scores whole rows."""
+
+import torch
+from torch import Tensor
+
+from rlpack.models.check_outputs import max_difference, scale, score_together
+from rlpack.models.check_rows import draw_rows
+from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel
+
+_SEED = 20240609
+# Allowed rounding differences, relative to the largest output: of the same kernels on other parts of a row.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+@torch.no_grad()
+def score_whole_rows(model: PackedModel, device: torch.device | str, vocab_size: int) -> list[Tensor]:
+    """Return the outputs of a few packed rows, before the model's rows are split; a collective if it is sharded."""
+    rows = draw_rows(model.model, vocab_size, seed=_SEED)
+    return score_together(model.eval(), rows, device, packed=True)
+
+
+@torch.no_grad()
+def check_split(
+    model: PackedModel, whole: list[Tensor], device: torch.device | str, vocab_size: int, *, role: str
+) -> None:
+    """Raise unless a model whose rows are split gives the outputs that it gave before; a collective.
+
+    Args:
+        model: with `split` set.
+        whole: what `score_whole_rows` returned.
+        device: the model's device.
+        vocab_size: as of `score_whole_rows`.
+        role: the model's role, for the error.
+
+    Raises:
+        ModelError: outputs differ, because a layer other than attention reads several tokens.
+    """
+    for index, (found, expected) in enumerate(zip(score_whole_rows(model, device, vocab_size), whole, strict=True)):
+        gap = max_difference(found, expected) / scale(expected)
+        if not gap <= _TOLERANCE[model.compute_dtype]:
+            raise ModelError(
+                f"{type(model.model).__name__} as the {role}: row {index} differs by {gap:.2e} if ranks share its "
+                f"tokens (at most {_TOLERANCE[model.compute_dtype]:.0e}); set {role}.parallel.cp=1"
+            )

@@ -1,0 +1,129 @@
+"""Context parallelism: every rank of a group runs the model on its part of a packed row's tokens.
+
+A row is cut into equal contiguous parts, wherever its sequences begin. Everything but attention works on single tokens,
+so a rank needs only its own. Attention exchanges tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509): an all-to-all gives each rank the whole row of its share of heads, and another one gives it back.
+Windows, soft caps and segments therefore stay what they are without context parallelism.
+
+Padded rows run as segments of equal length of one packed row. Outputs of single tokens return to all ranks of the group
+(`RowSplit.total`), which compute the same loss; each rank's gradients are those of its own tokens.
+
+Letters: H heads, T slots of the whole row, t = T / ranks, D head size.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpack.models.errors import ModelError
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """This rank's place in the group that shares a packed row.
+
+    Attributes:
+        group: the process group.
+        rank: this rank in it.
+        num_ranks: its size.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    num_ranks: int
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup) -> "RowSplit":
+        """Return this process's place in a group."""
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def padded(self, num_slots: int) -> int:
+        """Return the slots of a row that is padded to equal parts."""
+        return -(-num_slots // self.num_ranks) * self.num_ranks
+
+    def part(self, num_slots: int) -> slice:
+        """Return this rank's slots of a row, which is padded to equal parts."""
+        size = self.padded(num_slots) // self.num_ranks
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """Exchange tokens for heads: [1, H, t, D] of all heads to [1, H', T, D] of this rank's heads.
+
+        H' is H / ranks. Heads that don't divide among the ranks, as few key and value heads, are repeated first: rank r
+        then has the key head that its query heads attend to.
+        """
+        repeats = self.num_ranks // gcd(states.shape[1], self.num_ranks)
+        states = states[0].repeat_interleave(repeats, 0) if repeats > 1 else states[0]
+        heads, tokens, size = states.shape
+        parts = states.reshape(self.num_ranks, heads // self.num_ranks, tokens, size)
+        whole = _all_to_all(parts, self.group).transpose(0, 1)  # [H', ranks, t, D]
+        return whole.reshape(1, heads // self.num_ranks, self.num_ranks * tokens, size)
+
+    def to_tokens(self, outputs: Tensor) -> Tensor:
+        """Exchange heads for tokens: [1, T, H', D] of this rank's heads to [1, t, H, D] of all heads."""
+        _, tokens, heads, size = outputs.shape
+        parts = outputs.reshape(self.num_ranks, tokens // self.num_ranks, heads, size)
+        whole = _all_to_all(parts, self.group).transpose(0, 1)  # [t, ranks, H', D]
+        return whole.reshape(1, tokens // self.num_ranks, self.num_ranks * heads, size)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks, of which one at most holds a value other than 0 at each place.
+
+        All ranks go on with the same numbers and the same loss, so each has the whole gradient already: the backward
+        pass communicates nothing.
+        """
+        return _Total.apply(values, self.group)  # pyright: ignore[reportReturnType]
+
+    def check_heads(self, num_heads: int, layer: str) -> None:
+        """Raise unless query heads divide among the ranks.
+
+        Raises:
+            ModelError: they don't.
+        """
+        if num_heads % self.num_ranks:
+            raise ModelError(
+                f"{layer} has {num_heads} query heads, which don't divide among the {self.num_ranks} ranks of context "
+                "parallelism; set *.parallel.cp to a divisor"
+            )
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of each rank goes to rank i: its own inverse, so gradients go the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _exchange(gradients[0], ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks, with the gradient that each rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0], None
+
+
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _AllToAll.apply(parts, group)  # pyright: ignore[reportReturnType]
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
