@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "cp2": (2, {"cp": 2}),
     "cp4": (4, {"cp": 4}),
     "dp2cp2": (4, {"cp": 2}),
+    "replicas2cp2": (4, {"dp_replicate": 2, "cp": 2}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -38,6 +39,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+}
+# A loss over whole sequences, one over tokens with statistics of the step, and the default one.
+LOSSES: dict[str, dict[str, Any]] = {
+    "llama": {"loss": "gspo", "clip_low": 0.03, "clip_high": 0.03},
+    "gemma3": {"loss": "kl_cov", "loss_arguments": {"share": 0.2, "coef": 0.7}},
 }
 MODES = {
     "packed": Batching(mode="packed", max_tokens=32),
@@ -83,7 +89,7 @@ def config_of(
     config = tiny_config(
         recipe="ppo",
         model=Model(config=shape | FAMILIES[family]),
-        algorithm=algorithm(),
+        algorithm=algorithm(family),
         rollout=Rollout(temperature=TEMPERATURE),
         critic=CRITIC.model_copy(update={"optimizer": CRITIC.optimizer.model_copy(update={"max_grad_norm": 1e9})}),
         reward_model=RewardModel(path=classifier, weight=2.0),
@@ -106,9 +112,9 @@ def layout_of(layout: str, role: str = "actor") -> ParallelLayout:
     return ParallelLayout(**layout_sizes(config_of("llama", layout=layout), role, ranks))
 
 
-def algorithm() -> Algorithm:
-    """Return the actor's algorithm, with a KL term and an entropy bonus."""
-    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05)
+def algorithm(family: str) -> Algorithm:
+    """Return the algorithm of a family's actor, with a KL term and an entropy bonus."""
+    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05, **LOSSES.get(family, {}))
 
 
 def batch_of(family: str) -> Any:

@@ -1,5 +1,6 @@
 """What each rank of a layout runs, and returns from the first one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +17,11 @@ from rlpack.distributed.context import RankContext
 from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
+from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
 from rlpack.packing import make_plan
 from rlpack.recipes.driver.loss_weights import step_weights
+from rlpack.workers import build
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
 from rlpack.workers.loss import Loss, SFTLoss, ValueLoss
@@ -26,9 +29,12 @@ from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.definition import counts_of
-from tests.distributed.layouts.cases import CRITIC, RATE, Case, algorithm, config_of, in_mode, layout_of
+from tests.distributed.layouts.cases import CRITIC, RATE, Case, config_of, in_mode, layout_of
 from tests.distributed.layouts.truth import new_head
 from tests.unit.models.tiny import VOCABULARY, tiny_model
+
+# Roles whose model is sharded layer by layer; those of the others as a whole.
+_BY_LAYER = ("actor", "critic")
 
 Found = tuple[np.ndarray, list[dict[str, float]], dict[str, np.ndarray]]
 
@@ -40,6 +46,8 @@ def run_cases(
     context = RankContext("main", rank, layout_of(layout))
     found = []
     for case, batch in cases:
+        # Models as small as these would all be sharded as a whole.
+        build.shard_model = partial(shard_model, small_bytes=0) if case.role in _BY_LAYER else shard_model
         checkpointing, folder = case.role == "sft", classifiers[case.family]
         config = config_of(case.family, layout=layout, classifier=folder, checkpointing=checkpointing)
         config = in_mode(config, case.mode)
@@ -88,7 +96,7 @@ def _step(
 ) -> list[dict[str, float]]:
     """Take one optimizer step on the whole batch; return the output ranks' metrics, merged."""
     plan = _plan(context, config, batch)
-    weighted = batch.union(step_weights(counts_of(batch), plan, algorithm()))
+    weighted = batch.union(step_weights(counts_of(batch), plan, config.algorithm))
     every: list[Any] = [None] * context.num_ranks
     dist.all_gather_object(every, method(weighted.shard(plan)[context.dp_rank], loss, RATE))
     return merge_steps([every[rank] for rank in context.layout.output_ranks])

@@ -69,7 +69,7 @@ def _actor(family: str) -> Result:
     """Return the actor's log-probs at the sampling temperature, and a step of its policy loss."""
     batch, model = batch_with_values(family), plain_model(config_of(family))
     scores = _logprobs(model, batch, TEMPERATURE)
-    metrics = step_by_definition(model, batch, range(len(SIZES)), algorithm(), TEMPERATURE, RATE)
+    metrics = step_by_definition(model, batch, range(len(SIZES)), algorithm(family), TEMPERATURE, RATE)
     return Result(scores, metrics, _gradients(model))
 
 
