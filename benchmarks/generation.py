@@ -59,8 +59,8 @@ class Seconds(NamedTuple):
     cpu: float
 
 
-def build(size: Size) -> PreTrainedModel:
-    """Return a model with random weights."""
+def model_section(size: Size) -> Model:
+    """Return the configuration of a model."""
     config = {
         "model_type": "qwen2",
         "hidden_size": size.hidden,
@@ -71,7 +71,12 @@ def build(size: Size) -> PreTrainedModel:
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
-    return build_causal_lm(Model(config=config), vocab_size=size.vocabulary, attention_name="sdpa")
+    return Model(config=config)
+
+
+def build(size: Size) -> PreTrainedModel:
+    """Return a model with random weights."""
+    return build_causal_lm(model_section(size), vocab_size=size.vocabulary, attention_name="sdpa")
 
 
 def with_pytorchs_layers(model: PreTrainedModel) -> PreTrainedModel:

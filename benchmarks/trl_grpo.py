@@ -1,15 +1,17 @@
 """Time GRPO steps against TRL's GRPOTrainer: same model, tokenizer, prompts, batch sizes and lengths, on two cores.
 
     make peers     # installs TRL into .peers
-    python -m benchmarks.trl_grpo --peers .peers [--lengths skewed fixed] [--repeats 5] [--steps 6]
+    python -m benchmarks.trl_grpo --peers .peers [--settings skewed fixed] [--repeats 5] [--steps 6]
+    make vllm      # then, with .venv-vllm/bin/python: --settings vllm
 
 A step is 32 prompts × 8 responses and four optimizer steps of 64 sequences, with a KL term. rlpack runs as
 `rlpack train` with two ranks; TRL as one process with two threads and as two processes with one each, and its faster
 way counts. The three take turns. A run's figure is the median of its steps but the first and the last.
 
-Lengths are `fixed`, exactly 64 tokens, by a model that never samples the end of sequence, or `skewed`, mean about 25
-and at most 128, by a random model over 26 tokens. The learning rate of 1e-12 keeps lengths as they are. Exits with 1 if
-a ratio is below its bar.
+Settings are `fixed`, exactly 64 tokens, by a model that never samples the end of sequence; `skewed`, mean about 25 and
+at most 128, by a random model over 26 tokens; and `vllm`, the same lengths by a model of 14 M parameters, where rlpack
+generates with vLLM and TRL with transformers. The learning rate of 1e-12 keeps lengths as they are. Exits with 1 if a
+ratio is below its bar.
 """
 
 import argparse
@@ -30,10 +32,31 @@ import numpy as np
 PROMPTS, GROUP, MINI_BATCHES, ROWS = 32, 8, 4, 64
 LEARNING_RATE, KL = 1e-12, 0.03
 ALPHABET = "abcdefghijklmnopqrstuvw"
-LONGEST = {"fixed": 64, "skewed": 128}
-BARS = {"fixed": 1.5, "skewed": 4.5}
+
+
+class Setting(NamedTuple):
+    """A model, the lengths of its responses, and the bar.
+
+    Attributes:
+        longest: most tokens of a response.
+        bar: how many times as long TRL's step has to take.
+        shape: hidden size, layers, heads, key-value heads and intermediate size.
+        overrides: of `rlpack train`.
+    """
+
+    longest: int
+    bar: float
+    shape: tuple[int, int, int, int, int] = (128, 2, 4, 2, 384)
+    overrides: tuple[str, ...] = ()
+
+
+SETTINGS = {
+    "fixed": Setting(64, 1.5),
+    "skewed": Setting(128, 4.5),
+    "vllm": Setting(128, 3.0, (384, 8, 6, 2, 1152), ("rollout=vllm",)),
+}
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 900.0
+DEADLINE_S = 1800.0
 
 
 class Run(NamedTuple):
@@ -48,7 +71,7 @@ def vowels(completion: str) -> float:
     return sum(character in "aeiou" for character in completion) / max(1, len(completion))
 
 
-def write_inputs(folder: Path, lengths: str) -> None:
+def write_inputs(folder: Path, setting: str) -> None:
     """Save the model with its tokenizer, and the prompts."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -57,20 +80,21 @@ def write_inputs(folder: Path, lengths: str) -> None:
 
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(0)
+    hidden, layers, heads, key_value_heads, intermediate = SETTINGS[setting].shape
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        intermediate_size=intermediate,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         pad_token_id=pad_id(tokenizer),
         eos_token_id=eos_id(tokenizer),
     )
     model: Any = Qwen2ForCausalLM(config)
-    if lengths == "fixed":
+    if setting == "fixed":
         # Entry 0 of the hidden state is a constant that only the end of sequence reads.
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 1.0
@@ -88,7 +112,7 @@ def write_inputs(folder: Path, lengths: str) -> None:
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[:2]), encoding="utf-8")
 
 
-def run_rlpack(folder: Path, lengths: str, steps: int) -> Run:
+def run_rlpack(folder: Path, setting: str, steps: int) -> Run:
     """Run `rlpack train` with two ranks of one core each."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
     overrides = (
@@ -96,8 +120,9 @@ def run_rlpack(folder: Path, lengths: str, steps: int) -> Run:
         *(f"data.validation_source={folder}/held_out.jsonl", f"run_dir={run_dir}", f"trainer.steps={steps}"),
         *(f"trainer.prompts_per_step={PROMPTS}", f"trainer.group_size={GROUP}", f"trainer.mini_batch_size={ROWS}"),
         *("reward.function=benchmarks.trl_grpo:vowels", f"algorithm.kl_coef={KL}"),
-        *(f"actor.optimizer.learning_rate={LEARNING_RATE}", f"rollout.max_new_tokens={LONGEST[lengths]}"),
+        *(f"actor.optimizer.learning_rate={LEARNING_RATE}", f"rollout.max_new_tokens={SETTINGS[setting].longest}"),
         *("evaluation.every=1000", "evaluation.samples=1", "checkpoint.every=1000"),
+        *SETTINGS[setting].overrides,
     )
     _execute([sys.executable, "-m", "rlpack", "train", *overrides])
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -106,18 +131,18 @@ def run_rlpack(folder: Path, lengths: str, steps: int) -> Run:
     return Run(statistics.median(record["time/step_s"] for record in taken[1:-1]), length)
 
 
-def run_trl(folder: Path, lengths: str, steps: int, peers: Path, processes: int) -> Run:
+def run_trl(folder: Path, setting: str, steps: int, peers: Path, processes: int) -> Run:
     """Run TRL's trainer in one process with two threads, or in two with one each."""
     out = folder / f"trl-{time.monotonic_ns()}.json"
     distributed = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
     launcher = ("-m",) if processes == 1 else (*distributed, "--module")
-    arguments = ("--peers", str(peers), "--train", str(folder), "--lengths", lengths, "--steps", str(steps))
+    arguments = ("--peers", str(peers), "--train", str(folder), "--settings", setting, "--steps", str(steps))
     command = [sys.executable, *launcher, "benchmarks.trl_grpo", *arguments, "--out", str(out)]
     _execute(command, OMP_NUM_THREADS=str(2 // processes))
     return Run(*json.loads(out.read_text(encoding="utf-8")))
 
 
-def train_with_trl(folder: Path, lengths: str, steps: int, peers: Path, out: Path) -> None:
+def train_with_trl(folder: Path, setting: str, steps: int, peers: Path, out: Path) -> None:
     """Train with TRL in this process, and write what `Run` holds to `out` on rank 0."""
     sys.path.append(str(peers))
     from datasets import Dataset
@@ -131,7 +156,7 @@ def train_with_trl(folder: Path, lengths: str, steps: int, peers: Path, out: Pat
         gradient_accumulation_steps=1,
         steps_per_generation=MINI_BATCHES,
         num_generations=GROUP,
-        max_completion_length=LONGEST[lengths],
+        max_completion_length=SETTINGS[setting].longest,
         max_steps=steps * MINI_BATCHES,
         beta=KL,
         loss_type="grpo",
@@ -186,27 +211,27 @@ def _execute(command: list[str], **environment: str) -> None:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def compare(lengths: str, steps: int, repeats: int, peers: Path) -> float:
+def compare(setting: str, steps: int, repeats: int, peers: Path) -> float:
     """Print each alternation and the medians; return how many times as long TRL's faster way takes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder, lengths)
+        write_inputs(folder, setting)
         sides: dict[str, Callable[[], Run]] = {
-            "rlpack, two ranks": lambda: run_rlpack(folder, lengths, steps),
-            "TRL, one process": lambda: run_trl(folder, lengths, steps, peers, 1),
-            "TRL, two processes": lambda: run_trl(folder, lengths, steps, peers, 2),
+            "rlpack, two ranks": lambda: run_rlpack(folder, setting, steps),
+            "TRL, one process": lambda: run_trl(folder, setting, steps, peers, 1),
+            "TRL, two processes": lambda: run_trl(folder, setting, steps, peers, 2),
         }
         runs: dict[str, list[Run]] = {side: [] for side in sides}
         for _ in range(repeats):
             for side, run in sides.items():
                 runs[side].append(run())
             last = ", ".join(f"{side} {found[-1].step_s:.2f} s" for side, found in runs.items())
-            print(f"{lengths}: {last}", flush=True)
+            print(f"{setting}: {last}", flush=True)
     medians = {side: statistics.median(run.step_s for run in found) for side, found in runs.items()}
     for side, found in runs.items():
         length = statistics.fmean(run.length for run in found)
         speed = f"{medians[side]:7.2f} s a step,{60 / medians[side]:6.1f} a minute"
-        print(f"{lengths:7} {side:20}{speed}, {length:.1f} tokens a response")
+        print(f"{setting:7} {side:20}{speed}, {length:.1f} tokens a response")
     own, *theirs = medians.values()
     return min(theirs) / own
 
@@ -215,20 +240,20 @@ def main() -> int:
     """Compare the two, or train with TRL where the comparison calls this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True)
-    parser.add_argument("--lengths", nargs="+", default=list(LONGEST), choices=LONGEST)
+    parser.add_argument("--settings", nargs="+", default=["fixed", "skewed"], choices=SETTINGS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
-        train_with_trl(options.train, options.lengths[0], options.steps, options.peers.resolve(), options.out)
+        train_with_trl(options.train, options.settings[0], options.steps, options.peers.resolve(), options.out)
         return 0
     missed = 0
-    for lengths in options.lengths:
-        ratio = compare(lengths, options.steps, options.repeats, options.peers.resolve())
-        missed += ratio < BARS[lengths]
-        print(f"{lengths}: TRL's faster way / rlpack {ratio:.2f} (at least {BARS[lengths]})", flush=True)
+    for setting in options.settings:
+        ratio = compare(setting, options.steps, options.repeats, options.peers.resolve())
+        missed += ratio < SETTINGS[setting].bar
+        print(f"{setting}: TRL's faster way / rlpack {ratio:.2f} (at least {SETTINGS[setting].bar})", flush=True)
     return int(missed > 0)
 
 

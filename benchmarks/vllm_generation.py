@@ -1,0 +1,101 @@
+"""Time generation by vLLM against the `hf` engine: the same model, prompts and sampling; print tokens per second.
+
+    python -m benchmarks.vllm_generation [--models 17M 100M] [--rows 64] [--repeats 5]
+
+Needs vLLM: `make vllm`, then with .venv-vllm/bin/python. Each engine computes with one thread, and they take turns.
+vLLM computes in a process of its own; its front end, in this one, can use the machine's second core. Lengths are
+`skewed`: one token in 30 ends a response; mean about 25, longest 128. Engines sample the same distribution from
+different random numbers, so tokens are counted for each. Exits with 1 if a ratio is below its bar.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from benchmarks.generation import LONGEST, LONGEST_PROMPT, MODELS, TOKENS_PER_STOP, model_section, prompts
+from rlpack.batch.ragged import Ragged
+from rlpack.config.schema import Rollout
+from rlpack.data.tokenization import character_tokenizer
+from rlpack.rollout.hf import HFEngine
+from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.vllm.vllm_engine import VLLMEngine
+
+BARS = {"tiny": 0.0, "17M": 1.7, "100M": 2.5}
+FIRST_CHARACTER = 0x4E00
+
+
+AnyEngine = HFEngine | VLLMEngine
+E = TypeVar("E", HFEngine, VLLMEngine)
+
+
+def start(kind: type[E], name: str) -> E:
+    """Return an engine with the model; both have the same random weights."""
+    settings = Rollout(engine="vllm" if kind is VLLMEngine else "hf", max_new_tokens=LONGEST)
+    characters = "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + MODELS[name].vocabulary - 4)))
+    return kind.from_settings(
+        model_section(MODELS[name]),
+        settings,
+        character_tokenizer(characters),
+        device=torch.device("cpu"),
+        seed=0,
+        max_length=LONGEST_PROMPT + LONGEST,
+    )
+
+
+def generating(engine: AnyEngine, rows: int, vocabulary: int) -> Callable[[int], int]:
+    """Return a function that generates from a seed and returns the number of tokens."""
+    column = Ragged.from_rows([torch.tensor(prompt) for prompt in prompts(rows, vocabulary)], torch.int64)
+    stops = tuple(range(round(vocabulary / TOKENS_PER_STOP)))
+    params = SamplingParams(max_new_tokens=LONGEST, stop_token_ids=stops)
+
+    def generate(seed: int) -> int:
+        seeds = np.random.default_rng(seed).integers(0, 2**63, rows).astype(np.uint64)
+        return int(engine.generate(column, params, seeds).token_ids.lengths.sum())
+
+    return generate
+
+
+def rates(calls: list[Callable[[int], int]], repeats: int) -> list[float]:
+    """Return each engine's tokens per second over alternating calls, the median."""
+    found: list[list[float]] = [[] for _ in calls]
+    for repeat in range(-1, repeats):  # the first call warms up
+        for speeds, call in zip(found, calls, strict=True):
+            begin = time.perf_counter()
+            tokens = call(repeat + 1)
+            speeds.append(tokens / (time.perf_counter() - begin))
+    return [float(np.median(speeds[1:])) for speeds in found]
+
+
+def main() -> int:
+    """Measure, print, and compare with the bars."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["17M", "100M"], choices=BARS)
+    parser.add_argument("--rows", nargs="+", type=int, default=[64])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    missed = 0
+    for name in options.models:
+        hf, vllm = start(HFEngine, name), start(VLLMEngine, name)
+        for rows in options.rows:
+            vocabulary = MODELS[name].vocabulary
+            calls = [generating(hf, rows, vocabulary), generating(vllm, rows, vocabulary)]
+            by_hf, by_vllm = rates(calls, options.repeats)
+            ratio = by_vllm / by_hf
+            missed += ratio < BARS[name]
+            print(
+                f"{name:5} {rows:4} rows: hf {by_hf:8,.0f} tokens/s, vLLM {by_vllm:8,.0f}, {ratio:.2f} times as many "
+                f"(at least {BARS[name]})",
+                flush=True,
+            )
+        vllm.close()
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
