@@ -181,6 +181,21 @@ class CriticWorker(Worker, Trainable):
         self._stepper.save(folder)
 
     @broadcast
+    def start_save(self, folder: str, timeout_s: float) -> None:
+        """Copy weights and optimizer state, and write the copy in the background; a collective."""
+        self._stepper.start_save(folder, timeout_s)
+
+    @broadcast
+    def save_is_done(self) -> bool:
+        """Return whether the copy is written, or failed to be."""
+        return self._stepper.saver.is_done()
+
+    @broadcast
+    def finish_save(self, timeout_s: float) -> None:
+        """Wait until all ranks have written their copies; a collective."""
+        self._stepper.saver.wait(timeout_s)
+
+    @broadcast
     def load(self, folder: str) -> None:
         """Restore weights and optimizer state, saved on any number of ranks; a collective."""
         self._stepper.load(folder)

@@ -11,6 +11,7 @@ import torch
 
 from rlpack.algorithms.metric_reduction import MetricAccumulator
 from rlpack.batch.batch import MicrobatchView
+from rlpack.checkpoint.background import BackgroundSaver
 from rlpack.checkpoint.sharded import load_training_state, save_training_state
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
@@ -25,6 +26,7 @@ class OptimizerStepper:
 
     Attributes:
         model: the trained model.
+        saver: its saves in the background.
     """
 
     def __init__(self, role: str, model: PackedModel, settings: Optimizer, context: RankContext) -> None:
@@ -37,6 +39,7 @@ class OptimizerStepper:
             context: the rank's place in the pool.
         """
         self.model = model
+        self.saver = BackgroundSaver()
         self._role = role
         self._settings = settings
         self._context = context
@@ -82,6 +85,10 @@ class OptimizerStepper:
     def save(self, folder: str) -> None:
         """Write this rank's part of weights and optimizer state into `folder`; a collective."""
         save_training_state(self.model, self._optimizer, Path(folder))
+
+    def start_save(self, folder: str, timeout_s: float) -> None:
+        """Copy weights and optimizer state, and start to write the copy into `folder`; a collective."""
+        self.saver.start(self.model, self._optimizer, Path(folder), timeout_s=timeout_s)
 
     def load(self, folder: str) -> None:
         """Restore weights and optimizer state, saved on any number of ranks; a collective.

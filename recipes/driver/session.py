@@ -21,7 +21,6 @@ from typing import Any, Literal, cast
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.store import LocalStore, Store
-from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
@@ -37,6 +36,7 @@ from rlpack.observe.run import Run
 from rlpack.observe.run_dir import MODEL, check_records, record_hashes
 from rlpack.observe.run_lock import RunLock, lock_run_dir
 from rlpack.packing import warm_up_jit
+from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.progress import Phase, Progress
 from rlpack.recipes.driver.reference_policy import Rebuild, check_reference, rebuild_reference, reference_model
@@ -194,12 +194,23 @@ class Session:
         self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))
         return self.step
 
-    def save(self) -> None:
-        """Write and commit a checkpoint of weights, optimizer and progress; delete older ones."""
+    @cached_property
+    def checkpoints(self) -> CheckpointWriter:
+        """Return what writes the session's checkpoints."""
+        return CheckpointWriter(keep=self.config.checkpoint.keep, timeout_s=self.config.placement.call_timeout_s)
+
+    def save(self, *, in_background: bool = False) -> None:
+        """Write a checkpoint of weights, optimizer and progress; delete older ones.
+
+        Args:
+            in_background: return once the state is copied; the checkpoint is committed at the end of a later step.
+
+        Raises:
+            CheckpointError: this checkpoint, or the one before that was still being written, could not be written.
+        """
         root = self.run.run_dir / "checkpoints" / self.progress.phase
-        with self.run.timer("checkpoint"), new_checkpoint(root, self.progress.step) as staging:
-            for name, group in self.trained.items():
-                group.run(Trainable.save, str(staging.path / name))
+        write = self.checkpoints.start if in_background else self.checkpoints.save
+        with self.run.timer("checkpoint"):
             state = {
                 "progress": asdict(self.progress),
                 "config": without_secrets(self.config.model_dump(mode="json")),
@@ -208,7 +219,7 @@ class Session:
                 "reference": self.reference_hashes,
                 "records": record_hashes(self.run.run_dir),
             }
-            staging.commit(state, keep=self.config.checkpoint.keep)
+            write(root, self.progress.step, self.trained, state)
 
     def rebuild_reference(self, rebuild: Rebuild) -> None:
         """Store a damaged reference again; `restore` follows, because this changes the actor's weights."""
@@ -286,9 +297,16 @@ class Session:
         self.completed = (self.progress.phase, number)
 
     def _save_if_due(self, is_last: bool) -> None:
-        """Write a checkpoint if one is due, it is the last step, or Ctrl-C was pressed."""
-        if self.progress.step % self.config.checkpoint.every == 0 or is_last or self.run.interrupted:
+        """Write a checkpoint if one is due, it is the last step, or Ctrl-C was pressed; the last two before it returns.
+
+        A checkpoint that is being written goes on, or fails the run.
+        """
+        with self.run.timer("checkpoint"):
+            self.checkpoints.advance()
+        if is_last or self.run.interrupted:
             self.save()
+        elif self.progress.step % self.config.checkpoint.every == 0:
+            self.save(in_background=self.config.checkpoint.asynchronous)
         self.stop_if_interrupted()
 
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:
@@ -359,11 +377,21 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
             session.rebuild_reference(rebuild)
         if loaded is not None:
             session.restore(loaded)
-        try:
+        with _naming_step(session):
             yield session
-        except RoleError as error:
-            error.phase = session.progress.phase
-            error.step = None if session.step is None else session.step.number
-            raise
+            session.checkpoints.finish()
         session.stop_if_interrupted()
         session.export()
+
+
+@contextmanager
+def _naming_step(session: Session) -> Iterator[None]:
+    """Add phase and step to the errors of roles; delete a checkpoint that is being written when the run ends."""
+    try:
+        yield
+    except RoleError as error:
+        error.phase = session.progress.phase
+        error.step = None if session.step is None else session.step.number
+        raise
+    finally:
+        session.checkpoints.abandon()

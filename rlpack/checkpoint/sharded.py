@@ -38,7 +38,12 @@ def save_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     # CheckpointException derives from BaseException, so `except Exception` would miss it.
     except CheckpointException as error:
-        raise CheckpointError(f"saving to {folder} failed; check the free disk space: {_first(error)}") from error
+        raise save_error(folder, error) from error
+
+
+def save_error(folder: Path, error: CheckpointException) -> CheckpointError:
+    """Return the error of a save that failed on a rank."""
+    return CheckpointError(f"saving to {folder} failed; check the free disk space: {_first(error)}")
 
 
 def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

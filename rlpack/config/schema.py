@@ -298,6 +298,11 @@ class Checkpoint(Section):
 
     every: Count = Field(default=20, description="Rollout steps between checkpoints; the last step is always saved.")
     keep: Count = Field(default=2, description="How many of the newest checkpoints to keep.")
+    asynchronous: bool = Field(
+        default=False,
+        description="Write checkpoints while training goes on. Steps then wait only until each rank has copied its "
+        "part of weights and optimizer state, which takes that much memory.",
+    )
 
 
 class Recipe(Section):

@@ -20,7 +20,7 @@ class Trainable(ABC):
             TypeError: one of them is not decorated with `@broadcast`.
         """
         super().__init_subclass__(**arguments)
-        for name in ("save", "load", "export_model", "export_reference"):
+        for name in ("save", "start_save", "save_is_done", "finish_save", "load", "export_model", "export_reference"):
             method = getattr(cls, name)
             if not is_dispatched(method) or dispatch_of(method).kind != "broadcast":
                 raise TypeError(
@@ -31,6 +31,28 @@ class Trainable(ABC):
     @abstractmethod
     def save(self, folder: str) -> None:
         """Write this rank's part of weights and optimizer state into `folder`, which is new."""
+
+    @broadcast
+    def start_save(self, folder: str, timeout_s: float) -> None:
+        """Start to write this rank's part of the state into `folder`, which is new; by default write all of it.
+
+        Training may change the state as soon as this returns. `finish_save` follows before the next save.
+
+        Args:
+            folder: as of `save`.
+            timeout_s: deadline of the ranks' messages while they write, in seconds.
+        """
+        self.save(folder)
+
+    @broadcast
+    def save_is_done(self) -> bool:
+        """Return whether `finish_save` would not wait."""
+        return True
+
+    @broadcast
+    def finish_save(self, timeout_s: float) -> None:
+        """Wait until the state is written; raise if it can't be, or if it takes over `timeout_s` seconds."""
+        return
 
     @broadcast
     @abstractmethod

@@ -149,7 +149,9 @@ METRICS: dict[str, Metric] = {
     "time/update_s": Metric("s", "Forward, backward and optimizer step."),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
-    "time/checkpoint_s": Metric("s", "Saving of checkpoints."),
+    "time/checkpoint_s": Metric(
+        "s", "Time that training waits for checkpoints; with checkpoint.asynchronous, mostly that of copying the state."
+    ),
     "throughput/tokens_per_s": Metric(
         "tokens/s", "Real tokens, prompt and response, trained on per second of the step."
     ),

@@ -89,7 +89,7 @@ class SavingSession(Session):
     saved: tuple[int, ...] = ()
     before_save: Callable[[], None] = staticmethod(lambda: None)
 
-    def save(self) -> None:
+    def save(self, *, in_background: bool = False) -> None:
         self.before_save()
         self.saved = (*self.saved, self.progress.step)
 

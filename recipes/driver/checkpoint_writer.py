@@ -1,0 +1,140 @@
+"""Writes the checkpoints of a session, at once or while training goes on.
+
+    start     ranks copy their state; threads of theirs write it            training waits for the copy
+    advance   at each step's end: once all ranks have written, a thread of the driver hashes, flushes, renames and marks
+    finish    wait for both, at the latest before the next checkpoint and at the end of a phase
+
+Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
+1. At most one checkpoint is in flight.
+2. A checkpoint is committed only after all roles have written, and the state in it is that of the step that started it.
+3. A failed save is raised by the next `advance` or `finish`; the checkpoint before it stays.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlpack.checkpoint.commit import Staging, new_checkpoint
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.worker import Trainable
+
+Groups = Mapping[str, WorkerGroup[Any]]
+
+
+@dataclass
+class _InFlight:
+    """A checkpoint that is being written.
+
+    Attributes:
+        stack: deletes the staging directory unless it is committed.
+        staging: where ranks write.
+        groups: the roles that write.
+        state: the driver's state at the step.
+        commit: the driver's thread, once all roles have written.
+    """
+
+    stack: ExitStack
+    staging: Staging
+    groups: Groups
+    state: dict[str, Any]
+    commit: Future[Any] | None = None
+
+
+class CheckpointWriter:
+    """Writes checkpoints, at most one at a time."""
+
+    def __init__(self, *, keep: int, timeout_s: float) -> None:
+        """Set the limits.
+
+        Args:
+            keep: number of committed checkpoints to keep.
+            timeout_s: deadline of writing one in the background, and of committing it, in seconds.
+        """
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._in_flight: _InFlight | None = None
+
+    def save(self, root: Path, step: int, groups: Groups, state: dict[str, Any]) -> None:
+        """Write and commit a checkpoint; delete older ones.
+
+        Args:
+            root: directory of the phase's checkpoints.
+            step: step of the checkpoint.
+            groups: the trained roles by name.
+            state: the driver's state, as JSON values.
+
+        Raises:
+            CheckpointError: it, or the one in flight, could not be written.
+        """
+        self.finish()
+        with new_checkpoint(root, step) as staging:
+            for name, group in groups.items():
+                group.run(Trainable.save, str(staging.path / name))
+            staging.commit(state, keep=self._keep)
+
+    def start(self, root: Path, step: int, groups: Groups, state: dict[str, Any]) -> None:
+        """Start to write a checkpoint, after the one in flight; arguments and errors are those of `save`."""
+        self.finish()
+        with ExitStack() as stack:
+            staging = stack.enter_context(new_checkpoint(root, step))
+            for name, group in groups.items():
+                group.run(Trainable.start_save, str(staging.path / name), self._timeout_s)
+            self._in_flight = _InFlight(stack.pop_all(), staging, groups, state)
+
+    def advance(self) -> None:
+        """Go on with the checkpoint in flight as far as possible without waiting.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._in_flight is None:
+            return
+        if self._in_flight.commit is not None:
+            if self._in_flight.commit.done():
+                self.finish()
+        elif all(group.run(Trainable.save_is_done) for group in self._in_flight.groups.values()):
+            try:
+                self._start_commit(self._in_flight)
+            except BaseException:
+                self.abandon()  # part of it isn't written
+                raise
+
+    def finish(self) -> None:
+        """Wait until the checkpoint in flight is committed; do nothing if there is none.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        checkpoint = self._in_flight
+        if checkpoint is None:
+            return
+        try:
+            commit = checkpoint.commit or self._start_commit(checkpoint)
+            commit.result(timeout=self._timeout_s)
+        except FutureTimeoutError as error:
+            raise CheckpointError(
+                f"the checkpoint in {checkpoint.staging.path} was not committed in {self._timeout_s:.0f} s; is the "
+                "disk slow? placement.call_timeout_s is the limit"
+            ) from error
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Delete the checkpoint in flight, if it isn't committed."""
+        checkpoint, self._in_flight = self._in_flight, None
+        if checkpoint is not None:
+            checkpoint.stack.close()
+
+    def _start_commit(self, checkpoint: _InFlight) -> Future[Any]:
+        """Wait until all roles have written, and commit in a thread."""
+        for group in checkpoint.groups.values():
+            group.run(Trainable.finish_save, self._timeout_s)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        checkpoint.commit = thread.submit(checkpoint.staging.commit, checkpoint.state, keep=self._keep)
+        thread.shutdown(wait=False)
+        return checkpoint.commit

@@ -1,0 +1,81 @@
+"""Training state that is written while training goes on (`torch.distributed.checkpoint.async_save`).
+
+    start      copy this rank's part of weights and optimizer into memory of its own; training waits for this alone
+    thread     write the copy, as `save_training_state` writes the state itself
+    wait       raise if a rank could not write
+
+The threads of all ranks talk over a gloo group of their own, so that their messages can't meet those of training. The
+copy stays allocated for the next save: touching fresh memory would take longer than copying.
+"""
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.sharded import save_error
+
+
+class BackgroundSaver:
+    """One rank's side of saves in the background, at most one at a time."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._stager: DefaultStager | None = None
+        self._folder = Path()
+        self._save: Future[Any] | None = None
+
+    def start(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, *, timeout_s: float
+    ) -> None:
+        """Copy the state and start to write it into a new directory; a collective.
+
+        Args:
+            model: as of `save_training_state`.
+            optimizer: as of `save_training_state`.
+            folder: new directory.
+            timeout_s: deadline of the writing ranks' messages, in seconds.
+        """
+        assert self._save is None, "wait for the last save first"
+        if self._group is None or self._stager is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
+            self._group = group
+            self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        self._folder = folder
+        save = async_save(state, checkpoint_id=folder, process_group=self._group, async_stager=self._stager)
+        assert isinstance(save, Future), "only stagers that copy in the background return something else"
+        self._save = save
+
+    def is_done(self) -> bool:
+        """Return whether the save has ended, well or not; without waiting."""
+        return self._save is None or self._save.done()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all ranks have written; do nothing without a save.
+
+        Raises:
+            CheckpointError: a rank could not write, or the deadline passed.
+        """
+        if self._save is None:
+            return
+        try:
+            self._save.result(timeout=timeout_s)
+        except FutureTimeoutError as error:
+            raise CheckpointError(f"saving to {self._folder} took over {timeout_s:.0f} s; is the disk slow?") from error
+        # CheckpointException derives from BaseException, so `except Exception` would miss it.
+        except CheckpointException as error:
+            raise save_error(self._folder, error) from error
+        finally:
+            self._save = None

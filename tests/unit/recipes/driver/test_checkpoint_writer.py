@@ -1,0 +1,100 @@
+"""Checkpoints that are written while steps go on."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rlpack.checkpoint.commit import load_state, newest
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.packing import Batching
+from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
+from tests.unit.recipes.driver.sessions import AnsweringGroup
+
+
+class Role:
+    """A role that writes one file, when it is told to."""
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self.failure: Exception | None = None
+        self.is_done = False
+        self.writes = 0
+
+    def group(self, name: str) -> Any:
+        methods = ("save", "start_save", "save_is_done", "finish_save")
+        answers = {method: getattr(self, method) for method in methods}
+        return cast(Any, AnsweringGroup(name, Batching(), answers))
+
+    def save(self, folder: str) -> None:
+        self.start_save(folder, 1.0)
+        self.finish_save(1.0)
+
+    def start_save(self, folder: str, timeout_s: float) -> None:
+        self.folder, self.is_done = Path(folder), False
+        self.folder.mkdir()
+
+    def save_is_done(self) -> bool:
+        return self.is_done
+
+    def finish_save(self, timeout_s: float) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        self.writes += 1
+        (self.folder / "weights").write_text(str(self.writes))
+
+
+def written(writer: CheckpointWriter, root: Path, role: Role, step: int, *, background: bool = True) -> None:
+    start = writer.start if background else writer.save
+    start(root, step, {"actor": role.group("actor")}, {"of": step})
+
+
+def test_a_checkpoint_is_committed_once_all_have_written_with_the_state_of_its_step(tmp_path: Path):
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Role()
+    written(writer, tmp_path, role, 1, background=False)
+    written(writer, tmp_path, role, 2)
+    for _ in range(3):
+        writer.advance()
+    assert newest(tmp_path) == tmp_path / "step-1"
+    role.is_done = True
+    writer.advance()
+    writer.finish()
+    assert newest(tmp_path) == tmp_path / "step-2"
+    assert load_state(tmp_path / "step-2")["of"] == 2
+    writer.advance()
+    writer.finish()
+
+
+def test_the_next_checkpoint_waits_for_the_one_in_flight(tmp_path: Path):
+    writer, role = CheckpointWriter(keep=5, timeout_s=30), Role()
+    for step in (1, 2):
+        written(writer, tmp_path, role, step)
+    assert newest(tmp_path) == tmp_path / "step-1"
+    written(writer, tmp_path, role, 3, background=False)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-1", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("end", ["advance", "finish", "start"])
+def test_a_failed_save_is_raised_once_and_never_committed(tmp_path: Path, end: str):
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Role()
+    written(writer, tmp_path, role, 1, background=False)
+    written(writer, tmp_path, role, 2)
+    role.failure, role.is_done = CheckpointError("disk full"), True
+    ends = {"advance": writer.advance, "finish": writer.finish, "start": lambda: written(writer, tmp_path, role, 3)}
+    with pytest.raises(CheckpointError, match="disk full"):
+        ends[end]()
+    writer.advance()
+    writer.finish()
+    assert newest(tmp_path) == tmp_path / "step-1"
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_an_abandoned_checkpoint_leaves_the_one_before_it(tmp_path: Path):
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Role()
+    written(writer, tmp_path, role, 1, background=False)
+    written(writer, tmp_path, role, 2)
+    assert newest(tmp_path) == tmp_path / "step-1"  # as after a kill
+    writer.abandon()
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert newest(tmp_path) == tmp_path / "step-1"
