@@ -21,6 +21,7 @@ from benchmarks.generation import LONGEST, LONGEST_PROMPT, MODELS, TOKENS_PER_ST
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import character_tokenizer
+from rlpack.distributed.malloc_settings import keep_freed_memory
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as ranks do
     missed = 0
     for name in options.models:
         hf, vllm = start(HFEngine, name), start(VLLMEngine, name)
