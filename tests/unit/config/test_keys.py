@@ -69,7 +69,7 @@ def test_usual_names_are_no_keys_and_are_answered_by_keys_that_no_other_framewor
 
 
 def test_the_message_lists_the_valid_keys_beside_the_wrong_one():
-    assert unknown_key_problem("checkpoint.xyz").endswith("checkpoint has: every, keep")
+    assert unknown_key_problem("checkpoint.xyz").endswith("checkpoint has: every, keep, asynchronous")
 
 
 def test_a_key_below_a_value_is_named_as_such():
