@@ -64,7 +64,7 @@ def find_model(given: str, step: int | None) -> EvaluatedModel:
             f"--checkpoint {step} needs the directory of a run, and {given!r} is none; leave it out to evaluate a model"
         )
     if os.path.isdir(folder):
-        if (folder / MARKER).exists():
+        if (folder / MARKER).exists() and not (folder / "config.json").exists():  # exported models are marked, too
             raise ModelError(
                 f"{given!r} is a checkpoint, without the model's config; give its run: rlpack evaluate "
                 f"{folder.absolute().parents[2]} --checkpoint {folder.name.removeprefix('step-')}"

@@ -13,6 +13,7 @@ from tests.end_to_end.commands import committed, done, records, started, steps, 
 from tests.end_to_end.settings import REFERENCE, UNEVEN
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ASYNCHRONOUS = "checkpoint.asynchronous=true"
 OVERRIDES = (*UNEVEN, *REFERENCE, "trainer.steps=9", "resume=auto")
 
 
@@ -40,9 +41,9 @@ class Stopped:
     out: str
 
 
-def stop(folder: Path, phase: str, step: int, how: str) -> Stop:
+def stop(folder: Path, phase: str, step: int, how: str, *overrides: str) -> Stop:
     """Continue the run, stop it once `step` of `phase` is logged, and return the outcome."""
-    with started(folder, *OVERRIDES) as command:
+    with started(folder, *OVERRIDES, *overrides) as command:
         command.wait_for(phase, step)
         assert len(command.processes()) > 2  # driver, Ray's processes and ranks, all with the command's mark
         if how == "kill":
@@ -67,8 +68,9 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     in_warm_up = stop(folder, "sft_warmup", 4, "terminal")
     in_training = stop(folder, "train", 2, "scheduler")
-    killed = stop(folder, "train", in_training.train[-1] + 2, "kill")
-    last = done(folder, *OVERRIDES)
+    # While checkpoints are written in the background, the newest may be unfinished.
+    killed = stop(folder, "train", in_training.train[-1] + 1, "kill", ASYNCHRONOUS)
+    last = done(folder, *OVERRIDES, ASYNCHRONOUS)
     return Stopped(last.run_dir, in_warm_up, in_training, killed, last.out)
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.config.compose import compose, compose_evaluation
 from rlpack.models.errors import ModelError
 from rlpack.observe.errors import EvaluationError
@@ -77,7 +78,9 @@ def test_a_run_without_a_checkpoint_names_its_model_if_there_is_one(tmp_path):
 
 
 def test_what_is_no_run_is_a_model_and_has_no_checkpoints(run, tmp_path):
-    (tmp_path / "model").mkdir()
+    with new_model_folder(tmp_path / "model") as staging:
+        staging.mkdir()
+        (staging / "config.json").write_text("{}")
     assert find_model("model", None).path == str(tmp_path / "model")
     assert find_model("Qwen/Qwen3-0.6B", None).path == "Qwen/Qwen3-0.6B"
     with pytest.raises(ModelError, match="--checkpoint 1 needs the directory of a run"):
