@@ -118,9 +118,10 @@ def add_adapters(model: PreTrainedModel, settings: Lora, *, seed: int) -> None:
 
 @contextmanager
 def _adapters_on_cpu(model: nn.Module, layers: list[str]) -> Iterator[None]:
-    """Give layers on the meta device weights on the CPU, of one entry, inside the context.
+    """Give layers on the meta device placeholder weights on the CPU inside the context.
 
-    peft puts adapters on the device of the weight, and would lose their values on the meta device.
+    peft creates adapters on the weight's device; on the meta device their values would be lost. A placeholder is one
+    number, expanded.
     """
     weights = {name: model.get_submodule(name).get_parameter("weight") for name in layers}
     weights = {name: weight for name, weight in weights.items() if weight.is_meta}

@@ -2,8 +2,8 @@
 
 Whole gradients would take as much memory as the weights. Each weight's gradient G is reduced as soon as it exists to
 UᵀGV, where U and V are random: linear, so that sums of gradients can be compared, and with an expected square of ‖G‖²
-in each entry. Of a sharded weight, each rank reduces its part by the rows of U and V that belong to it, and the results
-are added up.
+in each entry. For a sharded weight, each rank reduces its part with the matching rows of U and V, and the results are
+summed over ranks.
 """
 
 from collections.abc import Iterator
@@ -132,7 +132,7 @@ def _reduced_gradients(model: PackedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _reduced(gradient: Tensor, seed: int) -> Tensor:
-    """Return UᵀGV, f64 [8, 8] on the CPU; of a sharded gradient the part of it that this rank holds."""
+    """Return UᵀGV, f64 [8, 8] on the CPU; for a sharded gradient, this rank's summand."""
     shape = gradient.shape if gradient.ndim > 1 else (*gradient.shape, 1)
     part, offsets = local_part(gradient), part_offsets(gradient)
     assert offsets is not None, "the check runs before weights are sharded in another way than over whole blocks"

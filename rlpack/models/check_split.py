@@ -1,4 +1,4 @@
-"""Check that a model scores rows whose tokens several ranks share as it scores whole rows."""
+"""Check that a model scores rows that are split over ranks as it scores whole rows."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 
 _SEED = 20240609
-# Allowed rounding differences, relative to the largest output: of the same kernels on other parts of a row.
+# Allowed rounding differences, relative to the largest output, from running the same kernels on parts of rows.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 

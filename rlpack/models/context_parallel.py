@@ -1,12 +1,12 @@
 """Context parallelism: every rank of a group runs the model on its part of a packed row's tokens.
 
-A row is cut into equal contiguous parts, wherever its sequences begin. Everything but attention works on single tokens,
-so a rank needs only its own. Attention exchanges tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023,
-arXiv:2309.14509): an all-to-all gives each rank the whole row of its share of heads, and another one gives it back.
-Windows, soft caps and segments therefore stay what they are without context parallelism.
+A row is cut into equal contiguous parts, regardless of where its sequences begin. Everything but attention works on
+single tokens, so a rank needs only its own. Attention exchanges tokens for heads (DeepSpeed-Ulysses, Jacobs et al.
+2023, arXiv:2309.14509): an all-to-all gives each rank the whole row for its share of the heads, and a second one
+reverses it. Windows, soft caps and segments therefore work as without context parallelism.
 
-Padded rows run as segments of equal length of one packed row. Outputs of single tokens return to all ranks of the group
-(`RowSplit.total`), which compute the same loss; each rank's gradients are those of its own tokens.
+Padded rows run as segments of equal length of one packed row. Outputs per token are all-reduced over the group
+(`RowSplit.total`), whose ranks compute the same loss; each rank's gradients are those of its own tokens.
 
 Letters: H heads, T slots of the whole row, t = T / ranks, D head size.
 """
@@ -42,19 +42,19 @@ class RowSplit:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def padded(self, num_slots: int) -> int:
-        """Return the slots of a row that is padded to equal parts."""
+        """Return the number of slots of a row after padding it to equal parts."""
         return -(-num_slots // self.num_ranks) * self.num_ranks
 
     def part(self, num_slots: int) -> slice:
-        """Return this rank's slots of a row, which is padded to equal parts."""
+        """Return this rank's slots of a row, after padding it to equal parts."""
         size = self.padded(num_slots) // self.num_ranks
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def to_heads(self, states: Tensor) -> Tensor:
         """Exchange tokens for heads: [1, H, t, D] of all heads to [1, H', T, D] of this rank's heads.
 
-        H' is H / ranks. Heads that don't divide among the ranks, as few key and value heads, are repeated first: rank r
-        then has the key head that its query heads attend to.
+        H' is H / ranks. If H isn't divisible by the ranks, as with few key and value heads, heads are repeated first,
+        so that each rank has the key heads that its query heads attend to.
         """
         repeats = self.num_ranks // gcd(states.shape[1], self.num_ranks)
         states = states[0].repeat_interleave(repeats, 0) if repeats > 1 else states[0]
@@ -71,28 +71,28 @@ class RowSplit:
         return whole.reshape(1, tokens // self.num_ranks, self.num_ranks * heads, size)
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks, of which one at most holds a value other than 0 at each place.
+        """Return the sum over the ranks, of which at most one holds a nonzero value at each place.
 
-        All ranks go on with the same numbers and the same loss, so each has the whole gradient already: the backward
-        pass communicates nothing.
+        All ranks continue with the same values and the same loss, so each already has the whole gradient, and the
+        backward pass needs no communication.
         """
         return _Total.apply(values, self.group)  # pyright: ignore[reportReturnType]
 
     def check_heads(self, num_heads: int, layer: str) -> None:
-        """Raise unless query heads divide among the ranks.
+        """Raise unless the number of query heads is divisible by the number of ranks.
 
         Raises:
-            ModelError: they don't.
+            ModelError: it is not.
         """
         if num_heads % self.num_ranks:
             raise ModelError(
-                f"{layer} has {num_heads} query heads, which don't divide among the {self.num_ranks} ranks of context "
+                f"{layer} has {num_heads} query heads, which is not divisible by the {self.num_ranks} ranks of context "
                 "parallelism; set *.parallel.cp to a divisor"
             )
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of each rank goes to rank i: its own inverse, so gradients go the same way."""
+    """All-to-all: part i of each rank goes to rank i. It is its own inverse, so gradients take the same path."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -105,7 +105,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum over ranks, with the gradient that each rank has."""
+    """All-reduce in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gather sharded weights, many in one collective: ranks wait for each other once, not for each weight."""
+"""Gather many sharded weights in one collective, so that ranks wait for each other once, not for each weight."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlpack.models.parts import local_part
 
-# Upper bound on the weights of one collective, of which a rank holds two copies for a moment.
+# Maximum size of the weights of one collective; a rank briefly holds two copies of them.
 _MAX_BYTES = 2**22
-# How weights are cut: the mesh and its dimension; and their type.
+# How weights are sharded: the mesh, its dimension, and the dtype. Weights with the same key share a collective.
 _Cut = tuple[DeviceMesh, int, torch.dtype]
 
 
 def gather_weights(weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the weights whole, on their device; a collective if any is sharded.
+    """Yield whole weights, on their device; a collective if any is sharded.
 
     Args:
-        weights: in the same order on all ranks. Those that are not sharded are yielded themselves, detached.
+        weights: in the same order on all ranks. Those that are not sharded are yielded as they are, detached.
     """
     for cut, run in _runs(weights):
         if cut is None:
@@ -31,7 +31,7 @@ def gather_weights(weights: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _runs(weights: Sequence[Tensor]) -> Iterator[tuple[_Cut | None, list[Tensor]]]:
-    """Yield runs of weights that are cut alike and fit one collective; None for those that have to go alone."""
+    """Yield runs of weights that share a collective, with their key; None for weights that are gathered one by one."""
     last: _Cut | None = None
     run: list[Tensor] = []
     for weight in weights:
@@ -47,7 +47,7 @@ def _runs(weights: Sequence[Tensor]) -> Iterator[tuple[_Cut | None, list[Tensor]
 
 
 def _only_cut(weight: DTensor) -> int | None:
-    """Return the mesh dimension that cuts the weight along its first axis; None if it is cut in another way."""
+    """Return the mesh dimension that shards the weight along its first axis; None for any other placement."""
     cuts = [(dim, placement) for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(cuts) == 1 and type(cuts[0][1]) is Shard and cuts[0][1].dim == 0:
         return cuts[0][0]
@@ -56,7 +56,7 @@ def _only_cut(weight: DTensor) -> int | None:
 
 @torch.no_grad()
 def _gather(weights: list[Tensor], mesh: DeviceMesh, dim: int) -> list[Tensor]:
-    """Gather weights that a mesh dimension cuts along their first axis, like `torch.chunk`."""
+    """Gather weights that are sharded over one mesh dimension along their first axis, as by `torch.chunk`."""
     ranks, parts = mesh.size(dim), []
     for weight in weights:
         part = local_part(weight)

@@ -27,7 +27,7 @@ class ScalarHeadModel(PackedModel):
             head: None creates one of zeros, so a new critic predicts 0 for every token.
         """
         super().__init__(model)
-        # A new head has its values at once, also if the model is still without weights.
+        # A new head gets its values here, even if the model has no weights yet.
         device = torch.device("cpu") if model.device.type == "meta" else model.device
         self.head = nn.Linear(hidden_size(model), 1, dtype=model.dtype, device=device)
         if head is None:

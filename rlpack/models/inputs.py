@@ -49,9 +49,9 @@ class ModelInputs:
         return mask
 
     def packed_for(self, split: RowSplit) -> "ModelInputs":
-        """Return the same tokens in one packed row, which ends in padding to equal parts for the ranks of a group.
+        """Return the same tokens in one packed row, padded at its end to equal parts for the ranks of a group.
 
-        Padded rows become segments of equal length. Slots stay where they are, counted in flattened order.
+        Padded rows become segments of equal length. Slots keep their indices, in flattened order.
         """
         num_slots = self.input_ids.numel()
         extra = split.padded(num_slots) - num_slots
@@ -91,7 +91,7 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     slots, position_ids = torch.from_numpy(layout.slots), torch.from_numpy(layout.position_ids)
     packed = None
     if layout.cu_seqlens is not None:
-        # On some CPUs every layer would round the number of slots up: one more sequence does it once.
+        # On some CPUs every layer would round the number of slots up; one dummy sequence at the end does it once.
         width = layout.shape[1]
         missing = rounded_rows(width) - width if torch.device(device).type == "cpu" else 0
         packed = Segments.from_lengths([*(layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist(), missing])

@@ -1,14 +1,14 @@
-"""Write a sharded model as a Hugging Face folder, every rank its own files, without gathering the model anywhere.
+"""Write a sharded model as a Hugging Face folder: each rank writes some files, and no rank gathers the model.
 
 transformers' own code names and converts the weights (`revert_weight_conversion`), first on the meta device: that gives
-the names, shapes and files of all tensors. Then the weights are gathered one by one, or those together that
-transformers joins, and the rank that owns a file writes its tensors into it.
+the names, shapes and files of all tensors. Then the weights are gathered one by one (those that transformers joins,
+together), and the rank that owns a file writes its tensors into it.
 
 Invariants (tests/unit/models/test_model_export.py, tests/distributed/models/test_sharded_export.py):
 
 1. the tensors and the configuration files are those of `save_pretrained`, bit for bit;
 2. the files don't depend on the number of ranks, and each is written by one rank;
-3. a rank holds its part of the weights and, besides, the weights that are converted together;
+3. on top of its shard, a rank holds only the weights that are converted together;
 4. a rank that can't write takes part in all gathers before it raises, so that no other rank waits for it.
 """
 
@@ -32,7 +32,7 @@ from rlpack.models.packed import PackedModel
 from rlpack.models.weight_stream import TensorSpec, WeightStream
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Small enough that all ranks have files to write, large enough that most models are one file.
+# Small enough that ranks share the work on a large model; a small model is still a single file.
 FILE_BYTES = 10**9
 
 _DTYPES = {
@@ -80,8 +80,8 @@ class ExportPlan:
     """What an export writes.
 
     Attributes:
-        groups: the model's weights that are converted together, in the order in which they are gathered.
-        targets: names in the files of what each group becomes.
+        groups: names of the model's weights that are converted together, in the order in which they are gathered.
+        targets: names of the tensors in the files that each group becomes.
         files: layout of each file by its name.
         file_of: file of each tensor.
         index: the index file's contents; None with a single file.
@@ -95,7 +95,7 @@ class ExportPlan:
 
 
 class _OwnFiles:
-    """The files that a rank writes. The first error is raised by `close` alone, after the last gather."""
+    """The files that a rank writes. Only `close`, after the last gather, raises an error."""
 
     def __init__(self, plan: ExportPlan, folder: Path, own: set[str]) -> None:
         self._plan = plan
@@ -109,12 +109,12 @@ class _OwnFiles:
         except OSError as error:
             self._failure = error
 
-    def lack(self, targets: Iterable[str]) -> bool:
-        """Return whether some of these tensors are still to be written here."""
+    def needs(self, targets: Iterable[str]) -> bool:
+        """Return whether any of these tensors goes into these files; False after an error."""
         return self._failure is None and any(self._plan.file_of[name] in self._files for name in targets)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write those of the tensors, on the CPU, that belong to these files."""
+        """Write the tensors, which are on the CPU, that belong to these files."""
         try:
             for name, tensor in tensors.items():
                 file = self._plan.file_of[name]
@@ -155,8 +155,8 @@ def export_model(
         folder: made if missing.
         rank: this rank.
         num_ranks: ranks that write.
-        published_names: False writes the names of the model's own modules, and no conversions.
-        file_bytes: a file is larger only if a single tensor is.
+        published_names: False writes weights under the names of the model's own modules, without conversions.
+        file_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
         OSError: a file could not be written.
@@ -168,7 +168,7 @@ def export_model(
     places = {spec.name: place for place, spec in enumerate(specs)}
     files = _OwnFiles(plan, folder, {name for number, name in enumerate(plan.files) if number % num_ranks == rank})
     for group, targets in zip(plan.groups, plan.targets, strict=True):
-        keep = files.lack(targets)
+        keep = files.needs(targets)
         weights: dict[str, Tensor] = {}
         for name in group:
             weights |= stream.gather(places[name], keep=keep, copy=False)
@@ -220,9 +220,10 @@ def plan_export(
 def _groups(
     model: PreTrainedModel, state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[tuple[str, ...], frozenset[str]]:
-    """Return the smallest groups of weights that transformers converts as it converts all, and what they become.
+    """Return groups of weights that transformers converts independently, and the tensors that each becomes.
 
-    Weights that become the same tensor belong together.
+    Weights that become the same tensor are in one group; if converting groups differs from converting all weights at
+    once, all are in one group.
     """
     makers: dict[str, list[str]] = defaultdict(list)
     made = {name: _reverted(model, {name: tensor}) for name, tensor in state.items()}
@@ -238,7 +239,7 @@ def _groups(
         parts = made[group[0]] if len(group) == 1 else _reverted(model, {name: state[name] for name in group})
         for target, tensor in parts.items():
             if target not in tensors or tensors[target].shape != tensor.shape:
-                return {tuple(state): frozenset(tensors)}  # only all weights together are converted as they should be
+                return {tuple(state): frozenset(tensors)}
         groups[group] = frozenset(parts)
     return groups
 
@@ -249,9 +250,9 @@ def _reverted(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write all that `save_pretrained` writes but weights.
+    """Write all files that `save_pretrained` writes except weights.
 
-    It deletes other weight files of its folder, so it gets one of its own.
+    It deletes other weight files in its folder, so it writes to a temporary one.
     """
     with tempfile.TemporaryDirectory(dir=folder) as own:
         model.save_pretrained(own, state_dict={})

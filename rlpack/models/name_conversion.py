@@ -1,8 +1,8 @@
-"""How transformers turns the tensors of model files into the weights of its modules, as its own loader does it.
+"""How transformers' loader turns the tensors of model files into the weights of its modules.
 
 transformers renames tensors, and stacks, joins or splits those of some architectures, such as the experts of mixtures.
 The rules are its own (`transformers.conversion_mapping`), applied as in `convert_and_load_state_dict_in_model`, but one
-weight at a time and without holding any.
+weight at a time and without keeping any.
 """
 
 import copy
@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 @dataclass
 class Conversion:
-    """How one weight, or several that are made together, come from tensors of files.
+    """How one weight, or several that are made together, are made from tensors of the files.
 
     Attributes:
         first: name of the weight, or of the first.
@@ -64,7 +64,7 @@ class Conversion:
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
     def stacks_rows(self, num_rows: int) -> bool:
-        """Return whether entry k of the weight's first axis is made of the k-th tensor of each pattern alone.
+        """Return whether entry k of the weight's first axis depends only on the k-th tensor of each pattern.
 
         Args:
             num_rows: size of the weight's first axis.
@@ -76,7 +76,7 @@ class Conversion:
 
 
 def conversions_of(model: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
-    """Return how the weights of a model come from tensors of these names; unused tensors are left out."""
+    """Return how the weights of a model are made from tensors of these names; unused tensors are left out."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -96,7 +96,7 @@ def conversions_of(model: PreTrainedModel, names: Iterable[str]) -> list[Convers
 
 
 def _keeps_rows(operation: object) -> bool:
-    """Return whether an operation never moves anything along the first axis."""
+    """Return whether an operation leaves the first axis unchanged."""
     if type(operation) is Concatenate:
         return operation.dim > 0
     # With check_dims it compares shapes with those of the whole weight.

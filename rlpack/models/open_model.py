@@ -60,8 +60,7 @@ def open_classifier(settings: RewardModel, *, vocab_size: int, attention_name: s
 def _open(classes: Any, model: Model, key: str, attention_name: str) -> StoredModel:
     """Open the model of `model.path` with its class in a table of transformers.
 
-    The loader that reads whole models reports all failures but those of the files' contents, so any other one becomes a
-    `NotInPartsError`.
+    Other failures become a `NotInPartsError`: the loader that reads whole models then reports them.
     """
     if model.path is None:
         raise NotInPartsError("its weights are new")

@@ -75,12 +75,12 @@ class PackedModel(nn.Module):
         return outputs.last_hidden_state.flatten(0, 1)
 
     def own_slots(self, inputs: ModelInputs) -> slice:
-        """Return the slots whose hidden states this rank has; with padding, the last may be beyond the inputs'."""
+        """Return the slots whose hidden states this rank has; padding may extend them beyond the inputs."""
         num_slots = inputs.input_ids.numel()
         return slice(0, num_slots) if self.split is None else self.split.part(num_slots)
 
     def own_places(self, inputs: ModelInputs, slots: Tensor) -> Tensor | slice:
-        """Return an index of those among some slots, int64 [P], that this rank has."""
+        """Return an index that selects this rank's own among some slots, int64 [P]."""
         if self.split is None:
             return slice(None)
         own = self.own_slots(inputs)

@@ -40,19 +40,19 @@ def shard_model(
 ) -> None:
     """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
 
-    A small model is sharded as a whole, and its gathered weights are kept for all microbatches of an optimizer step:
-    to gather each layer would take longer than its arithmetic.
+    A small model is sharded as one unit, and its gathered weights are kept for all microbatches of an optimizer step,
+    because gathering a small layer takes longer than computing it. `reshard_after_forward` then has no effect.
 
-    All ranks must hold the same weights; those on the meta device stay there, sharded. Build the optimizer afterwards,
-    from `policy.parameters()`.
+    All ranks must hold the same weights; those on the meta device are sharded and stay there. Build the optimizer
+    afterwards, from `policy.parameters()`.
 
     Args:
         policy: on the mesh's device or the meta device, weights in fp32.
-        mesh: `dp_shard`; before it `dp_replicate`, where the sharded model is replicated.
+        mesh: one dimension to shard over, or two: replicas first, then shards.
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
             False needs more memory and half the gathers.
-        small_bytes: size of the weights up to which a model is small.
+        small_bytes: maximum size of a small model's weights.
     """
     if precision not in _PRECISION:
         raise ModelError(f"precision is {precision!r}; choose one of {', '.join(_PRECISION)}")
@@ -96,7 +96,7 @@ def set_gradient_sync(policy: PackedModel, last: bool) -> None:
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(last)
         policy.set_is_last_backward(last)
-        # Weights kept after forward can be kept after backward too: they don't change before the last microbatch.
+        # Weights kept after forward can be kept after backward, too: they only change after the last microbatch.
         policy.set_reshard_after_backward(last or policy.reshard_after_forward)
 
 
@@ -150,7 +150,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _whole(placement: Placement) -> Placement:
-    """Return `Replicate` for a partial sum, and other placements as they are."""
+    """Return `Replicate` for a partial sum, else the placement itself."""
     return Replicate() if placement.is_partial() else placement
 
 

@@ -1,4 +1,4 @@
-"""The part of a sharded weight that a rank holds: where it is in the whole weight, and how to allocate and fill it.
+"""The part of a sharded weight that a rank holds: its place in the whole weight, and how to allocate and fill it.
 
 Placements may be of any mesh. Where a rank's part isn't one block of the whole weight, as with FSDP over tensor
 parallelism, `part_offsets` returns None, and only `copy_part` can fill it.
@@ -58,7 +58,7 @@ def allocate(root: nn.Module, device: torch.device | str) -> None:
 
 
 def part_like(part: Tensor, weight: Tensor) -> Tensor:
-    """Return the tensor of which `part` is this rank's part, of the shape and placements of a weight."""
+    """Return the tensor with the shape and placements of a weight whose local part is `part`."""
     if not isinstance(weight, DTensor):
         return part
     mesh, placements = weight.device_mesh, weight.placements

@@ -1,14 +1,14 @@
 """A model on the meta device, and the safetensors files from which each rank reads only its part of the weights.
 
-transformers' own loader runs first, on tensors that have names and shapes but no data. It decides everything: missing
-weights, other shapes, ties, and the conversions that an export reverts. Only the values are read here, after the model
-is sharded, for whatever mesh and placements its weights then have.
+transformers' own loader runs first, on tensors that have names and shapes but no data. It determines missing weights,
+wrong shapes, ties, and the conversions that an export reverts. This module reads only the values, after the model is
+sharded, for any mesh and placements.
 
 Invariants (tests/unit/models/test_stored_model.py, tests/distributed/models/test_sharded_loading.py):
 
 1. weights, buffers and ties are those of `from_pretrained` in fp32, bit for bit;
-2. a rank holds its part of the weights and up to 64 MiB of a file at a time; where transformers joins or splits
-   tensors, also one whole weight; of stacked experts, also its own experts of one weight;
+2. a rank holds its shard and up to 64 MiB of a file at a time; also one whole weight where transformers joins or
+   splits tensors, or its own experts of one weight where it stacks experts;
 3. a model that can't be loaded in parts raises `NotInPartsError` before any values are read.
 """
 
@@ -30,7 +30,7 @@ from rlpack.models.weight_files import WeightFiles
 
 
 class NotInPartsError(RuntimeError):
-    """Why a model can't be loaded in parts; it has to be loaded whole."""
+    """A model can't be loaded in parts and has to be loaded whole; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class StoredModel:
 
     Attributes:
         model: complete except for its weights and persistent buffers. It may get adapters before its weights.
-        shapes: a copy of it, whose config and shapes the conversions read.
-        files: where these are.
-        conversions: how they come from the files.
+        shapes: an unsharded copy of it, whose config and shapes the conversions read.
+        files: the files with the weights.
+        conversions: how the weights are made from the files' tensors.
     """
 
     model: PreTrainedModel
@@ -60,7 +60,7 @@ class StoredModel:
         key: str,
         **options: Any,
     ) -> "StoredModel":
-        """Build the model as transformers' loader makes it, and find out where its weights are.
+        """Build the model with transformers' loader, and locate its weights in the files.
 
         Args:
             kind: class of the model.
@@ -71,7 +71,7 @@ class StoredModel:
             options: further arguments of `from_pretrained`, such as `attn_implementation`.
 
         Raises:
-            ModelError: the files lack weights, or have them in other shapes.
+            ModelError: the files lack weights, or weights have wrong shapes.
             NotInPartsError: transformers computes weights that the files lack.
         """
         files = WeightFiles(paths)
@@ -89,7 +89,7 @@ class StoredModel:
         return cls(model, copy.deepcopy(model), files, conversions)
 
     def materialize(self, root: nn.Module, device: torch.device | str) -> None:
-        """Allocate what is on the meta device in a sharded module, and read the model's weights; no rank communicates.
+        """Allocate the tensors on the meta device, and read their values; no rank communicates.
 
         Args:
             root: a module with some or all modules of `model`, sharded or not. Weights of the others are not read.
@@ -103,7 +103,7 @@ class StoredModel:
                 self._read(conversion, state)
 
     def _read(self, conversion: Conversion, state: Mapping[str | None, Any]) -> None:
-        """Fill the weights of one conversion."""
+        """Read the weights of one conversion."""
         weight = state[conversion.first]
         offsets, part = part_offsets(weight), local_part(weight)
         if conversion.converter is None and offsets is not None:
@@ -125,7 +125,7 @@ class StoredModel:
 def _tie_equal_weights(
     model: PreTrainedModel, files: WeightFiles, conversions: list[Conversion], made: set[str]
 ) -> None:
-    """Tie weights of which the files have both, if their values are equal: transformers' loader needs values for it."""
+    """Tie weights that the files have twice with equal values, which transformers' loader can't tell without values."""
     sources = {item.first: item.source for item in conversions if item.converter is None}
     for target, source in list(model.all_tied_weights_keys.items()):
         if not {target, source} <= made:
@@ -145,7 +145,7 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
         parent, _, own = name.rpartition(".")
         module = model.get_submodule(parent)
         module.register_buffer(own, torch.empty_like(buffer, device="cpu"), persistent=False)
-    # transformers' own marks: initialize what has none.
+    # initialize_weights skips tensors and modules with this mark of transformers.
     for tensor in _stored(model):
         tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
     for module in model.modules():
@@ -155,7 +155,7 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
 
 
 def _stored(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Yield the tensors that files have."""
+    """Yield parameters and persistent buffers, which the files have."""
     yield from model.parameters()
     computed = {id(buffer) for _, buffer in model.named_non_persistent_buffers()}
     yield from (buffer for buffer in model.buffers() if id(buffer) not in computed)

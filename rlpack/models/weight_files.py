@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-# Most bytes that are read at a time, on top of the tensor that they are copied into.
+# Maximum number of bytes read at a time, in addition to the tensor that they are copied into.
 _BLOCK_BYTES = 64 * 2**20
 
 
@@ -58,7 +58,7 @@ class WeightFiles:
             part.copy_(source[...])
             return
         inner = tuple(slice(start, start + size) for start, size in zip(offsets[1:], part.shape[1:], strict=True))
-        # At most as large as fp32, which is what files hold.
+        # Counted as fp32, which no common dtype of weights exceeds.
         rows = max(1, _BLOCK_BYTES // max(1, 4 * prod(part.shape[1:])))
         for start in range(0, part.shape[0], rows):
             block = part[start : start + rows]
