@@ -143,12 +143,12 @@ class ActorWorker(Worker, Trainable):
 
     @broadcast
     def start_save(self, folder: str, timeout_s: float) -> None:
-        """Copy weights and optimizer state, and write the copy in the background; a collective."""
+        """Copy weights and optimizer state, and start to write the copy in the background; a collective."""
         self._stepper.start_save(folder, timeout_s)
 
     @broadcast
     def save_is_done(self) -> bool:
-        """Return whether the copy is written, or failed to be."""
+        """Return whether writing the copy has succeeded or failed, without waiting."""
         return self._stepper.saver.is_done()
 
     @broadcast

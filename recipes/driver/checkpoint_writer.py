@@ -1,13 +1,13 @@
-"""Writes the checkpoints of a session, at once or while training goes on.
+"""Write a session's checkpoints, synchronously or while training continues.
 
-    start     ranks copy their state; threads of theirs write it            training waits for the copy
-    advance   at each step's end: once all ranks have written, a thread of the driver hashes, flushes, renames and marks
+    start     ranks copy their state, and write the copy in threads; training waits for the copy
+    advance   at each step's end: once all ranks are done, a thread of the driver hashes, flushes, renames and marks
     finish    wait for both, at the latest before the next checkpoint and at the end of a phase
 
 Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
 1. At most one checkpoint is in flight.
-2. A checkpoint is committed only after all roles have written, and the state in it is that of the step that started it.
-3. A failed save is raised by the next `advance` or `finish`; the checkpoint before it stays.
+2. A checkpoint is committed only after all roles have written it. Its state is that of the step that started it.
+3. The next `advance` or `finish` raises the error of a failed save; the previous checkpoint stays.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class _InFlight:
         staging: where ranks write.
         groups: the roles that write.
         state: the driver's state at the step.
-        commit: the driver's thread, once all roles have written.
+        commit: the driver's commit, which starts once all roles have written.
     """
 
     stack: ExitStack
@@ -53,7 +53,7 @@ class CheckpointWriter:
 
         Args:
             keep: number of committed checkpoints to keep.
-            timeout_s: deadline of writing one in the background, and of committing it, in seconds.
+            timeout_s: deadline of a write in the background, and of a commit, in seconds.
         """
         self._keep = keep
         self._timeout_s = timeout_s
@@ -69,7 +69,7 @@ class CheckpointWriter:
             state: the driver's state, as JSON values.
 
         Raises:
-            CheckpointError: it, or the one in flight, could not be written.
+            CheckpointError: this checkpoint, or the one in flight, could not be written.
         """
         self.finish()
         with new_checkpoint(root, step) as staging:
@@ -78,7 +78,7 @@ class CheckpointWriter:
             staging.commit(state, keep=self._keep)
 
     def start(self, root: Path, step: int, groups: Groups, state: dict[str, Any]) -> None:
-        """Start to write a checkpoint, after the one in flight; arguments and errors are those of `save`."""
+        """Finish the checkpoint in flight, and start another; arguments and errors are those of `save`."""
         self.finish()
         with ExitStack() as stack:
             staging = stack.enter_context(new_checkpoint(root, step))
@@ -87,7 +87,7 @@ class CheckpointWriter:
             self._in_flight = _InFlight(stack.pop_all(), staging, groups, state)
 
     def advance(self) -> None:
-        """Go on with the checkpoint in flight as far as possible without waiting.
+        """Advance the checkpoint in flight as far as possible without waiting.
 
         Raises:
             CheckpointError: it could not be written.
@@ -101,7 +101,7 @@ class CheckpointWriter:
             try:
                 self._start_commit(self._in_flight)
             except BaseException:
-                self.abandon()  # part of it isn't written
+                self.abandon()  # it is incomplete
                 raise
 
     def finish(self) -> None:

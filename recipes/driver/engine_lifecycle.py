@@ -1,13 +1,12 @@
 """Sleep and wake the generation engines of a run whose roles share GPUs.
 
-    with engines_awake(session, step):      wakes the engines, unless they are awake
+    with engines_awake(session, step):      wakes the engines if they sleep
         rollouts = generate(...)
-    ...                                     they sleep: log-probs, updates
+    ...                                     engines sleep: log-probs, updates
     sync_weights(session, step)             wakes their weights, loads, wakes their KV cache
 
-They start asleep, and stay awake from the publication of weights to the end of the next step's generation; evaluation
-lies between.
-Without shared GPUs, or with rollout.sleep_level=0, nothing here has an effect.
+Engines start asleep. They stay awake from a publication of weights to the end of the next step's generation, and so
+during evaluation. Without shared GPUs, or with rollout.sleep_level=0, nothing here has an effect.
 """
 
 from collections.abc import Iterator
@@ -22,9 +21,9 @@ from rlpack.workers.rollout import RolloutWorker
 
 @contextmanager
 def engines_awake(session: Session, step: StepContext) -> Iterator[None]:
-    """Wake the engines for a block, and let them sleep after it.
+    """Wake the engines for a block, and put them to sleep after it.
 
-    The metrics `rollout/gpu_bytes_awake` and `rollout/gpu_bytes_asleep` show what the sleep frees.
+    The metrics `rollout/gpu_bytes_awake` and `rollout/gpu_bytes_asleep` show how much memory this frees.
 
     Raises:
         RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
@@ -38,7 +37,7 @@ def engines_awake(session: Session, step: StepContext) -> Iterator[None]:
 
 
 def wake_engines(session: Session, step: StepContext) -> None:
-    """Wake the engines if they sleep; where that discarded their weights, publish these again.
+    """Wake the engines if they sleep; if their weights were discarded, publish them again.
 
     Raises:
         RoleError: see `engines_awake`.

@@ -196,17 +196,17 @@ class Session:
 
     @cached_property
     def checkpoints(self) -> CheckpointWriter:
-        """Return what writes the session's checkpoints."""
+        """Return the writer of the session's checkpoints."""
         return CheckpointWriter(keep=self.config.checkpoint.keep, timeout_s=self.config.placement.call_timeout_s)
 
     def save(self, *, in_background: bool = False) -> None:
         """Write a checkpoint of weights, optimizer and progress; delete older ones.
 
         Args:
-            in_background: return once the state is copied; the checkpoint is committed at the end of a later step.
+            in_background: return once the state is copied; the checkpoint is committed later.
 
         Raises:
-            CheckpointError: this checkpoint, or the one before that was still being written, could not be written.
+            CheckpointError: this checkpoint, or the previous one, if it was in flight, could not be written.
         """
         root = self.run.run_dir / "checkpoints" / self.progress.phase
         write = self.checkpoints.start if in_background else self.checkpoints.save
@@ -239,7 +239,8 @@ class Session:
         """Write each trained role's model as a Hugging Face folder, tokenizer included.
 
         Raises:
-            CheckpointError: a folder could not be written.
+            CheckpointError: a folder could not be hashed or renamed.
+            RoleError: a rank could not write its files.
         """
         for name, group in self.trained.items():
             # The folders of roles other than the policy have the roles' names.
@@ -297,9 +298,13 @@ class Session:
         self.completed = (self.progress.phase, number)
 
     def _save_if_due(self, is_last: bool) -> None:
-        """Write a checkpoint if one is due, it is the last step, or Ctrl-C was pressed; the last two before it returns.
+        """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
 
-        A checkpoint that is being written goes on, or fails the run.
+        After the last step and after Ctrl-C it is written synchronously.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written.
+            Interrupted: Ctrl-C was pressed.
         """
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()
@@ -386,7 +391,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
 
 @contextmanager
 def _naming_step(session: Session) -> Iterator[None]:
-    """Add phase and step to the errors of roles; delete a checkpoint that is being written when the run ends."""
+    """Add phase and step to the errors of roles; delete a checkpoint that is in flight when the run fails."""
     try:
         yield
     except RoleError as error:

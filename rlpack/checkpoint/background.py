@@ -1,11 +1,11 @@
-"""Training state that is written while training goes on (`torch.distributed.checkpoint.async_save`).
+"""Save training state while training continues (`torch.distributed.checkpoint.async_save`).
 
-    start      copy this rank's part of weights and optimizer into memory of its own; training waits for this alone
+    start      copy this rank's part of weights and optimizer state; training waits for this alone
     thread     write the copy, as `save_training_state` writes the state itself
     wait       raise if a rank could not write
 
-The threads of all ranks talk over a gloo group of their own, so that their messages can't meet those of training. The
-copy stays allocated for the next save: touching fresh memory would take longer than copying.
+The threads of all ranks communicate over a separate gloo group, so that their messages don't mix with those of
+training. The copy stays allocated for the next save: touching fresh memory would take longer than copying.
 """
 
 from concurrent.futures import Future
@@ -43,7 +43,7 @@ class BackgroundSaver:
             model: as of `save_training_state`.
             optimizer: as of `save_training_state`.
             folder: new directory.
-            timeout_s: deadline of the writing ranks' messages, in seconds.
+            timeout_s: timeout of the gloo group, in seconds; set by the first save.
         """
         assert self._save is None, "wait for the last save first"
         if self._group is None or self._stager is None:
@@ -59,11 +59,11 @@ class BackgroundSaver:
         self._save = save
 
     def is_done(self) -> bool:
-        """Return whether the save has ended, well or not; without waiting."""
+        """Return whether the save has succeeded or failed, without waiting."""
         return self._save is None or self._save.done()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all ranks have written; do nothing without a save.
+        """Wait until all ranks have written; do nothing if no save has been started.
 
         Raises:
             CheckpointError: a rank could not write, or the deadline passed.

@@ -1,12 +1,13 @@
-"""Model folders under a commit protocol: a folder is complete, or isn't there under its name.
+"""Write a model folder atomically: under its name, there is a complete folder or none.
 
     <parent>/.tmp-<name>-<nonce>/    ranks write the model here
         hash all files into manifest.json, and flush files and directories
-    <parent>/<name>/                 renamed from the above; an earlier folder is put aside first, and deleted last
+    <parent>/.replaced-<name>-*/     an earlier folder, renamed; deleted last
+    <parent>/<name>/                 renamed from .tmp-*
     <parent>/<name>/COMMITTED        SHA-256 of the manifest, flushed
 
 Invariants (tests/unit/checkpoint/test_model_folder.py):
-1. If writing fails, or is killed before the rename, the earlier folder is what it was.
+1. If writing fails, or is killed before the first rename, the earlier folder is unchanged.
 2. A folder with a marker has all files that its manifest lists.
 """
 
@@ -25,13 +26,14 @@ from rlpack.checkpoint.files import discard_folder, flush, flush_tree, regular_f
 
 @contextmanager
 def new_model_folder(target: Path) -> Iterator[Path]:
-    """Yield the path of a new folder; at the end it takes the place of `target`.
+    """Yield the path of a new folder, which replaces `target` when the block ends.
 
     Args:
         target: the model folder; its parent must exist. Only one process at a time may write it.
 
     Raises:
-        CheckpointError: the folder could not be written; an earlier one is untouched.
+        CheckpointError: the folder could not be written or renamed; an earlier one is unchanged, or still exists as
+            `.replaced-*`.
     """
     for debris in target.parent.glob(f".tmp-{target.name}-*"):
         discard_folder(debris)

@@ -34,24 +34,24 @@ class Trainable(ABC):
 
     @broadcast
     def start_save(self, folder: str, timeout_s: float) -> None:
-        """Start to write this rank's part of the state into `folder`, which is new; by default write all of it.
+        """Start to write this rank's part of the state into `folder`, which is new; by default call `save`.
 
         Training may change the state as soon as this returns. `finish_save` follows before the next save.
 
         Args:
             folder: as of `save`.
-            timeout_s: deadline of the ranks' messages while they write, in seconds.
+            timeout_s: timeout of communication between ranks while they write, in seconds.
         """
         self.save(folder)
 
     @broadcast
     def save_is_done(self) -> bool:
-        """Return whether `finish_save` would not wait."""
+        """Return whether `finish_save` would return or raise without waiting."""
         return True
 
     @broadcast
     def finish_save(self, timeout_s: float) -> None:
-        """Wait until the state is written; raise if it can't be, or if it takes over `timeout_s` seconds."""
+        """Wait until the state is written; raise if that fails or takes over `timeout_s` seconds."""
         return
 
     @broadcast
