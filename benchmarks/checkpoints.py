@@ -1,10 +1,10 @@
-"""How long training waits for a checkpoint of 400 MB, written at once and in the background.
+"""Measure how long training waits for a checkpoint of 400 MB, written synchronously and in the background.
 
     python benchmarks/checkpoints.py
 
 One rank trains a small network whose weights and optimizer state take 400 MB. Checkpoints of both kinds take turns in
 the same process and folder, with the session's own writer and commit protocol. Between two checkpoints the rank takes
-optimizer steps; after each step the writer goes on with the checkpoint in flight, and that time counts as waiting.
+optimizer steps; after each step the writer advances the checkpoint in flight, and that time counts as waiting.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Peak memory of ranks that load a model, each its part or the whole, and that export it.
+"""Measure the peak memory of ranks that load a model, in parts or whole, and export it.
 
     python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
     python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
@@ -42,7 +42,7 @@ SHAPE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
 }
-# Tensors of a layer go into one file.
+# A new file begins once one exceeds this size.
 FILE_BYTES = 400 * MIB
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm_generation [--models 17M 100M] [--rows 64] [--repeats 5]
 
-Needs vLLM: `make vllm`, then with .venv-vllm/bin/python. Each engine computes with one thread, and they take turns.
-vLLM computes in a process of its own; its front end, in this one, can use the machine's second core. Lengths are
+Needs vLLM: `make vllm`, then run it with .venv-vllm/bin/python. Each engine computes with one thread, and they take
+turns. vLLM computes in a separate process; its front end, in this one, can use the machine's second core. Lengths are
 `skewed`: one token in 30 ends a response; mean about 25, longest 128. Engines sample the same distribution from
 different random numbers, so tokens are counted for each. Exits with 1 if a ratio is below its bar.
 """

@@ -142,7 +142,7 @@ def open_model(
 
 
 def _note_whole(context: RankContext, role: str, path: str | None, reason: NotInPartsError) -> None:
-    """Record why every rank loads a whole model."""
+    """Log why every rank loads the whole model."""
     if context.rank == 0 and context.num_ranks > 1:
         _log.warning("%s: every rank loads all weights of %s before they are sharded: %s", role, path, reason)
 
@@ -158,8 +158,9 @@ def _shard_and_check(
 ) -> M:
     """Checkpoint activations, check the model, shard it, and check isolation, by the role's settings.
 
-    Outputs and gradients are compared with transformers' own in fp32: of a whole model before it is sharded, of one
-    that is loaded in parts afterwards. Outputs are compared with each other in the compute dtype and with its kernels.
+    Outputs and gradients are compared with transformers' own in fp32: before sharding if every rank holds the whole
+    model, after sharding if it is loaded in parts. Outputs are compared with each other in the compute dtype and with
+    its kernels.
     """
     settings, device = role_compute(config, role), context.torch_device
     mesh = context.layout.shard_mesh(context.device)

@@ -28,7 +28,7 @@ from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, s
 
 logger = logging.getLogger(__name__)
 
-# vLLM's share of a GPU's memory, weights included, that other roles use, too: what they hold stays while it is awake.
+# vLLM's share of the memory of a GPU that other roles use, too, weights included. Theirs stay while vLLM is awake.
 _SHARED_GPU = 0.5
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _COLUMNS = (
@@ -137,7 +137,7 @@ class RolloutWorker(Worker):
 
     @broadcast
     def sleep(self) -> tuple[int, int]:
-        """Let the engine free its GPU memory; it generates nothing until it is woken or gets new weights.
+        """Put the engine to sleep; it frees GPU memory, and can't generate until it is woken or gets new weights.
 
         Returns:
             The memory in use on the rank's GPUs before and after, in bytes.

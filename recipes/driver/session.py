@@ -301,10 +301,6 @@ class Session:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
 
         After the last step and after Ctrl-C it is written synchronously.
-
-        Raises:
-            CheckpointError: a checkpoint could not be written.
-            Interrupted: Ctrl-C was pressed.
         """
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()

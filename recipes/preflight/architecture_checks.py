@@ -70,7 +70,7 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
 
 
 def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
-    """Raise if a role packs rows, or shares them among ranks, and its model can't be run so.
+    """Raise if a role packs rows or splits them over ranks, and its model can't be run that way.
 
     Raises:
         ModelError: packed rows can't be kept apart, or the ranks don't divide the attention heads.
@@ -97,7 +97,7 @@ def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:
 
 
 def check_engine(config: Config, model: PreTrainedConfig) -> None:
-    """Raise if the generation engine can't run a model's attention, split it over its GPUs, or adapt its experts.
+    """Raise if the generation engine can't run a model's attention, split it over GPUs, or apply adapters to experts.
 
     Raises:
         ModelError: the engine doesn't support the size of the heads, or the model has none; the GPUs of a rank don't

@@ -42,7 +42,7 @@ def engine_problems(config: Config) -> Iterator[str]:
 
 
 def _sleep_problems(config: Config) -> Iterator[str]:
-    """Yield problems of engines that are to sleep."""
+    """Yield problems of `rollout.sleep_level`."""
     level = config.rollout.sleep_level
     if level and config.rollout.engine == "vllm" and gpus_per_rank(config, "rollout") == 0:
         yield (

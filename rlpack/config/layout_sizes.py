@@ -1,6 +1,6 @@
-"""Layouts of roles: sizes with the actor's for those that a role leaves null, and whether they fit the role's pool.
+"""The parallel sizes of each role, inherited from the actor where null, and whether they fit the role's pool.
 
-Sizes are checked before any process starts: ranks with other sizes would wait for each other in a process group.
+Sizes are checked before any process starts: with wrong ones, ranks would wait for each other in a process group.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,7 @@ from rlpack.config.schema import Config
 
 
 def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
-    """Return the sizes of a role's `ParallelLayout` over the ranks of its pool.
-
-    A role without a model has only data ranks.
+    """Return the sizes of a role's `ParallelLayout` over the ranks of its pool; without a model, all are data ranks.
 
     >>> layout_sizes(Config(), "actor", ranks=2)
     {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1}
@@ -27,7 +25,7 @@ def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
 
 
 def layout_problems(config: Config) -> Iterator[str]:
-    """Yield why the layouts of the roles that a run starts don't fit the ranks of their pools."""
+    """Yield the layouts of started roles that don't fit the ranks of their pools, with the reasons."""
     pools = config.placement.pools
     for role in started_roles(config) if pools else ():  # another rule refuses a run without pools
         if role in WITH_LAYOUTS and pool_of(config, role) in pools:
@@ -35,13 +33,13 @@ def layout_problems(config: Config) -> Iterator[str]:
 
 
 def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
-    """Return the fewest ranks that share `slots` with at most `per_rank` each, None if the pool has no such number."""
+    """Return the smallest cp with at most `per_rank` of the `slots` on each rank; None if the pool allows none."""
     ranks = config.placement.pools[pool_of(config, role)].ranks // role_parallel(config, role).dp_replicate
     return next((cp for cp in range(1, ranks + 1) if ranks % cp == 0 and cp * per_rank >= slots), None)
 
 
 def nearest_cp(config: Config, role: str, num_heads: int) -> int:
-    """Return the number of ranks nearest to a role's cp that divides its attention heads and its pool."""
+    """Return the cp nearest to the role's that divides its attention heads and the ranks of its pool."""
     parallel, ranks = role_parallel(config, role), config.placement.pools[pool_of(config, role)].ranks
     fitting = [
         cp for cp in range(1, num_heads + 1) if num_heads % cp == 0 and ranks % (cp * parallel.dp_replicate) == 0
@@ -50,7 +48,7 @@ def nearest_cp(config: Config, role: str, num_heads: int) -> int:
 
 
 def _problems(config: Config, role: str) -> Iterator[str]:
-    """Yield why a role's layout doesn't fit, with the nearest that does."""
+    """Yield why a role's layout doesn't fit, and the nearest one that does."""
     pool, parallel = pool_of(config, role), role_parallel(config, role)
     ranks = config.placement.pools[pool].ranks
     key = _key(config, role, "dp_shard")
@@ -77,7 +75,7 @@ def _problems(config: Config, role: str) -> Iterator[str]:
 
 
 def _nearest(config: Config, role: str, sizes: dict[str, int], ranks: int) -> str:
-    """Return the change of one size after which all of them divide the ranks: the smallest one, by its key."""
+    """Return the smallest change of a single size after which the product divides the ranks, as an override."""
     changes = []
     for name, size in sizes.items():
         rest = prod(other for one, other in sizes.items() if one != name)

@@ -14,14 +14,14 @@ from rlpack.packing.lengths import MAX_LENGTH
 _FROZEN = ("reference", "reward_model")
 # Built-in roles with a batching section.
 _WITH_SECTIONS = ("critic", "reference", "reward_model")
-# Roles whose ranks share a model; those of other roles are all data ranks.
+# Roles with a model, which can be sharded; other roles have only data ranks.
 WITH_LAYOUTS = ("actor", *_WITH_SECTIONS)
 
 
 def role_batching(config: Config, role: str) -> Batching:
     """Return the batching of `role`: its own values, and the actor's (`batching`) for those that it leaves null.
 
-    The token budget is that of all ranks that share the tokens of a microbatch: max_tokens for each of them.
+    The token budget is that of a microbatch: max_tokens times the ranks that share its tokens (cp).
 
     Raises:
         ConfigError: the role doesn't exist, or its values conflict with the inherited ones.
@@ -51,7 +51,7 @@ def role_batching(config: Config, role: str) -> Batching:
 
 
 def runs_packed(config: Config, role: str) -> bool:
-    """Return whether a role's model runs packed rows: also padded ones become such if ranks share their tokens."""
+    """Return whether a role's model runs packed rows; with context parallelism, padded rows are packed, too."""
     return role_batching(config, role).mode == "packed" or role_parallel(config, role).cp > 1
 
 
@@ -146,7 +146,7 @@ def shares_gpus(config: Config) -> bool:
 
 
 def sleep_level(config: Config) -> int:
-    """Return what engines free between generations, as of `rollout.sleep_level`; 0 where nothing sleeps.
+    """Return the effective `rollout.sleep_level`; 0 if engines never sleep.
 
     >>> sleep_level(Config())
     0

@@ -34,7 +34,7 @@ class ParallelLayout:
 
     Attributes:
         dp_replicate: replicas of the sharded model, with different rows.
-        dp_shard: ranks that a replica's weights are sharded over (FSDP), with different rows.
+        dp_shard: data ranks of a replica, over whose ranks (dp_shard · cp) its weights are sharded (FSDP).
         cp: ranks that share the tokens of a row (context parallelism).
         tp: ranks that share the weights of a layer (tensor parallelism).
         pp: pipeline stages.
@@ -69,7 +69,7 @@ class ParallelLayout:
     def pad_to_multiple(self) -> int:
         """Return the multiple that lengths are padded to: a sequence is divided among tp ranks.
 
-        Context parallelism needs none: it cuts whole rows, wherever their sequences begin.
+        Context parallelism needs no padding of sequences, because it splits whole rows.
         """
         return self.tp
 
@@ -130,7 +130,7 @@ class ParallelLayout:
     def shard_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh that weights are sharded over: `dp_shard`, and before it `dp_replicate` if larger than 1.
 
-        Ranks that share the tokens of a row hold different shards, too, so the dimension `dp_shard` has dp_shard · cp
+        Ranks that share the tokens of a row also hold different shards, so the dimension `dp_shard` has dp_shard · cp
         ranks. A collective.
 
         Args:

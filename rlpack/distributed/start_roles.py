@@ -38,7 +38,7 @@ def start_roles(
         names: names of the roles.
         settings: what each rank builds its role from.
         cost: cost model of a sequence, used to balance the ranks of roles that run the model; None counts token slots.
-        layouts: layouts of roles whose section of the configuration doesn't give them.
+        layouts: layouts of roles, instead of those in the configuration.
 
     Raises:
         PlacementError: a class can't be loaded, or the cluster is too small.

@@ -154,11 +154,11 @@ class StreamingEngine(Engine, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free GPU memory until `wake` or the end of an update; rows in flight are forgotten, and new ones refused."""
+        """Free GPU memory until `wake` or the end of an update; abort rows in flight, and refuse new ones."""
         ...
 
     def wake(self) -> bool:
-        """Get ready to generate; return False if the weights are gone, so that an update has to come first."""
+        """Wake up to generate; return False if the weights were discarded, so that an update is needed first."""
         ...
 
     @property

@@ -23,7 +23,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _BYTES = {"fp32": 4, "bf16": 2}
 # Without `rollout.kv_cache_gb`, an engine on a CPU takes at most this share of the memory that is available.
 _MEMORY_SHARE = 1 / 8
-_VOCABULARY_PADDING = 64  # vLLM's
+# vLLM pads vocabularies to a multiple of this.
+_VOCABULARY_PADDING = 64
 # Tokens of prompts that an engine on a CPU runs at once.
 _PREFILL_TOKENS = 4096
 
@@ -109,7 +110,7 @@ def split_problem(config: PreTrainedConfig, gpus: int) -> str | None:
         if isinstance(size, int) and size % gpus:
             return f"the model's {name} is {size}, which {gpus} GPUs don't divide"
     heads = settings.get("num_key_value_heads")
-    # With fewer heads than GPUs, several GPUs have the same one.
+    # With fewer heads than GPUs, several GPUs hold the same head.
     if isinstance(heads, int) and heads > 0 and heads % gpus and gpus % heads:
         return f"the model's num_key_value_heads is {heads}, which {gpus} GPUs neither divide nor are a multiple of"
     return None

@@ -1,10 +1,11 @@
-"""Buckets of weights in the memory of GPUs, from a rank to its vLLM process by CUDA IPC.
+"""Buckets of weights in GPU memory, sent from a rank to its vLLM processes by CUDA IPC.
 
-A rank and its vLLM process use the same GPUs. The rank copies a bucket to each of them once; the process opens the
-memory and loads from it, as vLLM's own IPC backend does. The rank owns two buffers, as in `weight_buffers`.
+A rank and its vLLM processes (one per GPU) use the same GPUs. The rank copies a bucket to each of them once; the
+processes open the memory and load from it, as with vLLM's own IPC backend. The rank owns two buffers, as in
+`weight_buffers`.
 
-A handle has plain types, because vLLM's messages carry others only if pickled data is allowed in them
-(VLLM_ALLOW_INSECURE_SERIALIZATION). PyTorch counts one release for each export of a buffer; so a reader opens a buffer
+A handle consists of plain types, because vLLM's messages carry others only if pickled data is allowed in them
+(VLLM_ALLOW_INSECURE_SERIALIZATION). PyTorch counts one release for each export of a buffer, so a reader opens a buffer
 once per export and keeps it open until the update ends.
 
 Invariants (tests/unit/rollout/vllm/test_device_buffers.py, tests/gpu/test_device_buffers.py):
@@ -33,22 +34,22 @@ from rlpack.rollout.vllm.weight_buffers import (
     write_bytes,
 )
 
-# Arguments of PyTorch's `rebuild_cuda_tensor` that come before those of the storage: class, size, stride, offset,
-# storage class and dtype of the tensor, and the device. They follow from the bucket's note and the reader.
+# Number of arguments of PyTorch's `rebuild_cuda_tensor` that come before those of the storage: class, size, stride,
+# offset, storage class and dtype of the tensor, and the device. The reader knows them; the others make the handle.
 _TENSOR_ARGUMENTS = 7
-# Place of `storage_size_bytes` among the others, which make a handle.
+# Index of `storage_size_bytes` in a handle.
 _NUM_BYTES = 1
 _SMALLEST = 64  # bytes of a buffer
 
 
 class Sharing(NamedTuple):
-    """How buffers get from one process to another.
+    """How buffers are shared between processes.
 
     Attributes:
         id_of: returns the id of a device, the same in all processes.
         export: returns the handle of a buffer, of plain types.
         reopen: returns all bytes of the buffer of a handle on a device, uint8.
-        synchronize: waits until a device has done its work.
+        synchronize: waits until a device has finished its work.
         collect: frees buffers that their readers have closed.
     """
 
@@ -78,21 +79,21 @@ CUDA_IPC = Sharing(_id_of, _export, _reopen, torch.cuda.synchronize, torch.cuda.
 
 
 class _Slot(NamedTuple):
-    """One of the two buffers, on each device; and its handle by the device's id."""
+    """One of the two buffers on each device, and their handles by device id."""
 
     buffers: list[Tensor]
     handles: dict[str, list[Any]]
 
 
 class DeviceBuffers:
-    """The rank's two buffers on each GPU of its engine; they exist during an update alone."""
+    """The rank's two buffers on each GPU of its engine; they exist only during an update."""
 
     def __init__(self, devices: Sequence[torch.device], sharing: Sharing = CUDA_IPC) -> None:
         """Allocate nothing yet.
 
         Args:
             devices: the GPUs of the engine.
-            sharing: how vLLM's process opens a buffer.
+            sharing: how vLLM's processes open a buffer.
         """
         self._devices, self._sharing = list(devices), sharing
         self._slots: dict[int, _Slot] = {}
@@ -123,7 +124,7 @@ class DeviceBuffers:
         return describe(weights, places, index=index, digest=_as_text(total), handles=slot.handles)
 
     def end_update(self) -> None:
-        """Free the buffers, which vLLM's process has closed."""
+        """Free the buffers, which vLLM's processes have closed."""
         self._slots.clear()
         self._sharing.collect()
 
@@ -165,7 +166,7 @@ class DeviceReader:
             expected_index: number of buckets of this update that have arrived before.
 
         Raises:
-            EngineError: the bucket is not the next one, is on other GPUs, can't be opened, or was changed.
+            EngineError: the bucket is not the next one, is on other GPUs, can't be opened, or has another checksum.
         """
         check_index(note, expected_index)
         own = self._sharing.id_of(self._device)
@@ -195,7 +196,7 @@ class DeviceReader:
 def checksum(memory: Tensor) -> str:
     """Return the sum of 64-bit words modulo 2^64 as text, for uint8 [n] on any device; n is a multiple of 8.
 
-    Any flipped bit changes it, and so does memory that is not the bucket's. It needs no copy to the CPU.
+    Any flipped bit changes it. It is computed without a copy to the CPU.
     """
     return _as_text(int(memory.view(torch.int64).sum().item()))
 

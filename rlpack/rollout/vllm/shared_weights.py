@@ -45,10 +45,10 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """What the backend learns once.
+    """The backend's initialization, sent once.
 
     Attributes:
-        trial: the fields of the note of a bucket on the GPU, to find out whether it can be read; {} for none.
+        trial: the fields of the note of a trial bucket on the GPU, which has to be readable; {} for none.
     """
 
     trial: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class SharedUpdate(WeightTransferUpdateInfo):
 
 
 class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
-    """Loads buckets from shared memory: the first update by vLLM's loader, later ones directly if there is a plan."""
+    """Loads buckets: the first update with vLLM's loader, later ones directly if there is a plan."""
 
     init_info_cls = SharedInit
     update_info_cls = SharedUpdate
@@ -84,10 +84,10 @@ class SharedMemoryEngine(WeightTransferEngine[SharedInit, SharedUpdate]):
         self._reader, self._device_reader = BucketReader(), DeviceReader(self.device)
 
     def init_transfer_engine(self, init_info: SharedInit) -> None:
-        """Read the trial's bucket, if there is one.
+        """Read the trial bucket, if there is one.
 
         Raises:
-            EngineError: the trial's bucket can't be read.
+            EngineError: it can't be read.
         """
         if init_info.trial:
             self._read(BucketNote(**init_info.trial), 0)

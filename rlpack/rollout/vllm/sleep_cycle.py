@@ -1,10 +1,10 @@
-"""Sleep and wake vLLM, so that roles that share its GPUs can use their memory.
+"""Put vLLM to sleep and wake it, so that roles that share its GPUs can use their memory.
 
 Invariants (tests/vllm/test_sleep.py):
 
-1. an engine that isn't wholly awake refuses requests at once; vLLM itself would let them wait forever;
+1. an engine that isn't fully awake refuses requests immediately; vLLM itself would let them wait forever;
 2. an update wakes the weights before its first bucket, and the KV cache, which is larger, only after its last;
-3. weights that were discarded come back by an update alone.
+3. weights that were discarded are restored only by an update.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ import torch
 
 from rlpack.rollout.errors import EngineError
 
-# vLLM's names of what sleeps. An engine is awake once both are.
+# vLLM's names of the parts that sleep. An engine is awake once both are.
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 
 
 class SleepCycle:
-    """Which parts of an engine sleep."""
+    """The parts of an engine that sleep."""
 
     def __init__(self, front_end: Any, run: Callable[[Any, str], Any], level: int) -> None:
-        """Take an engine that is awake.
+        """Wrap an engine that is awake.
 
         Args:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
-            run: runs a coroutine of it; the second argument says what it does.
+            run: runs one of its coroutines; the second argument describes it for errors.
             level: 0 frees nothing, 1 moves weights to host memory and discards the KV cache, 2 discards both.
         """
         self._front_end, self._run, self._level = front_end, run, level
@@ -34,7 +34,7 @@ class SleepCycle:
         self._has_lost_weights = False
 
     def sleep(self) -> None:
-        """Free the memory, and forget all requests; no effect if anything sleeps already.
+        """Free the memory, and abort all requests; no effect if any part already sleeps.
 
         Raises:
             EngineError: vLLM's process can't be reached.
@@ -44,7 +44,7 @@ class SleepCycle:
             self._asleep, self._has_lost_weights = [_WEIGHTS, _CACHE], self._level > 1
 
     def wake(self) -> bool:
-        """Wake everything; return False, and wake nothing, if the weights were discarded, so that an update is needed.
+        """Wake everything and return True; if the weights were discarded, wake nothing and return False.
 
         Raises:
             EngineError: vLLM's process can't be reached, or the GPU has no room.
@@ -64,7 +64,7 @@ class SleepCycle:
             self._wake(_WEIGHTS)
 
     def end_update(self) -> None:
-        """Wake the KV cache; the weights are complete.
+        """Wake the KV cache, after an update has loaded all weights.
 
         Raises:
             EngineError: as of `wake`.
@@ -86,8 +86,8 @@ class SleepCycle:
             )
 
     def _wake(self, part: str) -> bool:
-        """Wake one part; return whether vLLM is wholly awake."""
-        torch.cuda.empty_cache()  # what the trainer, in this process, holds and doesn't use
+        """Wake one part; return whether vLLM is fully awake."""
+        torch.cuda.empty_cache()  # frees memory that the trainer, in this process, has cached
         is_awake = self._run(self._front_end.wake_up([part]), f"wake its {part}")
         self._asleep.remove(part)
         return bool(is_awake)

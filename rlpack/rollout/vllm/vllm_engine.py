@@ -90,7 +90,7 @@ class VLLMEngine:
         self._cause: str | None = None
         self._test: Callable[[VLLMEngine], None] | None = None
         self._policy_version = 0
-        self.policy_version = 0  # vLLM's own first version is a word
+        self.policy_version = 0  # vLLM's own first version is not a number
 
     @classmethod
     def from_settings(
@@ -103,7 +103,7 @@ class VLLMEngine:
         seed: int,
         max_length: int,
     ) -> Self:
-        """Start vLLM with the model of the `model` section; it sleeps until its first update, if it is to sleep at all.
+        """Start vLLM with the model of the `model` section; with a sleep level, it sleeps until its first update.
 
         With `rollout.lora=adapter`, `settings.vllm` has the adapters' rank as `max_lora_rank`.
 

@@ -1,4 +1,4 @@
-"""Buckets of weights in shared memory, from a rank to its vLLM process; `device_buffers` has them in a GPU's memory.
+"""Buckets of weights in shared memory, sent from a rank to its vLLM process; `device_buffers` uses GPU memory.
 
 The rank owns two buffers and alternates between them: it writes one while vLLM's process loads from the other. Both
 processes keep them mapped between updates, because touching a fresh page of shared memory costs ten times the copy into
@@ -37,15 +37,15 @@ class BucketNote:
     """The contents of a buffer.
 
     Attributes:
-        path: where a process can open the buffer while the rank is alive; "" for a buffer on a GPU.
+        path: where a process can open the buffer while the rank is alive; "" for buffers on GPUs.
         index: of the bucket in its update, from 0.
         names: of the weights.
         dtypes: names of their dtypes, such as `float32`.
         shapes: their shapes.
         offsets: where each weight starts, in bytes.
         num_bytes: size of the bucket, from the start of the buffer.
-        digest: of these bytes, as hexadecimal text: xxh3-128, or a checksum on a GPU.
-        handles: for a buffer on a GPU, what a process needs to open it, by the GPU's id; see `device_buffers`.
+        digest: of these bytes, as hexadecimal text: xxh3-128; on GPUs a checksum.
+        handles: of buffers on GPUs, by the GPU's id; see `device_buffers`.
     """
 
     path: str
@@ -60,14 +60,14 @@ class BucketNote:
 
 
 class Buffers(Protocol):
-    """The rank's side of a way to vLLM's process."""
+    """The rank's side of a transport to vLLM's process."""
 
     def write(self, weights: Mapping[str, Tensor], index: int) -> BucketNote:
         """Write a bucket; this overwrites the bucket before the last one."""
         ...
 
     def end_update(self) -> None:
-        """Free what only an update under way needs; vLLM's process has loaded all buckets."""
+        """Free what is needed only during an update; vLLM's process has loaded all buckets."""
         ...
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def describe(
     path: str = "",
     handles: Mapping[str, list[Any]] | None = None,
 ) -> BucketNote:
-    """Return the note of a bucket, of weights at these places."""
+    """Return the note of a bucket whose weights have these offsets."""
     return BucketNote(
         path=path,
         index=index,
@@ -247,7 +247,7 @@ def checked_views(memory: Tensor, note: BucketNote, digest: str) -> dict[str, Te
     """Return views of a bucket's tensors.
 
     Raises:
-        EngineError: the digest of its memory is not the one that was announced.
+        EngineError: the digest of its memory is not the announced one.
     """
     if digest != note.digest:
         text = f"bucket {note.index} of the weights was changed on its way: its digest is {digest}"

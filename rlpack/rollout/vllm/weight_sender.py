@@ -1,7 +1,7 @@
 """Send buckets of weights to vLLM's process, which loads one while the next is written.
 
-Buckets go through the memory of the GPUs that both use, if the process can open it (`device_buffers`), or through
-shared memory (`weight_buffers`).
+Buckets are in the memory of the GPUs that both use, if the process can open it (`device_buffers`), else in shared
+memory (`weight_buffers`).
 
 Invariants (tests/vllm/test_weights.py):
 
@@ -53,7 +53,7 @@ class WeightSender:
         self._has_failed = False
 
     def open(self, on_gpus: DeviceBuffers | None = None) -> None:
-        """Have vLLM's process take buckets; from shared memory if it can't read those on its GPUs.
+        """Prepare vLLM's process for buckets: on its GPUs if it can read them there, else in shared memory.
 
         Args:
             on_gpus: empty buffers on the engine's GPUs; None for an engine on a CPU.
@@ -66,13 +66,13 @@ class WeightSender:
             self._call(self._opening({}), _OPEN)
         if problem:
             logger.warning(
-                "rollout.engine=vllm: new weights reach the engine through the CPU's memory, which is slower, since "
+                "rollout.engine=vllm: new weights reach the engine through host memory, which is slower, because "
                 "CUDA IPC failed: %s",
                 problem,
             )
 
     def _try_devices(self, buffers: DeviceBuffers) -> str:
-        """Use buffers on GPUs if vLLM's process can read them; return why not, "" if it can."""
+        """Use buffers on GPUs if vLLM's process can read them; return "", or the reason why it can't."""
         try:
             note = buffers.write({"trial": torch.arange(1024)}, 0)
             self._call(self._opening({"trial": asdict(note)}), _OPEN)
@@ -108,6 +108,7 @@ class WeightSender:
         Raises:
             BucketError: an earlier bucket was not loaded.
             EngineError: an earlier call has failed, or vLLM's process can't be reached.
+            torch.OutOfMemoryError: a GPU has no room for the buffer.
         """
         if self._has_failed:
             raise EngineError("an earlier bucket of this update was not loaded; call check_weights to begin again")
@@ -172,7 +173,7 @@ class WeightSender:
                 raise BucketError(f"vLLM could not load bucket {index} of the weights: {reason}", index) from error
 
     def _let_end(self) -> None:
-        """Wait for the buckets after a failed one, which vLLM refuses."""
+        """Wait for the buckets after a failed one; vLLM refuses them."""
         while self._on_their_way:
             _, call = self._on_their_way.popleft()
             with suppress(Exception):
@@ -183,7 +184,7 @@ class WeightSender:
         self._end(self._loop.start(coroutine, _LOAD_S, what), what)
 
     def _end(self, call: StartedCall[Any], what: str) -> None:
-        """Wait for a call; raise its errors as `EngineError`, with what it was to do."""
+        """Wait for a call; raise its errors as an `EngineError` that describes it."""
         try:
             call.result()
         except EngineError:
