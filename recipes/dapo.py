@@ -1,7 +1,7 @@
 """DAPO (Yu et al., 2025, arXiv:2503.14476).
 
 for each step:
-    with engines_awake():                       # if roles share GPUs, engines sleep until new weights come
+    with engines_awake():                       # on GPUs that roles share, engines sleep afterwards
         until the batch is full of groups whose rewards differ:
             rollouts += rollout.generate(prompts × n)
             reward   += reward.score(rollouts) - overlong penalty

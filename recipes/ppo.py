@@ -2,7 +2,7 @@
 
 for each step:
     prompts    = draw()
-    with engines_awake():                       # if roles share GPUs, engines sleep until new weights come
+    with engines_awake():                       # on GPUs that roles share, engines sleep afterwards
         rollouts = rollout.generate(prompts × n)
     reward     = reward.score(rollouts)         # in the background, from the first generated part on
     ref        = reference.logprobs(rollouts)   # submitted here, collected below

@@ -57,8 +57,8 @@ class Scorer:
         """Return log p(token | tokens before it) at temperature 1, f32 [R, L] on the CPU; a collective.
 
         Args:
-            token_ids: int64 [R, L], without padding. Nothing is packed, so the result is right even for a model that
-                does not isolate packed sequences.
+            token_ids: int64 [R, L], without padding. Without context parallelism nothing is packed, so the result is
+                right even for a model that does not isolate packed sequences.
         """
         self.policy.eval()
         inputs = equal_rows(token_ids).to(self.device)

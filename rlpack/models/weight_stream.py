@@ -5,7 +5,7 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
 1. every parameter and every buffer of the checkpoint is in exactly one bucket, in the order of `named_parameters`; a
    tied weight comes once, under its first name;
 2. a bucket holds at most `bucket_bytes`, or a single tensor that is larger;
-3. a rank holds one bucket and one whole tensor at a time, never the whole model;
+3. a rank holds one bucket, and one whole tensor or a few MiB of small ones, at a time, never the whole model;
 4. names and values are those of the model without adapters: W + scale·B·A in place of W; or only the adapters are
    sent, as A and scale·B.
 """
@@ -143,17 +143,12 @@ class WeightStream:
         return (self.gather(index) for index in range(len(self.layout)))
 
 
-def full_state_dict(policy: PackedModel, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return all weights on the CPU under the wrapped model's own names; a collective.
-
-    Args:
-        policy: sharded or not.
-        keep: False on a rank that only takes part in the gathers; it returns nothing.
-    """
+def full_state_dict(policy: PackedModel) -> dict[str, Tensor]:
+    """Return all weights on the CPU under the wrapped model's own names; a collective if sharded."""
     stream = WeightStream(policy)
     state: dict[str, Tensor] = {}
     for index in range(len(stream.layout)):
-        state |= stream.gather(index, keep=keep)
+        state |= stream.gather(index)
     return state
 
 
