@@ -266,6 +266,7 @@ class Session:
             Interrupted: Ctrl-C was pressed.
         """
         if self.run.interrupted:
+            self.checkpoints.finish()  # Ctrl-C may have come while a step's state was copied
             raise Interrupted
 
     def _discard_calls(self, step: StepContext) -> None:
