@@ -203,8 +203,8 @@ class CriticWorker(Worker, Trainable):
     @broadcast
     def export_model(self, folder: str) -> None:
         """Write a headless Hugging Face model folder and `value_head.safetensors`; a collective."""
+        head = head_state_dict(self._critic)  # first: after a failed write, a rank would miss this collective
         export_model(self._critic, Path(folder), rank=self.context.rank, num_ranks=self.context.num_ranks)
-        head = head_state_dict(self._critic)
         if self.context.rank == 0:
             save_file(head, Path(folder) / "value_head.safetensors")
 
