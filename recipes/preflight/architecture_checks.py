@@ -79,7 +79,7 @@ def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
     if runs_packed(config, role) and (reason := _unpackable(model)):
         way_out = f"{batching_key(role)}.mode=dynamic or fixed" if cp == 1 else f"{role}.parallel.cp=1"
         raise ModelError(f"{kind} can't be run packed as the {role}: {reason}; set {way_out}")
-    num_heads = model.config.get_text_config().to_dict().get("num_attention_heads")
+    num_heads = settings_of(model.config).get("num_attention_heads")
     if cp > 1 and isinstance(num_heads, int) and num_heads % cp:
         raise ModelError(
             f"{kind} has {num_heads} attention heads, which the {cp} ranks of {role}.parallel.cp don't divide; set "

@@ -34,7 +34,11 @@ def layout_problems(config: Config) -> Iterator[str]:
 
 def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
     """Return the smallest cp with at most `per_rank` of the `slots` on each rank; None if the pool allows none."""
-    ranks = config.placement.pools[pool_of(config, role)].ranks // role_parallel(config, role).dp_replicate
+    pools = config.placement.pools
+    pool = pools.get(pool_of(config, role)) if pools else None
+    if pool is None:  # another rule refuses it
+        return None
+    ranks = pool.ranks // role_parallel(config, role).dp_replicate
     return next((cp for cp in range(1, ranks + 1) if ranks % cp == 0 and cp * per_rank >= slots), None)
 
 
