@@ -11,13 +11,13 @@ Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
 """
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlpack.background_call import BackgroundCall
 from rlpack.checkpoint.commit import Staging, new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.distributed.worker_group import WorkerGroup
@@ -42,7 +42,7 @@ class _InFlight:
     staging: Staging
     groups: Groups
     state: dict[str, Any]
-    commit: Future[Any] | None = None
+    commit: BackgroundCall[Any] | None = None
 
 
 class CheckpointWriter:
@@ -95,7 +95,7 @@ class CheckpointWriter:
         if self._in_flight is None:
             return
         if self._in_flight.commit is not None:
-            if self._in_flight.commit.done():
+            if self._in_flight.commit.wait(0.0):
                 self.finish()
         elif all(group.run(Trainable.save_is_done) for group in self._in_flight.groups.values()):
             try:
@@ -115,12 +115,12 @@ class CheckpointWriter:
             return
         try:
             commit = checkpoint.commit or self._start_commit(checkpoint)
-            commit.result(timeout=self._timeout_s)
-        except FutureTimeoutError as error:
-            raise CheckpointError(
-                f"the checkpoint in {checkpoint.staging.path} was not committed in {self._timeout_s:.0f} s; is the "
-                "disk slow? placement.call_timeout_s is the limit"
-            ) from error
+            if not commit.wait(self._timeout_s):
+                raise CheckpointError(
+                    f"the checkpoint in {checkpoint.staging.path} was not committed in {self._timeout_s:.0f} s; is the "
+                    "disk slow? placement.call_timeout_s is the limit"
+                )
+            commit.outcome()
         finally:
             self.abandon()
 
@@ -130,11 +130,11 @@ class CheckpointWriter:
         if checkpoint is not None:
             checkpoint.stack.close()
 
-    def _start_commit(self, checkpoint: _InFlight) -> Future[Any]:
+    def _start_commit(self, checkpoint: _InFlight) -> BackgroundCall[Any]:
         """Wait until all roles have written, and commit in a thread."""
         for group in checkpoint.groups.values():
             group.run(Trainable.finish_save, self._timeout_s)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        checkpoint.commit = thread.submit(checkpoint.staging.commit, checkpoint.state, keep=self._keep)
-        thread.shutdown(wait=False)
+        commit = partial(checkpoint.staging.commit, checkpoint.state, keep=self._keep)
+        # Unlike an executor's, this thread keeps no command that has given up waiting from ending.
+        checkpoint.commit = BackgroundCall(commit, name="checkpoint")
         return checkpoint.commit

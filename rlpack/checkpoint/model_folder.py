@@ -7,7 +7,8 @@
     <parent>/<name>/COMMITTED        SHA-256 of the manifest, flushed
 
 Invariants (tests/unit/checkpoint/test_model_folder.py):
-1. If writing fails, or is killed before the first rename, the earlier folder is unchanged.
+1. If writing fails, the earlier folder is unchanged. After a kill between the two renames, the next writer gives it
+   its name back first.
 2. A folder with a marker has all files that its manifest lists.
 """
 
@@ -35,6 +36,7 @@ def new_model_folder(target: Path) -> Iterator[Path]:
         CheckpointError: the folder could not be written or renamed; an earlier one is unchanged, or still exists as
             `.replaced-*`.
     """
+    _restore(target)
     for debris in target.parent.glob(f".tmp-{target.name}-*"):
         discard_folder(debris)
     staging = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
@@ -58,8 +60,19 @@ def _publish(staging: Path, target: Path) -> None:
     flush_tree(staging)
     if target.exists():
         target.rename(target.with_name(f".replaced-{target.name}-{secrets.token_hex(4)}"))
-    staging.rename(target)
+    try:
+        staging.rename(target)
+    except OSError:
+        _restore(target)
+        raise
     flush(target.parent)
     write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
     for old in target.parent.glob(f".replaced-{target.name}-*"):
         discard_folder(old)
+
+
+def _restore(target: Path) -> None:
+    """Give a folder that was put aside its name back, if nothing took its place."""
+    aside = sorted(target.parent.glob(f".replaced-{target.name}-*"), key=lambda folder: folder.stat().st_mtime)
+    if aside and not target.exists():
+        aside[-1].rename(target)

@@ -91,11 +91,13 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     slots, position_ids = torch.from_numpy(layout.slots), torch.from_numpy(layout.position_ids)
     packed = None
     if layout.cu_seqlens is not None:
-        # On some CPUs every layer would round the number of slots up; one dummy sequence at the end does it once.
-        width = layout.shape[1]
+        # On some CPUs every layer would round the number of slots up; dummy sequences at the end do it once. They are no
+        # longer than the others, because a model has a position for each token of those only.
+        width, lengths = layout.shape[1], (layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist()
         missing = rounded_rows(width) - width if torch.device(device).type == "cpu" else 0
-        packed = Segments.from_lengths([*(layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist(), missing])
-        position_ids = torch.cat([position_ids, torch.arange(missing)[None]], 1)
+        longest = max(lengths)
+        packed = Segments.from_lengths([*lengths, *[longest] * (missing // longest), missing % longest])
+        position_ids = torch.cat([position_ids, torch.arange(missing)[None] % longest], 1)
     input_ids = torch.full(position_ids.shape, pad_token_id, dtype=torch.int64)
     input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
     inputs = ModelInputs(

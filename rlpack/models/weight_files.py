@@ -16,7 +16,8 @@ _BLOCK_BYTES = 64 * 2**20
 class WeightFiles:
     """The tensors of several safetensors files by name.
 
-    Files are read with `pread`: pages of a mapped file would count as memory of the process, and stay.
+    Files are read with `pread` where safetensors can (0.8 and later): pages of a mapped file would count as memory of
+    the process, and stay.
 
     Attributes:
         shapes: shape of each tensor, from the files' headers.
@@ -32,7 +33,7 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         for path in paths:
-            file = safe_open(path, framework="pt", device="cpu", backend="pread")
+            file = _opened(path)
             for name in file.keys():  # noqa: SIM118 - not a dict
                 self._files[name] = file
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
@@ -77,3 +78,11 @@ class WeightFiles:
         starts = range(0, shape[0], rows)
         blocks = (slice(start, min(start + rows, shape[0])) for start in starts)
         return all(torch.equal(*(source[block] for source in sources)) for block in blocks)
+
+
+def _opened(path: Path | str) -> Any:
+    """Open a file."""
+    try:
+        return safe_open(path, framework="pt", device="cpu", backend="pread")
+    except TypeError:  # safetensors before 0.8
+        return safe_open(path, framework="pt", device="cpu")

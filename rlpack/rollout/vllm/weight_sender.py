@@ -97,6 +97,7 @@ class WeightSender:
             has_failed = True
         if is_open and not has_failed:  # vLLM itself ends an update if a bucket fails
             self._call(self._front_end.finish_weight_update(), "drop an update of its weights")
+        self.buffers.end_update()
         self._next_index, self._has_failed = None, False
 
     def send(self, weights: Mapping[str, Tensor]) -> None:

@@ -59,3 +59,28 @@ def test_what_a_killed_export_left_is_deleted_by_the_next(tmp_path: Path):
     with new_model_folder(target) as staging:
         write(staging, "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_a_killed_export_had_put_aside_gets_its_name_back(tmp_path: Path):
+    target = tmp_path / "model"
+    write(tmp_path / ".replaced-model-1234", "first")
+    with pytest.raises(CheckpointError, match="No space left"):
+        run_out_of_space(target)
+    assert (target / "model.safetensors").read_text() == "first"
+
+
+def test_a_failed_rename_leaves_the_earlier_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target, rename = tmp_path / "model", Path.rename
+    with new_model_folder(target) as staging:
+        write(staging, "first")
+
+    def fail_once(path: Path, to: Path) -> Path:
+        if path.name.startswith(".tmp-"):
+            raise OSError(5, "Input/output error")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(CheckpointError, match="Input/output error"), new_model_folder(target) as staging:
+        write(staging, "second")
+    assert (target / "model.safetensors").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

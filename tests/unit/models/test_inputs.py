@@ -32,6 +32,16 @@ def test_packed_rows_are_contiguous_with_alignment_and_padding():
     assert inputs.has_context().tolist() == [False, True, True, False]
 
 
+def test_slots_that_round_a_row_up_have_no_position_that_its_sequences_have_not(monkeypatch):
+    monkeypatch.setattr("rlpack.models.inputs.rounded_rows", lambda count: 13)
+    inputs = inputs_of([torch.tensor([5, 6, 7]), torch.tensor([8])], packed_layout([3, 1]))
+    assert inputs.input_ids.tolist() == [[5, 6, 7, 8] + [52] * 9]
+    assert inputs.position_ids.tolist() == [[0, 1, 2, 0, *[0, 1, 2] * 3]]
+    assert inputs.packed is not None
+    assert inputs.packed.lengths == (3, 1, 3, 3, 3)
+    assert inputs.slots.tolist() == [0, 1, 2, 3]
+
+
 def test_padded_rows_have_one_row_each():
     inputs = inputs_of([torch.tensor([5, 6, 7]), torch.tensor([8])], padded_layout([3, 1], 4))
     assert inputs.input_ids.tolist() == [[5, 6, 7, 52], [8, 52, 52, 52]]
