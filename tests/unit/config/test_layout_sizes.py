@@ -117,3 +117,10 @@ def test_ranks_that_share_tokens_share_the_token_budget():
 
 def test_only_started_roles_are_checked():
     config_of(critic={"parallel": {"dp_replicate": 3}})
+
+
+def test_a_missing_pool_is_named_where_the_token_budget_is_too_small():
+    for placement in ({"roles": {"actor": "typo"}}, {"pools": {}}):
+        with pytest.raises(ConfigError) as caught:
+            validate(VALID | {"placement": placement, "batching": {"max_tokens": 16}})
+        assert any("placement" in problem for problem in caught.value.problems)

@@ -41,6 +41,20 @@ def test_ctrl_c_ends_a_run_at_once_and_saves_finished_steps(
     assert (run_of(session).logged, session.saved) == (logged, saved)
 
 
+def test_ctrl_c_while_a_state_is_copied_waits_for_its_checkpoint(tmp_path: Path):
+    session, calls = session_of(tmp_path), []
+
+    class Writer:
+        def finish(self) -> None:
+            calls.append("finish")
+
+    session.checkpoints = Writer()
+    session.run.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        session.stop_if_interrupted()
+    assert calls == ["finish"]
+
+
 def test_a_run_has_begun_with_its_first_step(tmp_path: Path):
     session = session_of(tmp_path)
     session.run.has_begun = False
