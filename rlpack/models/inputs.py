@@ -91,8 +91,8 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     slots, position_ids = torch.from_numpy(layout.slots), torch.from_numpy(layout.position_ids)
     packed = None
     if layout.cu_seqlens is not None:
-        # On some CPUs every layer would round the number of slots up; dummy sequences at the end do it once. They are no
-        # longer than the others, because a model has a position for each token of those only.
+        # On some CPUs every layer would round the number of slots up; dummy sequences at the end do it once. They are
+        # no longer than the others, because a model may have positions for those only.
         width, lengths = layout.shape[1], (layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist()
         missing = rounded_rows(width) - width if torch.device(device).type == "cpu" else 0
         longest = max(lengths)
