@@ -242,7 +242,7 @@ def test_an_engine_that_cant_read_a_gpus_memory_says_so_and_takes_shared_memory(
         collect=lambda: None,
     )
     shared_engine._sender.open(DeviceBuffers([torch.device("cpu")], sharing))
-    assert "through the CPU's memory, which is slower, since CUDA IPC failed" in caplog.text
+    assert "CUDA IPC failed" in caplog.text
     assert "EngineError: bucket 0 of the weights is on a GPU, and the engine runs on cpu" in caplog.text
     built = policy("qwen2", tied=False, seed=35)
     send(shared_engine, built)
