@@ -164,8 +164,7 @@ def _shard_and_check(
     """
     settings, device = role_compute(config, role), context.torch_device
     mesh = context.layout.shard_mesh(context.device)
-    if settings.gradient_checkpointing:
-        model.checkpoint_activations(role)
+    model.checkpoint_activations(settings.gradient_checkpointing, role)
 
     def shard(model: M, precision: Literal["fp32", "bf16"]) -> M:
         shard_model(model, mesh, precision=precision, reshard_after_forward=settings.reshard_after_forward)

@@ -155,8 +155,7 @@ def _check_outputs(config: Config, model: PreTrainedModel, role: str, *, packed:
             for weight in built.parameters():
                 weight.add_(_NOISE * torch.randn_like(weight))
     checked = ScalarHeadModel(language_model(built)) if role == "critic" else Policy(built)
-    if role_compute(config, role).gradient_checkpointing:
-        checked.checkpoint_activations(role)
+    checked.checkpoint_activations(role_compute(config, role).gradient_checkpointing, role)
     vocab_size, limits = built.config.get_text_config().vocab_size, RowLimits.of_role(config, role)
     trained = role in recipe_of(config).trains
     check_model(checked, "cpu", vocab_size, role=role, packed=packed, limits=limits, trained=trained)

@@ -95,7 +95,7 @@ def role_compute(config: Config, role: str) -> Compute:
     if own is not None:
         values |= own.model_dump(include=keys, exclude_none=True)
     if role in _FROZEN:
-        values["gradient_checkpointing"] = False
+        values["gradient_checkpointing"] = "none"
     return Compute(**values)
 
 

@@ -61,7 +61,7 @@ def check_gradients(
         suffix = " with activation checkpointing"
         if _largest_gap(plain, alone)[0] <= allowed:
             suffix += ", and not without"
-            way_out = f"set {role}.gradient_checkpointing=false"
+            way_out = f"set {role}.gradient_checkpointing=none"
     raise ModelError(
         f"the gradient of {worst} over {len(rows)} {layout_name(packed)} rows differs by {gap:.2e} from the sum over "
         f"the rows alone under transformers' eager attention (at most {allowed:.0e}){suffix}; {way_out}"

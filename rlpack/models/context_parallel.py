@@ -14,12 +14,16 @@ Letters: H heads, T slots of the whole row, t = T / ranks, D head size.
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlpack.models.errors import ModelError
+
+# Groups by name, because operators take no groups.
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,14 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
+    _groups[group.group_name] = group
+    return _exchange_operator(parts.contiguous(), group.group_name)
+
+
+# An operator that returns a new tensor, so that selective activation checkpointing can keep it. That of torch fills a
+# tensor in place and returns a handle: keeping the handle would skip the exchange and leave the tensor empty.
+@torch.library.custom_op("rlpack::all_to_all", mutates_args=())
+def _exchange_operator(parts: Tensor, group_name: str) -> Tensor:
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    dist.all_to_all_single(received, parts, group=_groups[group_name])
     return received

@@ -113,9 +113,10 @@ class _Linear(torch.autograd.Function):
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left · rightᵀ + bias by oneDNN: [..., K] and [N, K] to [..., N]."""
-    product = _call(_padded(left.reshape(-1, left.shape[-1])), right, bias)
-    # In place: as a view, the result could not be changed in place by the model's code.
-    return product.resize_(*left.shape[:-1], right.shape[0])
+    rows = left.reshape(-1, left.shape[-1])
+    product = _call(_padded(rows), right, bias)[: len(rows)]
+    # A result that autograd takes for a view could not be changed in place by the model's code.
+    return torch.ops.aten._unsafe_view.default(product, [*left.shape[:-1], right.shape[0]])
 
 
 def _num_rows(tensor: Tensor) -> int:

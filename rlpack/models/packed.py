@@ -7,7 +7,8 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self, TypeVar, cast
+from functools import partial
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
+from rlpack.models.selective_checkpointing import selective_contexts
 
 T = TypeVar("T")
 
@@ -119,28 +121,34 @@ class PackedModel(nn.Module):
                 module.training = mode
         return self
 
-    def checkpoint_activations(self, role: str = "actor") -> None:
-        """Keep only each decoder layer's input for the backward pass, which recomputes the rest.
+    def checkpoint_activations(self, kind: Literal["none", "full", "selective"] = "full", role: str = "actor") -> None:
+        """Have the backward pass recompute activations of the decoder layers; the gradients stay the same.
 
         Args:
+            kind: `full` keeps only each layer's input; `selective` also keeps the outputs of costly operations
+                (`rlpack.models.selective_checkpointing`); `none` does nothing.
             role: the model's role, for the error.
 
         Raises:
             ModelError: the model's config has dropout, which checkpointed layers may apply.
         """
+        if kind == "none":
+            return
         layers = {type(module) for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)}
         settings = self.model.config.get_text_config().to_dict() if any(map(_reads_its_mode, layers)) else {}
         for name, value in settings.items():
             if _LAYER_DROPOUT.search(name) and isinstance(value, float) and value > 0:
-                kind = type(self.model).__name__
+                model = type(self.model).__name__
                 raise ModelError(
-                    f"{kind} has {name}={value}, which {role}.gradient_checkpointing=true would turn on; set it to 0 "
-                    f"in the model's config, or set {role}.gradient_checkpointing=false"
+                    f"{model} has {name}={value}, which {role}.gradient_checkpointing={kind} would turn on; set it to "
+                    f"0 in the model's config, or set {role}.gradient_checkpointing=none"
                 )
-        options = {"use_reentrant": False}
+        options: dict[str, Any] = {"use_reentrant": False}
+        if kind == "selective":
+            options["context_fn"] = partial(selective_contexts, f"{role}.gradient_checkpointing")
         if not self.model.supports_gradient_checkpointing:
             raise ModelError(
-                f"{type(self.model).__name__} can't recompute activations; set {role}.gradient_checkpointing=false"
+                f"{type(self.model).__name__} can't recompute activations; set {role}.gradient_checkpointing=none"
             )
         if "activation_checkpointing_enable" in dir(self.model):
             self.model.activation_checkpointing_enable(options)

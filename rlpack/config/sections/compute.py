@@ -1,19 +1,31 @@
 """Sections of how roles run their models: the actor's, and those that other roles inherit or override."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from rlpack.config.sections.section import Count, Section
 
 Precision = Literal["fp32", "bf16"]
 
 
+def _from_boolean(value: Any) -> Any:
+    """Return the choice that `true` or `false` stands for, the only values until version 0.2."""
+    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+Checkpointing = Annotated[Literal["none", "full", "selective"], BeforeValidator(_from_boolean)]
+
+
 class Compute(Section):
     """How a role runs its model."""
 
     precision: Precision = Field(default="fp32", description="Compute dtype; weights and gradient sums stay fp32.")
-    gradient_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
+    gradient_checkpointing: Checkpointing = Field(
+        default="none",
+        description="Activations that the backward pass recomputes: none; all but each layer's input (full, or true); "
+        "or all but the outputs of matrix products, attention and exchanges between ranks (selective).",
+    )
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
     logprob_chunk: Count = Field(default=1024, description="Most tokens whose logits exist at one time.")
     isolation_check: bool = Field(

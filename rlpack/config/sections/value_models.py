@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from rlpack.config.sections.compute import RoleCompute
+from rlpack.config.sections.compute import Checkpointing, RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.config.sections.parallelism import RoleParallel
 from rlpack.config.sections.role_batching import RoleBatching
@@ -17,7 +17,7 @@ class Critic(RoleCompute):
         description="Folder or hub name of its initial model; null for the policy at the recipe's start.",
     )
     revision: str | None = Field(default=None, description="Pinned revision of a hub model.")
-    gradient_checkpointing: bool | None = Field(
+    gradient_checkpointing: Checkpointing | None = Field(
         default=None, description="As actor.gradient_checkpointing; null inherits it."
     )
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)

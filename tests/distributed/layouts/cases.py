@@ -51,6 +51,8 @@ MODES = {
     "fixed": Batching(mode="fixed", micro_batch_size=3, max_tokens=None),
 }
 ROLES = ("actor", "critic", "reward_model", "sft")
+# How the models of these roles recompute activations.
+CHECKPOINTING = {"actor": "selective", "sft": "full"}
 
 # Tokens of prompt and response; the third response is empty, and the sixth row is quarantined.
 SIZES = [(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)]
@@ -82,7 +84,7 @@ def cases_of(layout: str) -> list[Case]:
 
 
 def config_of(
-    family: str, *, layout: str | None = None, classifier: str | None = None, checkpointing: bool = False
+    family: str, *, layout: str | None = None, classifier: str | None = None, checkpointing: str = "none"
 ) -> Config:
     """Return a run on a family's model, on one rank or with the keys of a layout."""
     shape = {key: value for key, value in MODEL.items() if key != "model_type"}

@@ -29,7 +29,7 @@ from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.definition import counts_of
-from tests.distributed.layouts.cases import CRITIC, RATE, Case, config_of, in_mode, layout_of
+from tests.distributed.layouts.cases import CHECKPOINTING, CRITIC, RATE, Case, config_of, in_mode, layout_of
 from tests.distributed.layouts.truth import new_head
 from tests.unit.models.tiny import VOCABULARY, tiny_model
 
@@ -48,7 +48,7 @@ def run_cases(
     for case, batch in cases:
         # Models as small as these would all be sharded as a whole.
         build.shard_model = partial(shard_model, small_bytes=0) if case.role in _BY_LAYER else shard_model
-        checkpointing, folder = case.role == "sft", classifiers[case.family]
+        checkpointing, folder = CHECKPOINTING.get(case.role, "none"), classifiers[case.family]
         config = config_of(case.family, layout=layout, classifier=folder, checkpointing=checkpointing)
         config = in_mode(config, case.mode)
         run = {"actor": _actor, "sft": _actor, "critic": _critic, "reward_model": _reward_model}[case.role]

@@ -91,7 +91,8 @@ def built_roles(mesh: DeviceMesh, rank: int, folder: str) -> list[str]:
         path = f"{folder}/{family}"
         truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for precision in ("fp32", "bf16"):
-            config = role_config(path, precision=precision, gradient_checkpointing=precision == "bf16")
+            checkpointing = "full" if precision == "bf16" else "none"
+            config = role_config(path, precision=precision, gradient_checkpointing=checkpointing)
             policy = build_policy(config, "actor", tokenizer, context)
             assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
             assert policy.output_map == Policy(truth).output_map

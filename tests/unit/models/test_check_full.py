@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -146,11 +147,14 @@ def test_a_layer_that_differs_when_it_is_recomputed_is_refused_with_activation_c
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_right_models_pass_with_activation_checkpointing_and_keep_no_gradient(kind: str, packed: bool):
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_right_models_pass_with_activation_checkpointing_and_keep_no_gradient(
+    kind: str, packed: bool, checkpointing: Literal["full", "selective"]
+):
     changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "moe" in kind else {}
     changes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     policy = Policy(tiny_model(kind, implementation="rlpack" if packed else "eager", dtype=torch.float32, **changes))
-    policy.checkpoint_activations()
+    policy.checkpoint_activations(checkpointing)
     policy.train()
     check_model(policy, "cpu", VOCABULARY, packed=packed)
     assert policy.training

@@ -161,5 +161,5 @@ def test_dropout_of_heads_and_of_modules_inside_a_layer_does_not_forbid_checkpoi
 
 def test_dropout_that_a_layer_applies_itself_forbids_checkpointing():
     policy = Policy(tiny_model("opt", dropout=0.1, ffn_dim=48, word_embed_proj_dim=32))
-    with pytest.raises(ModelError, match=r"OPTForCausalLM has dropout=0\.1, which critic\.gradient_checkpointing=true"):
-        policy.checkpoint_activations("critic")
+    with pytest.raises(ModelError, match=r"OPTForCausalLM has dropout=0\.1, which critic\.gradient_checkpointing=full"):
+        policy.checkpoint_activations(role="critic")

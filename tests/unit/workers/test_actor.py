@@ -1,7 +1,7 @@
 """An actor alone, in this process."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -157,9 +157,9 @@ def test_a_supervised_learning_rate_is_that_of_its_step_alone():
     assert policy_update(actor)[0]["actor/learning_rate"] == 0.25
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_never_acts_so_the_first_ratio_is_one(checkpointing: bool):
-    dropout = 0.0 if checkpointing else 0.5
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_dropout_never_acts_so_the_first_ratio_is_one(checkpointing: Literal["none", "full", "selective"]):
+    dropout = 0.5 if checkpointing == "none" else 0.0
     actor = actor_of(
         tiny_config(
             model=Model(config=MODEL | {"attention_dropout": dropout}),

@@ -1,0 +1,103 @@
+"""Selective activation checkpointing: keep the outputs of costly operations, recompute the rest in backward.
+
+Matrix products, attention and the exchanges of context parallelism take nearly all the time of a layer's forward pass,
+but their outputs are only a part of its activations. Norms, rotary embeddings, activation functions and residual sums
+are recomputed from them.
+
+Which outputs are kept depends on the operation alone. All ranks therefore keep the same ones, and recompute and
+communicate in the same order.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+from rlpack.models.errors import ModelError
+from rlpack.models.parts import local_part
+
+# Operators by the names they are registered under; those of packages that aren't installed match nothing.
+_KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::linear",
+        "aten::_grouped_mm",
+        "aten::_scaled_mm",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "mkldnn::_linear_pointwise",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+        "transformers::grouped_mm_fallback",
+        "rlpack::all_to_all",
+    }
+)
+# aten::_scaled_dot_product_flash_attention, …_flash_attention_for_cpu, …_efficient_attention, …_cudnn_attention.
+_ATTENTION = "aten::_scaled_dot_product_"
+
+
+def selective_contexts(key: str) -> tuple[Any, Any]:
+    """Return the contexts of a layer's forward pass and of its recomputation, for `torch.utils.checkpoint`.
+
+    Args:
+        key: configuration key that chose selective checkpointing, for the error.
+    """
+    return create_selective_checkpoint_contexts(_KeptOutputs(key))
+
+
+def is_kept(operation: str) -> bool:
+    """Return whether the outputs of an operator are kept.
+
+    Args:
+        operation: its name, with or without an overload.
+
+    >>> is_kept("aten::mm"), is_kept("aten::_scaled_dot_product_flash_attention_for_cpu"), is_kept("aten::silu")
+    (True, True, False)
+    """
+    name = operation.partition(".")[0]
+    return name in _KEPT or name.startswith(_ATTENTION)
+
+
+class _KeptOutputs:
+    """The policy of one layer's forward pass: decides which outputs are kept, and that none changes afterwards.
+
+    torch checks this by version counters, which miss a change through a view as `nn.Linear` returns it for
+    three-dimensional inputs (`_unsafe_view`): the backward pass would then give wrong gradients without an error.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._memory: set[int] = set()
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        name = operation.name()
+        if is_kept(name):
+            outputs = context.op_output if isinstance(context.op_output, tuple | list) else (context.op_output,)
+            self._memory |= {_memory(output) for output in outputs if isinstance(output, Tensor) and output.numel()}
+            return CheckpointPolicy.MUST_SAVE
+        written = _written(operation, args, kwargs) if operation._schema.is_mutable else []
+        if any(_memory(tensor) in self._memory for tensor in written):
+            raise ModelError(
+                f"a layer of this model changes the output of a matrix product in place ({name}), which "
+                f"{self._key}=selective keeps for the backward pass; set {self._key} to full or none"
+            )
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a call of an operator writes to."""
+    arguments = operation._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    values = [named.get(argument.name) for argument in arguments if argument.is_write]
+    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return [tensor for value in lists for tensor in value if isinstance(tensor, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which its views share."""
+    return local_part(tensor).untyped_storage().data_ptr()
