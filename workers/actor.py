@@ -58,13 +58,19 @@ class ActorWorker(Worker, Trainable):
 
         Only tokens that the plan keeps enter the sums: `response_tokens` is their number, `logprob_sum` the sum of
         their log-probs, and `logprob_gap` the sum of the absolute differences from `rollout_logprobs` (0 without that
-        column). The microbatches are those of `train_step`, so the first ratio is exactly 1.
+        column). At the sampling temperature, `entropy_sum` is the sum of their entropies. The microbatches are those of
+        `train_step`, so the first ratio is exactly 1.
 
         Args:
             shard: `input_ids`, `response_mask`, and `rollout_logprobs` if known.
             temperature: temperature of the distribution; None takes the sampling temperature.
         """
-        scored = self._scorer.logprobs(shard, "logprobs", temperature=temperature)
+        if temperature is None:
+            scored = self._scorer.logprobs_and_entropies(shard)
+            sums = {"entropy_sum": row_sums(scored["entropies"].values, shard["response_mask"])}
+            scored = scored.keep(["logprobs"]).union(sums)
+        else:
+            scored = self._scorer.logprobs(shard, "logprobs", temperature=temperature)
         mask, logprobs = shard["response_mask"], scored["logprobs"].values
         sampled = shard["rollout_logprobs"].values if "rollout_logprobs" in shard else logprobs
         return scored.union(

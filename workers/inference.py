@@ -18,7 +18,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import equal_rows, to_model_inputs
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
-from rlpack.models.policy import Policy
+from rlpack.models.policy import Policy, TokenScores
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,19 @@ class Scorer:
     @torch.no_grad()
     def score(self, view: MicrobatchView, *, temperature: float) -> Tensor:
         """Return the log-probs of a microbatch's response tokens, 0 elsewhere: f32 [T], on the CPU."""
+        return self._token_scores(view, temperature, entropy=False).logprobs.float().cpu()
+
+    @torch.no_grad()
+    def score_with_entropy(self, view: MicrobatchView, *, temperature: float) -> Tensor:
+        """Return log-probs and entropies of a microbatch's response tokens, 0 elsewhere: f32 [T, 2], on the CPU."""
+        return torch.stack(self._token_scores(view, temperature, entropy=True), 1).float().cpu()
+
+    def _token_scores(self, view: MicrobatchView, temperature: float, *, entropy: bool) -> TokenScores:
+        """Score the response tokens of a microbatch."""
         self.policy.eval()
         inputs = to_model_inputs(view, device=self.device, pad_token_id=self.pad_token_id)
         select = view.rows["response_mask"].values.to(self.device)
-        return self.policy(inputs, select=select, temperature=temperature, entropy=False).logprobs.float().cpu()
+        return self.policy(inputs, select=select, temperature=temperature, entropy=entropy)
 
     @torch.no_grad()
     def score_rows(self, token_ids: Tensor) -> Tensor:
@@ -75,20 +84,40 @@ class Scorer:
         resolved = self.temperature if temperature is None else temperature
         return compute_per_token(shard, name, self.policy, lambda view: self.score(view, temperature=resolved))
 
+    def logprobs_and_entropies(self, shard: BatchedDataDict) -> BatchedDataDict:
+        """Return `logprobs` and `entropies` of response tokens at the sampling temperature, f32 [T] each."""
+        scored = compute_per_token(
+            shard,
+            "scores",
+            self.policy,
+            lambda view: self.score_with_entropy(view, temperature=self.temperature),
+            width=(2,),
+        )
+        logprobs, entropies = scored["scores"].values.unbind(1)
+        column = scored["scores"]
+        return shard.keep([]).union(
+            {"logprobs": column.with_values(logprobs), "entropies": column.with_values(entropies)}
+        )
+
 
 @torch.no_grad()
 def compute_per_token(
-    shard: BatchedDataDict, name: str, model: PackedModel, score: Callable[[MicrobatchView], Tensor]
+    shard: BatchedDataDict,
+    name: str,
+    model: PackedModel,
+    score: Callable[[MicrobatchView], Tensor],
+    width: tuple[int, ...] = (),
 ) -> BatchedDataDict:
-    """Return the column `name`, f32 [T], computed microbatch by microbatch; rows stay in the shard's order.
+    """Return the column `name`, f32 [T, *width], computed microbatch by microbatch; rows stay in the shard's order.
 
     Args:
         shard: `response_mask`, and the columns that `score` reads.
         name: name of the returned column.
         model: the model that `score` runs; its gathered weights are freed at the end.
-        score: maps a microbatch to one value per token, f32 [T], on the CPU.
+        score: maps a microbatch to values per token, f32 [T, *width], on the CPU.
+        width: shape of a token's values.
     """
-    values, order = [torch.zeros(0)], [np.zeros(0, dtype=np.int64)]
+    values, order = [torch.zeros(0, *width)], [np.zeros(0, dtype=np.int64)]
     for step in range(shard.num_steps):
         for view in shard.microbatches(step):
             values.append(score(view))

@@ -30,7 +30,9 @@ def compute_values(
     `value_tokens` counts the response tokens of each row that the critic's `plan` keeps.
     """
     with step.timer("values"):
-        return rollouts.union(session.critic.with_plan(plan).run(CriticWorker.values, rollouts))
+        values = session.critic.with_plan(plan).run(CriticWorker.values, rollouts)
+    session.performance.count(step, "critic", CriticWorker.values, plan, values["value_tokens"])
+    return rollouts.union(values)
 
 
 def compute_token_advantages(
@@ -69,6 +71,8 @@ def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
         critic = session.critic.with_plan(plan)
         updates = [critic.run(CriticWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)]
+    for _ in updates:
+        session.performance.count(step, "critic", CriticWorker.train_step, plan, batch["value_tokens"])
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
 
 

@@ -47,8 +47,12 @@ def compute_old_logprobs(
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
         old = session.actor.with_plan(plan).run(ActorWorker.logprobs, rollouts)
+    session.performance.count(step, "actor", ActorWorker.logprobs, plan, old["response_tokens"])
     gap = (old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)).item()
     step.metrics["rollout/logprob_gap"] = gap
+    if "entropy_sum" in old:  # a user's actor may not measure it
+        tokens = old["response_tokens"].sum().clamp(min=1)
+        step.metrics["actor/old_entropy"] = (old["entropy_sum"].sum() / tokens).item()
     session.logprob_gap_limit.check(gap, rollouts.union(old), session.store, step.number)
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
@@ -94,6 +98,8 @@ def collect_reference_logprobs(
         return rollouts
     with step.timer("reference"):
         rollouts = rollouts.union(pending.result())
+        scored = rollouts["response_tokens"]
+        session.performance.count(step, "reference", ReferenceWorker.logprobs, plan, scored)
         if "logprobs" not in rollouts:
             return rollouts
         actor, estimator = session.actor.with_plan(plan), session.config.algorithm.kl_estimator
@@ -188,6 +194,8 @@ def update_actor(
         rate = learning_rate(optimizer, step.number, trainer.steps)
         actor = session.actor.with_plan(plan)
         updates = [actor.run(ActorWorker.train_step, rollouts, loss, rate) for _ in range(trainer.updates_per_batch)]
+    for _ in updates:
+        session.performance.count(step, "actor", ActorWorker.train_step, plan, rollouts["response_tokens"])
     step.record_optimizer_steps([metrics for update in updates for metrics in update])
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:

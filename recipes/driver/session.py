@@ -38,13 +38,10 @@ from rlpack.observe.run_lock import RunLock, lock_run_dir
 from rlpack.packing import warm_up_jit
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
+from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
 from rlpack.recipes.driver.reference_policy import Rebuild, check_reference, rebuild_reference, reference_model
-from rlpack.recipes.driver.resume import (
-    LoadedCheckpoint,
-    check_same_prompts,
-    newest_checkpoint,
-)
+from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, newest_checkpoint
 from rlpack.recipes.driver.splits import Split, cache_splits, load_splits
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.recipes.preflight.config_checks import check_before_start
@@ -83,6 +80,7 @@ class Session:
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
         reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
         repeated_rows: responses that were generated again so far, because an engine failed.
+        performance: turns the FLOPs of a step into rates.
     """
 
     config: Config
@@ -98,6 +96,7 @@ class Session:
     completed: tuple[Phase, int] | None = None
     reference_hashes: Mapping[str, str] | None = None
     repeated_rows: int = 0
+    performance: PerformanceMeter = field(default_factory=PerformanceMeter)
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -190,6 +189,7 @@ class Session:
             self.step.lease.release()
             self._discard_calls(self.step)
         self.run.has_begun = True
+        self.performance.reset()
         progress = replace(self.progress, step=number)
         self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))
         return self.step
@@ -283,8 +283,7 @@ class Session:
 
     def _commit(self, step: StepContext, elapsed_s: float) -> None:
         """Replace the session's progress with the step's, and log the step's metrics."""
-        if "packing/real_tokens" in step.metrics:  # the recipe reported a plan
-            step.metrics["throughput/tokens_per_s"] = step.metrics["packing/real_tokens"] / elapsed_s
+        step.metrics |= self.performance.metrics(step, elapsed_s)
         self.progress = step.progress
         if step.plan is not None:
             self.run.record_plan(step.plan)
@@ -357,7 +356,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         check_same_prompts(loaded, config, prompts, held_out)
     needs_reference = "reference" in started_roles(config)
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
-    cost = sequence_cost(check_before_start(config, tokenizer, prompts, held_out))
+    model = check_before_start(config, tokenizer, prompts, held_out)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
     run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
     with (
@@ -370,10 +369,11 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
             check_records(directory, loaded.state["records"])
         names = started_roles(config)
         run.note(f"starting the roles {', '.join(names)}")
-        groups = start_roles(cluster, config, names, (config, tokenizer), cost=cost)
+        groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
+        performance = PerformanceMeter.start(config, groups, model)
         train, test = cache_splits(cluster.store, tokenizer, prompts, held_out)
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
-        session.reference_hashes = hashes
+        session.reference_hashes, session.performance = hashes, performance
         session.stop_if_interrupted()
         if rebuild is not None:
             session.rebuild_reference(rebuild)

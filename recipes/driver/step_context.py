@@ -17,6 +17,7 @@ import numpy as np
 from rlpack.algorithms.metric_reduction import reducer_of
 from rlpack.batch.store import Lease
 from rlpack.packing import MicrobatchPlan
+from rlpack.packing.analysis.rank_loads import sequence_length_metrics
 from rlpack.recipes.driver.progress import Progress
 
 # A metric that is summed within an optimizer step is already a mean over tokens or rows, so steps are averaged.
@@ -55,6 +56,7 @@ class StepContext:
         metrics: the step's metrics so far.
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
+        work: FLOPs of the step's calls, by role and method.
     """
 
     number: int
@@ -63,6 +65,7 @@ class StepContext:
     metrics: dict[str, float] = field(default_factory=dict)
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
+    work: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""
@@ -83,7 +86,8 @@ class StepContext:
             self.metrics[logged] = float(reduce(values))
 
     def report_plan(self, plan: MicrobatchPlan, *, keep: bool = False) -> None:
-        """Record the metrics of a plan of the actor; `keep` it for the packing picture."""
+        """Record the metrics of a plan of the actor, and its ranks' tokens; `keep` it for the packing picture."""
+        self.metrics |= sequence_length_metrics(plan)
         self.metrics |= {f"packing/{name}": value for name, value in plan.metrics.as_dict().items()}
         if keep:
             self.plan = plan

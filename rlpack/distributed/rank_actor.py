@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -18,6 +19,7 @@ from rlpack.distributed.process import RankProcess
 from rlpack.distributed.rank_processes import ProcessId
 from rlpack.distributed.ray_watch import RayWatch
 from rlpack.distributed.run_token import TOKEN
+from rlpack.distributed.usage import Measured, Usage
 
 
 class RankActor(RankProcess):
@@ -65,6 +67,16 @@ class RankActor(RankProcess):
         """Run a method that returns rows; the batches among its arguments can be read until it returns."""
         with _readable([*args, *kwargs.values()]):
             return super().call_rows(call_id, role, method, kwargs, *args)
+
+    def measure(self, method: str, *args: Any) -> Measured:
+        """Run one of this class's own methods, such as `call_rows`, and measure it."""
+        began = time.perf_counter()
+        result = getattr(self, method)(*args)
+        return Measured(result, Usage.since(began))
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a function returns in this process."""
+        return function(*args)
 
     def store_columns(self, call_id: int) -> list[ray.ObjectRef]:
         """Put the offloaded columns of a call's rows into the object store."""

@@ -7,7 +7,7 @@ until its own timeout.
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -33,6 +33,7 @@ from rlpack.distributed.ray_watch import current, raise_if_ray_ended, ray_ended
 from rlpack.distributed.shared_arguments import SharedArguments, argument_on_node
 from rlpack.distributed.start_actors import start_actors
 from rlpack.distributed.submitted import SubmittedCalls
+from rlpack.distributed.usage import Usage, UsageLog
 from rlpack.run_log import log_of_node
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class RayRanks:
         self._processes: RankProcesses | None = None
         self._roles: set[str] = set()
         self._submitted = SubmittedCalls()
+        self._usage = UsageLog()
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
         # The daemons of a run's own Ray are processes of the driver, which ends all ranks with them.
@@ -151,7 +153,7 @@ class RayRanks:
             StoreFullError: raised by `Pending.result` if the rows of a call don't fit.
         """
         call_id = next(_CALL_IDS)
-        calls = self._submit_to_ranks(call, call_id)
+        calls = self._submit_to_ranks(call, call_id, is_measured=True)
         self._submitted.add(call_id, call, calls)
         return Pending(partial(self._result, call, call_id, calls), [one.ref for one in calls])
 
@@ -172,11 +174,22 @@ class RayRanks:
             refs = [self._actors[one.rank].result.remote(call_id) for one in calls]
             calls = _rank_calls(refs, call.role, call.method)
         results = dict(zip(call.called, self._wait(calls, self._call_s), strict=True))
+        results = self._usage.unwrap(call.role, call.method, results)
         if not call.returns_rows:
             return [results[rank] for rank in call.outputs]
         for rank in set(call.called) - set(call.outputs):
             self._actors[rank].discard.remote(call_id)
         return self._store_rows(call, call_id, {rank: results[rank] for rank in call.outputs})
+
+    def pop_usage(self, role: str) -> dict[str, Usage]:
+        """Return what the foreground calls of a role took since the last request, by method."""
+        return self._usage.pop(role)
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
+        """Start a function on every rank, after the calls that are submitted; its results are those of all ranks."""
+        refs = [actor.apply.remote(function, *args) for actor in self._actors]
+        calls = _rank_calls(refs, f"pool {self._name}", function.__name__)
+        return Pending(lambda: self._wait(calls, self._call_s))
 
     def _store_rows(self, call: Call, call_id: int, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
         """Store the columns of a call's rows once there is room; return the rows in the order of the ranks."""
@@ -275,8 +288,11 @@ class RayRanks:
         if self._group is not None:
             remove_placement_group(self._group)
 
-    def _submit_to_ranks(self, call: Call, call_id: int) -> list[RankCall]:
-        """Start a call on its ranks; ranks with the same arguments read one object."""
+    def _submit_to_ranks(self, call: Call, call_id: int, *, is_measured: bool = False) -> list[RankCall]:
+        """Start a call on its ranks; ranks with the same arguments read one object.
+
+        Foreground calls that return rows, and measured ones, answer with `Measured`.
+        """
         called = [(self._actors[rank], self._nodes[rank]) for rank in call.called]
         places = [(*place, args) for place, args in zip(called, call.args_of_rank, strict=True)]
         # Copy the rows that other nodes need before any rank starts its call: a busy rank can't copy rows.
@@ -293,7 +309,9 @@ class RayRanks:
             elif rank not in call.outputs:
                 refs.append(actor.execute.remote(*target))
             elif call.returns_rows:
-                refs.append(actor.call_rows.remote(call_id, *target))
+                refs.append(actor.measure.remote("call_rows", call_id, *target))
+            elif is_measured:
+                refs.append(actor.measure.remote("call", *target))
             else:
                 refs.append(actor.call.remote(*target))
         return _rank_calls(refs, call.role, call.method, ranks=call.called, background=call.background)

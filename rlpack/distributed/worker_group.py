@@ -49,6 +49,7 @@ from rlpack.distributed.dispatch import Dispatch, declared_columns, dispatch_of
 from rlpack.distributed.errors import PlacementError, RoleError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_columns, restored
+from rlpack.distributed.usage import Usage
 from rlpack.packing import Batching, Cost, MicrobatchPlan, PackingError, make_plan
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,14 @@ class Ranks(Protocol):
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
         """Pass values to all ranks of `target`; return the last results."""
+        ...
+
+    def pop_usage(self, role: str) -> dict[str, Usage]:
+        """Return what the foreground calls of a role took since the last request, by method."""
+        ...
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
+        """Start a function on every rank."""
         ...
 
 

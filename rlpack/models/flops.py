@@ -1,19 +1,57 @@
-"""Estimate the cost of a sequence for planning: FLOPs of a forward pass, from the model's shape.
+"""FLOPs of sequences, from the model's shape: costs for planning, and the work of a phase for rates and MFU.
 
 A backward pass takes twice the FLOPs of either kind; plans need only the proportion, which stays the same.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlpack.packing import Cost
 
 
+@dataclass(frozen=True)
+class ModelFlops:
+    """The FLOPs that a model needs for real tokens, without padding and without recomputation.
+
+    These are the FLOPs of MFU as PaLM defines it (Chowdhery et al., 2022, arXiv:2204.02311, appendix B), but with
+    causal attention at half of all pairs, and with the output layer only at the tokens that it scores.
+
+    Attributes:
+        body: forward pass without the output layer.
+        head: forward FLOPs of the output layer per scored token.
+        trained: share of the matrix weights that get a gradient.
+    """
+
+    body: Cost
+    head: float = 0.0
+    trained: float = 1.0
+
+    def forward(self, lengths: np.ndarray, scored: int) -> float:
+        """Return the FLOPs of a forward pass.
+
+        Args:
+            lengths: tokens of each row, int64 [B].
+            scored: tokens that the output layer scores.
+        """
+        return float(self.body.of(lengths).sum()) + self.head * scored
+
+    def update(self, lengths: np.ndarray, scored: int) -> float:
+        """Return the FLOPs of a forward and a backward pass.
+
+        Backward, a product takes its FLOPs once for its input, and once for its weight if that is trained; both factors
+        of attention's products need a gradient. Arguments are those of `forward`.
+        """
+        attention = self.body.quadratic * float(np.square(lengths, dtype=np.float64).sum())
+        return 3.0 * attention + (2.0 + self.trained) * (self.forward(lengths, scored) - attention)
+
+
 def sequence_cost(model: PreTrainedModel) -> Cost:
-    """Return the FLOPs of a sequence of L tokens as `linear · L + quadratic · L²`.
+    """Return the FLOPs of a sequence of L tokens as `linear · L + quadratic · L²`, all of its tokens scored.
 
     The model may be on the meta device.
 
@@ -24,17 +62,35 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
     - A layer with a window of w keys counts w / 2 keys per token: exact for L = w, and half the true number for much
       longer sequences.
     """
+    flops = model_flops(model)
+    return Cost(flops.body.linear + flops.head, flops.body.quadratic)
+
+
+def model_flops(model: PreTrainedModel) -> ModelFlops:
+    """Return the FLOPs of a model, counted as in `sequence_cost`; frozen weights need fewer in an update."""
     shape = _shape(model.config.get_text_config())
     head = model.get_output_embeddings()
-    weights = sum(_used_weights(model, shape))
-    if isinstance(head, nn.Linear):
-        weights += head.weight.numel()
     heads = shape.get("num_attention_heads") or 0  # a model without attention has no quadratic part
     width = heads * (shape.get("head_dim") or shape["hidden_size"] // heads) if heads else 0
     windows = list(_windows(shape)) if heads else []
     full = sum(window is None for window in windows)
     windowed = sum(window for window in windows if window is not None)
-    return Cost(linear=2.0 * weights + 2.0 * width * windowed, quadratic=2.0 * width * full)
+    weights = 2.0 * sum(_used_weights(model, shape))
+    return ModelFlops(
+        Cost(linear=weights + 2.0 * width * windowed, quadratic=2.0 * width * full),
+        head=2.0 * head.weight.numel() if isinstance(head, nn.Linear) else 0.0,
+        trained=_trained_share(model),
+    )
+
+
+def _trained_share(model: PreTrainedModel) -> float:
+    """Return the share of the matrix weights that multiply tokens which is trained; lookups are no products."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    lookups = set() if embedding is None else {id(weight) for weight in embedding.parameters()}
+    lookups -= set() if head is None else {id(weight) for weight in head.parameters()}
+    matrices = [weight for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in lookups]
+    trained = sum(weight.numel() for weight in matrices if weight.requires_grad)
+    return trained / max(1, sum(weight.numel() for weight in matrices))
 
 
 def _shape(config: PreTrainedConfig) -> dict[str, Any]:

@@ -130,6 +130,13 @@ class Console:
             text.append(last.rjust(after), style="bold")
             self._print(text)
 
+    def columns(self, rows: Sequence[Sequence[str]]) -> None:
+        """Print rows of cells, the heads first; all cells but a row's first are aligned to the right."""
+        widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+        for number, (label, *cells) in enumerate(rows):
+            aligned = "".join(f"  {cell.rjust(width)}" for cell, width in zip(cells, widths[1:], strict=True))
+            self._print(Text(f"  {label.ljust(widths[0])}{aligned}", style="default" if number else "dim"))
+
     def show_samples(self, samples: Sequence[Sample], title: str = "samples") -> None:
         """Print rollouts; their text is escaped."""
         if not samples:

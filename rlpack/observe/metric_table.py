@@ -76,6 +76,11 @@ METRICS: dict[str, Metric] = {
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),
     "actor/kl": Metric("nats", "Mean KL divergence from the reference, estimated by algorithm.kl_estimator."),
     "actor/entropy": Metric("nats", "Mean entropy of the policy at the sampled tokens."),
+    "actor/old_entropy": Metric(
+        "nats",
+        "Mean entropy of the policy before its update, at the sampled tokens; only in steps that compute the "
+        "log-probs of the old policy, with rollout.temperature.",
+    ),
     "actor/ratio_mean": Metric("1", "Mean ratio of new to old probability of the sampled tokens."),
     "actor/ratio_max": Metric("1", "Largest ratio of new to old probability of a sampled token."),
     "actor/clip_low_fraction": Metric(
@@ -155,6 +160,34 @@ METRICS: dict[str, Metric] = {
     "throughput/tokens_per_s": Metric(
         "tokens/s", "Real tokens, prompt and response, trained on per second of the step."
     ),
+    "perf/tflops/<name>": Metric(
+        "TFLOP/s",
+        "FLOPs that a role's model needs for the real tokens of a phase, over the time of its slowest rank, per rank. "
+        "Padding and recomputed activations don't count. Phases are actor_logprobs, actor_update, reference_logprobs, "
+        "critic_values and critic_update.",
+    ),
+    "perf/mfu/<name>": Metric(
+        "fraction",
+        "perf/tflops over the peak of the ranks' devices: the data sheet's dense rate of a known GPU, else the "
+        "matrix products that all ranks of the pool reach at the same time, measured as the run starts.",
+    ),
+    "perf/memory_resident": Metric(
+        "bytes", "Peak resident memory of a rank's process since its start, of the rank with most."
+    ),
+    "perf/memory_allocated": Metric(
+        "bytes", "Peak GPU memory of PyTorch's tensors in a rank's process since its start, of the rank with most."
+    ),
+    "perf/memory_reserved": Metric(
+        "bytes", "As perf/memory_allocated, with the memory that PyTorch's allocator keeps for later tensors."
+    ),
+    "seqlen/min": Metric(
+        "tokens", "Fewest tokens of a data rank if rows were split over ranks in arrival order, without balancing."
+    ),
+    "seqlen/max": Metric("tokens", "As seqlen/min, for the data rank with most tokens."),
+    "seqlen/mean": Metric("tokens", "Mean tokens of a data rank."),
+    "seqlen/minmax_diff": Metric("tokens", "seqlen/max minus seqlen/min."),
+    "seqlen/balanced_min": Metric("tokens", "Fewest tokens of a data rank in the actor's plan."),
+    "seqlen/balanced_max": Metric("tokens", "Most tokens of a data rank in the actor's plan."),
     "packing/microbatches_per_rank": Metric("1", "Microbatches per rank, dummy ones included."),
     "packing/num_microbatches": Metric("microbatches", "Microbatches that hold rows, over ranks and optimizer steps."),
     "packing/bin_utilization": Metric("fraction", "Real tokens over microbatches × token budget."),

@@ -270,11 +270,13 @@ class Run:
         """Write the report and print a summary."""
         # Imported here because matplotlib takes a second, which would delay every start.
         from rlpack.observe.report.report import write_report
-        from rlpack.observe.report.summary import summarize
+        from rlpack.observe.report.summary import packing_over_steps, summarize
 
         path = write_report(self.run_dir)
-        rows = summarize(list(read_records(self.run_dir / METRICS)), read_plan(self.run_dir / LENGTHS))
+        records = list(read_records(self.run_dir / METRICS))
+        rows = summarize(records, read_plan(self.run_dir / LENGTHS))
         self._console.table([(row.label, row.before or "", row.after) for row in rows])
+        self._console.columns(packing_over_steps(records))
         self._console.note(f"report: {path.absolute()}")
 
     def _close_sinks(self) -> None:

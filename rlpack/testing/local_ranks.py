@@ -13,6 +13,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_is_rows
+from rlpack.distributed.usage import Usage
 from rlpack.testing.comparison import difference
 
 
@@ -75,6 +76,15 @@ class LocalRanks:
             role, method, args = relay.load
             results = target.submit(Call(role, method, [(value, *args)] * target.num_ranks, {})).result()
         return results
+
+    def pop_usage(self, role: str) -> dict[str, Usage]:
+        """Return nothing: calls in this process are not measured."""
+        del role
+        return {}
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
+        """Run a function once for each rank."""
+        return Pending(lambda: [function(*args) for _ in self._workers])
 
     def _on(self, rank: int, call: Call, args: tuple[Any, ...], check: Callable[[Any, str], Any]) -> Any:
         """Run a call on one rank, and see that its result passes `check`."""

@@ -39,6 +39,7 @@ BOUNDED = {
         "rlpack/distributed/worker_group.py: self.submit(method, *args, **kwargs).result()",
         "rlpack/distributed/worker_group.py: pending.result()",
         "recipes/driver/evaluation.py: pending.result()",
+        "recipes/driver/performance.py: self.peaks[role].result()",
         "recipes/driver/policy_stages.py: pending.result()",
         "recipes/driver/reward_stages.py: pending.result()",
         "recipes/driver/router.py: calls.pop(ranks[place]).result()",

@@ -185,7 +185,7 @@ def _samples_section(path: Path) -> str:
 
 
 def _metrics_section(records: plots.Records) -> str:
-    """Return a table of each metric's first, last, lowest and highest value."""
+    """Return a table of each metric's first, last, lowest, mean and highest value."""
     rows = []
     for phase in ("train", "evaluation", "sft_warmup"):
         names = dict.fromkeys(name for record in records if record["phase"] == phase for name in record)
@@ -194,11 +194,12 @@ def _metrics_section(records: plots.Records) -> str:
             if not len(series):
                 continue
             metric = METRIC_TABLE.get(name)
-            numbers = (series.values[0], series.values[-1], series.values.min(), series.values.max())
+            values = series.values
+            numbers = (values[0], values[-1], values.min(), values.mean(), values.max())
             cells = "".join(f'<td class="n">{number:.4g}</td>' for number in numbers)
             meaning = _text(f"{metric.description} ({metric.unit})" if metric else "")
             rows.append(f"<tr><td>{phase}</td><td><code>{_breakable(name)}</code></td>{cells}<td>{meaning}</td></tr>")
-    heads = "".join(f'<th class="n">{head}</th>' for head in ("first", "last", "lowest", "highest"))
+    heads = "".join(f'<th class="n">{head}</th>' for head in ("first", "last", "lowest", "mean", "highest"))
     table = f"<table><tr><th>phase</th><th>metric</th>{heads}<th>meaning (unit)</th></tr>{''.join(rows)}</table>"
     return (
         f'<section><details open><summary>All metrics</summary><div class="metrics">{table}</div></details></section>'

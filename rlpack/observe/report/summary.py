@@ -50,6 +50,21 @@ def summarize(records: Records, plans: PlanRecord | None) -> list[SummaryRow]:
     return rows
 
 
+def packing_over_steps(records: Records) -> list[list[str]]:
+    """Return lowest, mean and highest value over the training steps of each metric of plans, below a row of heads.
+
+    Without any there are no rows.
+    """
+    names = dict.fromkeys(name for record in records for name in record if name.startswith("packing/"))
+    every = {name: Series.of(records, name, "train").values for name in names}
+    rows = [
+        [name, *(f"{number:,.4g}" for number in (values.min(), values.mean(), values.max()))]
+        for name, values in every.items()
+        if values.size
+    ]
+    return [["over training steps", "lowest", "mean", "highest"], *rows] if rows else []
+
+
 def duration(seconds: float) -> str:
     """Return a time in readable units.
 

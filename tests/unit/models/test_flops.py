@@ -1,11 +1,12 @@
 """The cost model against torch's own count of floating-point operations."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlpack.models.flops import sequence_cost
+from rlpack.models.flops import model_flops, sequence_cost
 from tests.unit.models.tiny import tiny_model
 
 
@@ -23,6 +24,27 @@ def test_the_cost_of_a_dense_model_is_what_torch_counts(kind: str, tokens: int) 
     cost = sequence_cost(model)
     # torch counts all pairs of tokens, of which causal attention needs half.
     assert counted(model, tokens) == cost.linear * tokens + 2 * cost.quadratic * tokens**2
+
+
+@pytest.mark.parametrize("frozen", ["", "mlp", "self_attn.q_proj"])
+def test_the_flops_of_an_update_are_what_torch_counts_forward_and_backward(frozen: str) -> None:
+    model = tiny_model("qwen2", implementation="eager")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(not frozen or frozen not in name)
+    flops = model_flops(model)
+    ids = torch.arange(16)[None] % 50
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    pairs = 3 * flops.body.quadratic * 16**2
+    assert counter.get_total_flops() == pytest.approx(flops.update(np.array([16]), 16) + pairs)
+
+
+def test_only_scored_tokens_run_through_the_output_layer() -> None:
+    model = tiny_model("llama")
+    flops, cost, head = model_flops(model), sequence_cost(model), model.get_output_embeddings().weight
+    lengths = np.array([3, 7])
+    assert flops.forward(lengths, 10) == pytest.approx(cost.of(lengths).sum())
+    assert flops.forward(lengths, 4) == pytest.approx(cost.of(lengths).sum() - 6 * 2 * head.numel())
 
 
 def test_a_mixture_of_experts_costs_its_routed_share() -> None:

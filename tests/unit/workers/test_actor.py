@@ -188,6 +188,21 @@ def test_sums_of_log_probs_leave_out_tokens_that_were_cut():
     assert own[1][8:].eq(0).all()
 
 
+def test_sums_of_entropies_are_those_of_the_models_own_logits():
+    batch = tiny_rollouts(SIZES).keep(["input_ids", "response_mask"])
+    actor = actor_of(tiny_config(rollout=Rollout(temperature=0.7)))
+    found = batch.restore([actor.logprobs(shard_of(batch))])
+    policy, expected = actor._scorer.policy, []
+    for tokens, inside in zip(batch["input_ids"].rows(), batch["response_mask"].rows(), strict=True):
+        ids = tokens[None]
+        logits = policy.run(lambda ids=ids: policy.model(input_ids=ids, use_cache=False).logits)
+        logprobs = (logits[0].double() / 0.7).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        expected.append(entropy[:-1][inside[1:]].sum().item())
+    assert found["entropy_sum"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert "entropy_sum" not in actor.logprobs(shard_of(batch), temperature=1.0)
+
+
 @pytest.mark.parametrize("kind", ["gpt_neox", "mixtral"])
 def test_a_reference_loads_architectures_whose_published_weights_have_other_names(kind: str, tmp_path: Path):
     """Transformers renames them in exported folders: mixtral's experts are stacked in the model only."""

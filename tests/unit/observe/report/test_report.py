@@ -15,7 +15,7 @@ from rlpack.observe.report import plots
 from rlpack.observe.report.plan_record import PlanRecord
 from rlpack.observe.report.plots import Series, seconds_by_part
 from rlpack.observe.report.report import write_report
-from rlpack.observe.report.summary import summarize
+from rlpack.observe.report.summary import packing_over_steps, summarize
 from rlpack.observe.run import Run
 from rlpack.observe.sinks import JsonlSink
 from rlpack.packing.batching import Batching
@@ -232,3 +232,13 @@ def test_drawing_a_report_leaves_matplotlibs_own_settings_alone(tmp_path: Path) 
     a_run(tmp_path)
     write_report(tmp_path)
     assert dict(matplotlib.rcParams) == before
+
+
+def test_metrics_of_plans_are_summed_up_over_training_steps_alone() -> None:
+    values = {("train", 1): 0.5, ("train", 2): 0.1, ("train", 3): 0.3, ("sft_warmup", 1): 9.0}
+    records = [
+        {"phase": phase, "step": step, "time_s": 1.0, "packing/waste_ratio": value, "actor/loss": 1.0}
+        for (phase, step), value in values.items()
+    ]
+    assert packing_over_steps(records)[1:] == [["packing/waste_ratio", "0.1", "0.3", "0.5"]]
+    assert packing_over_steps([record for record in records if record["phase"] != "train"]) == []

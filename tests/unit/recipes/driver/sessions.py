@@ -11,6 +11,7 @@ from rlpack.batch.store import LocalStore
 from rlpack.config.schema import Checkpoint, Config, Data
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.layout import ParallelLayout
+from rlpack.distributed.usage import Usage
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching, make_plan
 from rlpack.recipes.driver.session import Session
@@ -54,12 +55,24 @@ class RecordingRun:
         self.notes.append(message)
 
 
+class UnmeasuredRanks:
+    """The rank of a role whose calls take no time."""
+
+    num_ranks = 1
+
+    def pop_usage(self, role: str) -> dict[str, Usage]:
+        return {}
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
+        return Pending(lambda: [1.0])
+
+
 class AnsweringGroup:
     """A role on one rank whose methods return what `answers` has for their names."""
 
     def __init__(self, role: str, batching: Batching, answers: dict[str, Any]) -> None:
         self.role, self.batching, self.answers, self.dp_size = role, batching, answers, 1
-        self.layout = ParallelLayout()
+        self.layout, self.ranks = ParallelLayout(), UnmeasuredRanks()
         self.called: list[str] = []
         self.mini_batch_size: int | None = None
         self.submitted: list[str] = []

@@ -1,0 +1,129 @@
+"""Rates of a run's phases: achieved FLOPs over the time that ranks took and over what their devices can do.
+
+Stages count the FLOPs of the calls that they make, from the plan and the model's shape; ranks measure the time of each
+call. A phase is a method of a role that runs its model.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlpack.config.roles import gpus_per_rank, role_compute, started_roles
+from rlpack.config.schema import Config, Model
+from rlpack.distributed.calls import Pending
+from rlpack.distributed.usage import merged
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.models.device_peak import device_peak
+from rlpack.models.flops import ModelFlops, model_flops
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.loading import build_meta_model
+from rlpack.models.optimizers import freeze
+from rlpack.models.packed import language_model
+from rlpack.packing import MicrobatchPlan
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.workers.build import set_trained_weights
+
+# Names of phases in metrics, by method.
+_PHASES = {"train_step": "update", "logprobs": "logprobs", "values": "values"}
+
+
+@dataclass(frozen=True)
+class PerformanceMeter:
+    """The metrics `perf/*` and `throughput/*` of a run's steps.
+
+    Attributes:
+        groups: the started roles by name.
+        flops: of the roles that run a model of known FLOPs.
+        peaks: FLOP/s of the ranks' devices, by role.
+    """
+
+    groups: Mapping[str, WorkerGroup[Any]] = field(default_factory=dict)
+    flops: Mapping[str, ModelFlops] = field(default_factory=dict)
+    peaks: Mapping[str, Pending[list[float]]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, config: Config, groups: Mapping[str, WorkerGroup[Any]], model: PreTrainedModel) -> Self:
+        """Let the ranks find out what their devices can do, while the driver goes on.
+
+        Args:
+            config: the whole configuration.
+            groups: the started roles by name.
+            model: the policy on the meta device.
+        """
+        flops = flops_of_roles(config, model)
+        devices = {role: "cuda" if gpus_per_rank(config, role) else "cpu" for role in flops}
+        dtypes = {role: role_compute(config, role).precision for role in flops}
+        return cls(
+            groups, flops, {role: groups[role].ranks.apply(device_peak, devices[role], dtypes[role]) for role in flops}
+        )
+
+    def reset(self) -> None:
+        """Forget the calls that were made between two steps."""
+        for role, group in self.groups.items():
+            group.ranks.pop_usage(role)
+
+    def count(
+        self, step: StepContext, role: str, method: Callable[..., Any], plan: MicrobatchPlan, scored: Tensor
+    ) -> None:
+        """Count the FLOPs of a call; those of several calls add up.
+
+        Args:
+            step: the step in progress.
+            role: name of the role.
+            method: `train_step`, or a method that runs a forward pass.
+            plan: whose tokens are counted, without padding.
+            scored: tokens of each row that the output layer scores, int64 [B].
+        """
+        if role not in self.flops:
+            return
+        of_pass = self.flops[role].update if method.__name__ == "train_step" else self.flops[role].forward
+        key = role, method.__name__
+        step.work[key] = step.work.get(key, 0.0) + of_pass(plan.lengths, int(scored.sum()))
+
+    def metrics(self, step: StepContext, elapsed_s: float) -> dict[str, float]:
+        """Return the metrics of a step that took `elapsed_s` seconds."""
+        usages = {role: group.ranks.pop_usage(role) for role, group in self.groups.items()}
+        peak = merged(usage for methods in usages.values() for usage in methods.values())
+        metrics = {"perf/memory_resident": float(peak.resident)} if peak.resident else {}
+        if peak.reserved:
+            metrics |= {"perf/memory_allocated": float(peak.allocated), "perf/memory_reserved": float(peak.reserved)}
+        if "packing/real_tokens" in step.metrics:  # the recipe reported a plan
+            metrics["throughput/tokens_per_s"] = step.metrics["packing/real_tokens"] / elapsed_s
+        for (role, method), flops in step.work.items():
+            usage = usages[role].get(method)
+            if usage is None or usage.seconds <= 0:
+                continue
+            rate = flops / usage.seconds
+            phase = f"{role}_{_PHASES[method]}"
+            metrics[f"perf/tflops/{phase}"] = rate / self.groups[role].num_ranks / 1e12
+            metrics[f"perf/mfu/{phase}"] = rate / sum(self.peaks[role].result())
+        return metrics
+
+
+def flops_of_roles(config: Config, model: PreTrainedModel) -> dict[str, ModelFlops]:
+    """Return the FLOPs of the roles that run the policy's architecture, by role.
+
+    Args:
+        config: the whole configuration.
+        model: the policy on the meta device.
+    """
+    names, flops = started_roles(config), {}
+    if "actor" in names:
+        trained = copy.deepcopy(model)
+        set_trained_weights(trained, config.actor, seed=config.seed)
+        flops["actor"] = model_flops(trained)
+    if "reference" in names:
+        flops["reference"] = model_flops(model)
+    if "critic" in names:
+        path = config.critic.path
+        initial = copy.deepcopy(model)
+        if path is not None:
+            initial = build_meta_model(Model(path=path, revision=config.critic.revision), key="critic.path")
+        critic = ScalarHeadModel(language_model(initial))
+        freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
+        flops["critic"] = ModelFlops(model_flops(critic.model).body, trained=model_flops(critic.model).trained)
+    return flops
