@@ -8,10 +8,11 @@ import logging
 from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import role_compute, runs_packed
+from rlpack.config.roles import role_compute, role_parallel, runs_packed
 from rlpack.config.schema import Actor, Config, Model
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models import attention, own_attention
@@ -30,6 +31,8 @@ from rlpack.models.parallel import reshard, shard_model
 from rlpack.models.parts import share_weights
 from rlpack.models.policy import Policy
 from rlpack.models.stored_model import NotInPartsError, StoredModel
+from rlpack.models.tensor_parallel import split_weights
+from rlpack.models.weight_split import WeightSplit
 from rlpack.worker import RankContext
 
 _log = logging.getLogger(__name__)
@@ -162,31 +165,31 @@ def _shard_and_check(
     model, after sharding if it is loaded in parts. Outputs are compared with each other in the compute dtype and with
     its kernels.
     """
-    settings, device = role_compute(config, role), context.torch_device
-    mesh = context.layout.shard_mesh(context.device)
+    settings, device, layout = role_compute(config, role), context.torch_device, context.layout
     model.checkpoint_activations(settings.gradient_checkpointing, role)
-
-    def shard(model: M, precision: Literal["fp32", "bf16"]) -> M:
-        shard_model(model, mesh, precision=precision, reshard_after_forward=settings.reshard_after_forward)
-        return model
-
+    whole: list[Tensor] | None = None
+    checks_split = settings.isolation_check and layout.cp * layout.tp > 1
     if stored is None:
         _check(model, config, role, device, len(tokenizer), classifier)
-        shard(model, settings.precision)
+        whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
+        _shard(model, config, role, context, settings.precision)
     else:
         in_precision = copy.deepcopy(model)  # without weights; FSDP2 can't change the precision of a sharded model
-        stored.materialize(shard(model, "fp32"), device)
+        stored.materialize(_shard(model, config, role, context, "fp32"), device)
         if isinstance(model, Policy):
             model.measure_outputs()
         _check(model, config, role, device, len(tokenizer), classifier)
         reshard(model)
         if settings.precision != "fp32":
-            share_weights(model, shard(in_precision, settings.precision))
+            share_weights(model, _shard(in_precision, config, role, context, settings.precision))
             if isinstance(in_precision, Policy) and isinstance(model, Policy):
                 in_precision.output_map = model.output_map
             model = in_precision
-    if context.layout.cp > 1:
-        _split_rows(model, context, role, len(tokenizer), check=settings.isolation_check)
+        whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
+    if layout.cp > 1:
+        model.split = RowSplit.of_group(layout.device_mesh(context.device)["cp"].get_group(), layout.tp)
+    if whole is not None:
+        check_split(model, whole, device, len(tokenizer), role=role)
     if settings.isolation_check:
         packed, longest = runs_packed(config, role), RowLimits.of_role(config, role).longest
         check_isolation(model, device, len(tokenizer), role=role, packed=packed, longest=longest)
@@ -194,13 +197,17 @@ def _shard_and_check(
     return model
 
 
-def _split_rows(model: PackedModel, context: RankContext, role: str, vocab_size: int, *, check: bool) -> None:
-    """Let the ranks of a data rank share the tokens of each microbatch, and check that outputs stay the same."""
-    device = context.torch_device
-    whole = score_whole_rows(model, device, vocab_size) if check else None
-    model.split = RowSplit.of_group(context.layout.device_mesh(context.device)["cp"].get_group())
-    if whole is not None:
-        check_split(model, whole, device, vocab_size, role=role)
+def _shard(model: M, config: Config, role: str, context: RankContext, precision: Literal["fp32", "bf16"]) -> M:
+    """Divide a model's weights among the ranks, in place, and return the model."""
+    layout, mesh = context.layout, context.layout.weight_mesh(context.device)
+    if layout.tp > 1:
+        model.weight_split = WeightSplit(mesh["tp"], sequence_parallel=role_parallel(config, role).sp)
+        split_weights(model, model.weight_split)
+        model.split = RowSplit.of_group(None, layout.tp)
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    reshards = role_compute(config, role).reshard_after_forward
+    shard_model(model, mesh, precision=precision, reshard_after_forward=reshards)
+    return model
 
 
 def _check(

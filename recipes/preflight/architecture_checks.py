@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlpack.config.layout_sizes import nearest_cp
 from rlpack.config.recipes import recipe_of
 from rlpack.config.roles import (
     batching_key,
@@ -36,6 +35,7 @@ from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
 from rlpack.models.verified import is_verified
+from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from rlpack.rollout.vllm.arguments import Shape, length_limit, settings_of, shape_problem, split_problem
 
 # A model of this size is built and compared within seconds.
@@ -75,16 +75,14 @@ def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:
     Raises:
         ModelError: packed rows can't be kept apart, or the ranks don't divide the attention heads.
     """
-    cp, kind = role_parallel(config, role).cp, f"{type(model).__name__} ({model.config.model_type})"
+    kind = f"{type(model).__name__} ({model.config.model_type})"
     if runs_packed(config, role) and (reason := _unpackable(model)):
-        way_out = f"{batching_key(role)}.mode=dynamic or fixed" if cp == 1 else f"{role}.parallel.cp=1"
+        parallel = role_parallel(config, role)
+        others = " ".join(f"{role}.parallel.{name}=1" for name in ("cp", "tp") if getattr(parallel, name) > 1)
+        way_out = others or f"{batching_key(role)}.mode=dynamic or fixed"
         raise ModelError(f"{kind} can't be run packed as the {role}: {reason}; set {way_out}")
-    num_heads = settings_of(model.config).get("num_attention_heads")
-    if cp > 1 and isinstance(num_heads, int) and num_heads % cp:
-        raise ModelError(
-            f"{kind} has {num_heads} attention heads, which the {cp} ranks of {role}.parallel.cp don't divide; set "
-            f"{role}.parallel.cp={nearest_cp(config, role, num_heads)}"
-        )
+    if problem := split_sizes_problem(config, role, model):
+        raise ModelError(f"{kind} {problem}")
 
 
 def check_rollout_length(config: Config, model: PreTrainedConfig) -> None:

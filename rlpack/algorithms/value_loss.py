@@ -43,5 +43,7 @@ def clipped_value_loss(
         return ValueLossTerms(losses / 2, torch.zeros_like(losses, dtype=torch.bool))
     if not clip > 0:
         raise AlgorithmError(f"the value clip range is {clip}; set critic.value_clip above 0, or to null for none")
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    return ValueLossTerms(torch.maximum(losses, bounded) / 2, (bounded > losses).detach())
+    change = values - old_values
+    bounded = (old_values + change.clamp(-clip, clip) - returns).square()
+    # Within the range, old + (value - old) may differ from the value by rounding.
+    return ValueLossTerms(torch.maximum(losses, bounded) / 2, ((bounded > losses) & (change.abs() > clip)).detach())

@@ -9,17 +9,19 @@ from math import prod
 from rlpack.config.roles import WITH_LAYOUTS, own_parallel, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
 
+_SIZES = ("dp_replicate", "dp_shard", "cp", "tp")
+
 
 def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
     """Return the sizes of a role's `ParallelLayout` over the ranks of its pool; without a model, all are data ranks.
 
     >>> layout_sizes(Config(), "actor", ranks=2)
-    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1}
+    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 1}
     """
     if role not in WITH_LAYOUTS:
         return {"dp_shard": ranks}
     parallel = role_parallel(config, role)
-    sizes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "cp": parallel.cp}
+    sizes = {name: getattr(parallel, name) for name in _SIZES}
     others = prod(size for name, size in sizes.items() if name != "dp_shard")
     return sizes | {"dp_shard": ranks // others if parallel.dp_shard == -1 else parallel.dp_shard}
 
@@ -38,17 +40,21 @@ def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
     pool = pools.get(pool_of(config, role)) if pools else None
     if pool is None:  # another rule refuses it
         return None
-    ranks = pool.ranks // role_parallel(config, role).dp_replicate
+    parallel = role_parallel(config, role)
+    ranks = pool.ranks // (parallel.dp_replicate * parallel.tp)
     return next((cp for cp in range(1, ranks + 1) if ranks % cp == 0 and cp * per_rank >= slots), None)
 
 
-def nearest_cp(config: Config, role: str, num_heads: int) -> int:
-    """Return the cp nearest to the role's that divides its attention heads and the ranks of its pool."""
+def nearest_size(config: Config, role: str, name: str, *multiples: int) -> int:
+    """Return the `cp` or `tp` nearest to the role's that divides all `multiples` and fits the ranks of its pool."""
     parallel, ranks = role_parallel(config, role), config.placement.pools[pool_of(config, role)].ranks
+    others = prod(getattr(parallel, other) for other in _SIZES if other not in {name, "dp_shard"})
     fitting = [
-        cp for cp in range(1, num_heads + 1) if num_heads % cp == 0 and ranks % (cp * parallel.dp_replicate) == 0
+        size
+        for size in range(1, min(multiples) + 1)
+        if all(multiple % size == 0 for multiple in multiples) and ranks % (size * others) == 0
     ]
-    return min(fitting, key=lambda cp: abs(cp - parallel.cp), default=1)
+    return min(fitting, key=lambda size: abs(size - getattr(parallel, name)), default=1)
 
 
 def _problems(config: Config, role: str) -> Iterator[str]:
@@ -59,7 +65,7 @@ def _problems(config: Config, role: str) -> Iterator[str]:
     if parallel.dp_shard == 0:
         yield f"{key} is 0; set the number of ranks that share the weights, or -1 for the ranks that are left"
         return
-    others = {name: size for name, size in parallel if name != "dp_shard"}
+    others = {name: getattr(parallel, name) for name in _SIZES if name != "dp_shard"}
     product = prod(others.values())
     where = f"the {ranks} rank(s) of placement.pools.{pool}"
     if ranks % product:

@@ -51,8 +51,9 @@ def role_batching(config: Config, role: str) -> Batching:
 
 
 def runs_packed(config: Config, role: str) -> bool:
-    """Return whether a role's model runs packed rows; with context parallelism, padded rows are packed, too."""
-    return role_batching(config, role).mode == "packed" or role_parallel(config, role).cp > 1
+    """Return whether a role's model runs packed rows; with cp or tp above 1, padded rows are packed, too."""
+    parallel = role_parallel(config, role)
+    return role_batching(config, role).mode == "packed" or parallel.cp * parallel.tp > 1
 
 
 def batching_key(role: str) -> str:

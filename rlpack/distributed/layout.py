@@ -66,14 +66,6 @@ class ParallelLayout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def pad_to_multiple(self) -> int:
-        """Return the multiple that lengths are padded to: a sequence is divided among tp ranks.
-
-        Context parallelism needs no padding of sequences, because it splits whole rows.
-        """
-        return self.tp
-
-    @property
     def divisible_by(self) -> int:
         """Return the number that microbatch counts must be divisible by: the number of pipeline stages."""
         return self.pp
@@ -103,17 +95,14 @@ class ParallelLayout:
         return place["cp"] == place["tp"] == 0 and place["pp"] == self.pp - 1
 
     def align(self, batching: Batching) -> Batching:
-        """Return the batching with alignment and divisor raised to what this layout needs.
+        """Return the batching with the divisor raised to what this layout needs.
 
-        >>> ParallelLayout(tp=4, pp=3).align(Batching(pad_to_multiple=6)).pad_to_multiple
-        12
+        Sequences need no padding: context and tensor parallelism split whole rows.
+
+        >>> ParallelLayout(tp=4, pp=3).align(Batching(divisible_by=2)).divisible_by
+        6
         """
-        return replace(
-            batching,
-            pad_to_multiple=math.lcm(batching.pad_to_multiple, self.pad_to_multiple),
-            length_multiple=math.lcm(batching.length_multiple, self.pad_to_multiple),
-            divisible_by=math.lcm(batching.divisible_by, self.divisible_by),
-        )
+        return replace(batching, divisible_by=math.lcm(batching.divisible_by, self.divisible_by))
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh over the process group's ranks: `dp_shard`, and each other dimension larger than 1.
@@ -127,21 +116,21 @@ class ParallelLayout:
         sizes = {name: size for name, size in dimensions if size > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
-    def shard_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh that weights are sharded over: `dp_shard`, and before it `dp_replicate` if larger than 1.
+    def weight_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of a model's weights: `dp_replicate`, `dp_shard` and `tp`; only `dp_shard` if of size 1.
 
         Ranks that share the tokens of a row also hold different shards, so the dimension `dp_shard` has dp_shard · cp
-        ranks. A collective.
+        ranks. FSDP uses all dimensions but `tp`. A collective.
 
         Args:
             device_type: `cpu` or `cuda`.
 
         Raises:
-            PlacementError: the layout has tensor parallelism or pipeline stages.
+            PlacementError: the layout has pipeline stages.
         """
-        if self.tp * self.pp > 1:
-            raise PlacementError(f"no model has tensor or pipeline parallelism yet: {self}")
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard * self.cp}
+        if self.pp > 1:
+            raise PlacementError(f"no model has pipeline parallelism yet: {self}")
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard * self.cp, "tp": self.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

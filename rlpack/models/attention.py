@@ -103,7 +103,7 @@ def attention(
     packed: Segments | None = options.get("packed")
     if packed is None:
         return _attend(query, key, value, rules).transpose(1, 2).contiguous(), None
-    if (split := packed.split) is None:
+    if (split := packed.split) is None or split.num_ranks == 1:
         return _attend_packed(query, key, value, packed, rules), None
     split.check_heads(query.shape[1], type(module).__name__)
     query, key, value = split.to_heads(query), split.to_heads(key), split.to_heads(value)

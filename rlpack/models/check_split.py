@@ -1,4 +1,4 @@
-"""Check that a model scores rows that are split over ranks as it scores whole rows."""
+"""Check that a model whose rows or weights ranks share has the outputs that it has whole."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, to
 
 @torch.no_grad()
 def score_whole_rows(model: PackedModel, device: torch.device | str, vocab_size: int) -> list[Tensor]:
-    """Return the outputs of a few packed rows, before the model's rows are split; a collective if it is sharded."""
+    """Return the outputs of a few packed rows, before ranks share them; a collective if the model is sharded."""
     rows = draw_rows(model.model, vocab_size, seed=_SEED)
     return score_together(model.eval(), rows, device, packed=True)
 
@@ -24,22 +24,24 @@ def score_whole_rows(model: PackedModel, device: torch.device | str, vocab_size:
 def check_split(
     model: PackedModel, whole: list[Tensor], device: torch.device | str, vocab_size: int, *, role: str
 ) -> None:
-    """Raise unless a model whose rows are split gives the outputs that it gave before; a collective.
+    """Raise unless a model has the outputs that it had before ranks shared its rows or weights; a collective.
 
     Args:
-        model: with `split` set.
+        model: with `split` set, and `weight_split` if ranks share its weights.
         whole: what `score_whole_rows` returned.
         device: the model's device.
         vocab_size: as of `score_whole_rows`.
         role: the model's role, for the error.
 
     Raises:
-        ModelError: outputs differ, because a layer other than attention reads several tokens.
+        ModelError: outputs differ, because a layer other than attention reads several tokens, for example.
     """
+    names = [name for name, split in (("cp", model.split and model.split.group), ("tp", model.weight_split)) if split]
     for index, (found, expected) in enumerate(zip(score_whole_rows(model, device, vocab_size), whole, strict=True)):
         gap = max_difference(found, expected) / scale(expected)
         if not gap <= _TOLERANCE[model.compute_dtype]:
             raise ModelError(
-                f"{type(model.model).__name__} as the {role}: row {index} differs by {gap:.2e} if ranks share its "
-                f"tokens (at most {_TOLERANCE[model.compute_dtype]:.0e}); set {role}.parallel.cp=1"
+                f"{type(model.model).__name__} as the {role}: row {index} differs by {gap:.2e} if ranks share "
+                f"it (at most {_TOLERANCE[model.compute_dtype]:.0e}); set "
+                + " ".join(f"{role}.parallel.{name}=1" for name in names)
             )

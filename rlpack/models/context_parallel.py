@@ -34,20 +34,25 @@ class RowSplit:
         group: the process group.
         rank: this rank in it.
         num_ranks: its size.
+        multiple: of the number of slots of a part, which tensor parallelism divides further.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     rank: int
     num_ranks: int
+    multiple: int = 1
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup) -> "RowSplit":
-        """Return this process's place in a group."""
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+    def of_group(cls, group: dist.ProcessGroup | None, multiple: int = 1) -> "RowSplit":
+        """Return this process's place in a group; None for a process that shares no rows."""
+        if group is None:
+            return cls(None, 0, 1, multiple)
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), multiple)
 
     def padded(self, num_slots: int) -> int:
         """Return the number of slots of a row after padding it to equal parts."""
-        return -(-num_slots // self.num_ranks) * self.num_ranks
+        unit = self.num_ranks * self.multiple
+        return -(-num_slots // unit) * unit
 
     def part(self, num_slots: int) -> slice:
         """Return this rank's slots of a row, after padding it to equal parts."""
@@ -64,6 +69,7 @@ class RowSplit:
         states = states[0].repeat_interleave(repeats, 0) if repeats > 1 else states[0]
         heads, tokens, size = states.shape
         parts = states.reshape(self.num_ranks, heads // self.num_ranks, tokens, size)
+        assert self.group is not None
         whole = _all_to_all(parts, self.group).transpose(0, 1)  # [H', ranks, t, D]
         return whole.reshape(1, heads // self.num_ranks, self.num_ranks * tokens, size)
 
@@ -71,6 +77,7 @@ class RowSplit:
         """Exchange heads for tokens: [1, T, H', D] of this rank's heads to [1, t, H, D] of all heads."""
         _, tokens, heads, size = outputs.shape
         parts = outputs.reshape(self.num_ranks, tokens // self.num_ranks, heads, size)
+        assert self.group is not None
         whole = _all_to_all(parts, self.group).transpose(0, 1)  # [t, ranks, H', D]
         return whole.reshape(1, tokens // self.num_ranks, self.num_ranks * heads, size)
 
@@ -80,6 +87,8 @@ class RowSplit:
         All ranks continue with the same values and the same loss, so each already has the whole gradient, and the
         backward pass needs no communication.
         """
+        if self.group is None:
+            return values
         return _Total.apply(values, self.group)  # pyright: ignore[reportReturnType]
 
     def check_heads(self, num_heads: int, layer: str) -> None:

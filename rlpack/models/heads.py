@@ -74,7 +74,8 @@ class ScalarHeadModel(PackedModel):
 
     def probe_wrapped_model(self, rows: Tensor) -> Tensor:
         """Return the hidden states [R, L, d] of rows of equal length by the wrapped model's own forward."""
-        return self.model(input_ids=rows, use_cache=False).last_hidden_state.float()
+        with self.whole_tokens():
+            return self.model(input_ids=rows, use_cache=False).last_hidden_state.float()
 
 
 def hidden_size(model: PreTrainedModel) -> int:

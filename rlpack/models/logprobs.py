@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlpack.models.cpu_products import matmul_transposed
+from rlpack.models.weight_split import VocabularyPart
 
 # Upper bound on the logits that exist at one time (128 MiB in fp32), whatever `chunk` is: 1,024 tokens suit a
 # vocabulary of 32,000, and would take five times as much for one of 152,000 at no gain.
@@ -28,6 +30,30 @@ class _Head:
     softcap: float | None
     chunk: int
     entropy: bool
+    part: VocabularyPart | None
+
+    def largest(self, logits: Tensor) -> Tensor:
+        """Return each token's largest logit over the vocabulary, [C, 1]."""
+        top = logits.amax(1, keepdim=True) if logits.shape[1] else logits.new_full((len(logits), 1), -torch.inf)
+        if self.part is not None:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.part.group)
+        return top
+
+    def total(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        """Add sums over a rank's part of the vocabulary, each [C], over ranks."""
+        if self.part is None:
+            return sums
+        together = torch.stack(sums)
+        dist.all_reduce(together, group=self.part.group)
+        return together.unbind()
+
+    def columns(self, labels: Tensor, num_logits: int) -> tuple[Tensor, Tensor | None]:
+        """Return the column of each label's logit, [C, 1], and which labels have none on this rank; None for none."""
+        if self.part is None:
+            return labels[:, None], None
+        columns = labels - self.part.start
+        others = (columns < 0) | (columns >= num_logits)
+        return columns.masked_fill(others, 0)[:, None], others
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits [C, V] of one chunk, in fp32 or higher precision."""
@@ -59,19 +85,19 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], head.chunk):
             part = slice(start, start + head.chunk)
             logits = head.logits(hidden[part], weight, bias)
-            label_logits = logits.gather(1, labels[part, None])[:, 0]
+            label_logits = _at_labels(logits, labels[part], head)
             # logsumexp by hand, so that one buffer serves logits, exponentials and the entropy's mean.
-            top = logits.amax(1, keepdim=True)
+            top = head.largest(logits)
             logits.sub_(top)
             if head.entropy:
                 weights = logits.exp()
-                total = weights.sum(1)
-                means[part] = weights.mul_(logits).sum(1) / total + top[:, 0]
+                total, mean, label_logits = head.total(weights.sum(1), weights.mul_(logits).sum(1), label_logits)
+                means[part] = mean / total + top[:, 0]
                 del weights
             else:
-                total = logits.exp_().sum(1)
+                total, label_logits = head.total(logits.exp_().sum(1), label_logits)
             del logits
-            normalizers[part] = total.log_() + top[:, 0]
+            normalizers[part] = total.log() + top[:, 0]
             logprobs[part] = label_logits - normalizers[part]
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, means)
         ctx.head = head
@@ -103,7 +129,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 del factor
             else:
                 gradient.mul_(by_logprob[part, None]).neg_()
-            gradient.scatter_add_(1, labels[part, None], by_logprob[part, None])
+            _add_at_labels(gradient, labels[part], by_logprob[part], head)
             gradient = head.softcap_backward(gradient, logits)
             del logits
             if bias_gradient is not None:
@@ -124,7 +150,24 @@ class _LinearLogprobs(torch.autograd.Function):
         )
 
 
-def linear_logprobs(
+def _at_labels(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
+    """Return each label's logit, [C]; 0 where another rank has it."""
+    columns, others = head.columns(labels, logits.shape[1])
+    if others is not None and not logits.shape[1]:
+        return logits.new_zeros(len(logits))
+    found = logits.gather(1, columns)[:, 0]
+    return found if others is None else found.masked_fill_(others, 0.0)
+
+
+def _add_at_labels(gradient: Tensor, labels: Tensor, by_logprob: Tensor, head: _Head) -> None:
+    """Add the gradients of log-probs, [C], to those of the labels' logits in place, where this rank has them."""
+    columns, others = head.columns(labels, gradient.shape[1])
+    if gradient.shape[1]:
+        by_logprob = by_logprob if others is None else by_logprob.masked_fill(others, 0.0)
+        gradient.scatter_add_(1, columns, by_logprob[:, None])
+
+
+def linear_logprobs(  # noqa: PLR0913 - the options of one formula
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -134,6 +177,7 @@ def linear_logprobs(
     softcap: float | None = None,
     bias: Tensor | None = None,
     entropy: bool = True,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each token's log-probability, and the entropy of the distribution that it came from.
 
@@ -152,6 +196,8 @@ def linear_logprobs(
         softcap: bound on the logits (Gemma 2).
         bias: [V].
         entropy: if false, the second result is zeros without a gradient, at no cost.
+        part: the ranks that share the vocabulary, and this rank's place: weight and bias are its rows. Both results are
+            then the same on all of these ranks, and the gradients of hidden are summands. A collective.
 
     Returns:
         (log-probabilities, entropies), both [T], in nats, fp32 (fp64 for fp64 inputs).
@@ -168,6 +214,7 @@ def linear_logprobs(
         raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
-    chunk = max(1, min(chunk, MAX_LOGITS // weight.shape[0]))
-    head = _Head(temperature, softcap, chunk, entropy)
+    # Ranks with fewer rows than others make the same chunks.
+    chunk = max(1, min(chunk, MAX_LOGITS // (weight.shape[0] if part is None else part.most)))
+    head = _Head(temperature, softcap, chunk, entropy, part)
     return _LinearLogprobs.apply(hidden, weight, bias, labels, head)  # pyright: ignore[reportReturnType]

@@ -6,6 +6,7 @@ Letters: T real tokens of the microbatch, N slots (padding included), d hidden s
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, cast
@@ -21,6 +22,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
 from rlpack.models.selective_checkpointing import selective_contexts
+from rlpack.models.weight_split import WeightSplit
 
 T = TypeVar("T")
 
@@ -42,7 +44,11 @@ class PackedModel(nn.Module):
         reshard_after_forward: whether gathered weights are freed after forward; set by `shard_model`.
         compute_dtype: dtype of the forward pass; set by `shard_model`.
         split: the group whose ranks share each microbatch's tokens (`rlpack.models.context_parallel`); None for none.
+        weight_split: the group whose ranks share each layer's weights (`rlpack.models.tensor_parallel`); None for none.
     """
+
+    # Whether each rank's gradients of the hidden states are summands, because its head has a part of the weights.
+    _head_is_split = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -50,6 +56,7 @@ class PackedModel(nn.Module):
         self.reshard_after_forward = True
         self.compute_dtype = model.dtype
         self.split: RowSplit | None = None
+        self.weight_split: WeightSplit | None = None
 
     @property
     def pattern_root(self) -> nn.Module:
@@ -73,8 +80,10 @@ class PackedModel(nn.Module):
             arguments = forward_arguments(base, position_ids=positions)
         else:
             arguments = {"position_ids": positions, "packed": inputs.packed}
-        outputs = base(input_ids=input_ids, use_cache=False, **arguments)
-        return outputs.last_hidden_state.flatten(0, 1)
+        hidden = base(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
+        if self.weight_split is not None:
+            hidden = self.weight_split.gather(hidden, summands=self._head_is_split)
+        return hidden.flatten(0, 1)
 
     def own_slots(self, inputs: ModelInputs) -> slice:
         """Return the slots whose hidden states this rank has; padding may extend them beyond the inputs."""
@@ -93,7 +102,12 @@ class PackedModel(nn.Module):
 
         The model's own forward pass would not gather the weights outside its decoder layers.
         """
-        return function()
+        with self.whole_tokens():
+            return function()
+
+    def whole_tokens(self) -> AbstractContextManager[None]:
+        """Return a context in which the wrapped model's own forward pass can be called."""
+        return nullcontext() if self.weight_split is None else self.weight_split.whole_tokens()
 
     def probe(self, inputs: ModelInputs) -> Tensor:
         """Return the outputs that the isolation check compares, in row order: [T] or [T, d]."""

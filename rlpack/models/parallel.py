@@ -5,7 +5,7 @@ the world size appears nowhere.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
+from rlpack.models.tensor_parallel import sharded_axis
 
 _PRECISION = {
     "fp32": MixedPrecisionPolicy(),
@@ -47,7 +48,7 @@ def shard_model(
     afterwards, from `policy.parameters()`.
 
     Args:
-        policy: on the mesh's device or the meta device, weights in fp32.
+        policy: on the mesh's device or the meta device, weights in fp32, split before (`split_weights`) if at all.
         mesh: one dimension to shard over, or two: replicas first, then shards.
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
@@ -61,10 +62,13 @@ def shard_model(
     policy.reshard_after_forward = reshard_after_forward and not is_small
     policy.compute_dtype = rules.param_dtype or policy.compute_dtype
     layers = decoder_layers(policy)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": rules}
+    if policy.weight_split is not None:
+        options["shard_placement_fn"] = lambda weight: Shard(sharded_axis(weight))
     for layer in [] if is_small else layers:
-        fully_shard(layer, mesh=mesh, mp_policy=rules, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     # The root's backward directly follows its forward, so freeing its weights in between would only cost a gather.
-    fully_shard(policy, mesh=mesh, mp_policy=rules, reshard_after_forward=False)
+    fully_shard(policy, reshard_after_forward=False, **options)
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

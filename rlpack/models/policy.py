@@ -14,6 +14,7 @@ from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
 from rlpack.models.output_map import OutputMap, measure_output_map
 from rlpack.models.packed import PackedModel
+from rlpack.models.weight_split import VocabularyPart
 
 
 class TokenScores(NamedTuple):
@@ -37,6 +38,8 @@ class Policy(PackedModel):
         chunk: maximum number of tokens whose logits exist at one time.
         output_map: what the model does around its output layer.
     """
+
+    _head_is_split = True
 
     def __init__(self, model: PreTrainedModel, *, chunk: int = 1024) -> None:
         """Wrap a model.
@@ -92,21 +95,33 @@ class Policy(PackedModel):
         hidden = hidden.index_select(0, sources)
         if rule.hidden_scale != 1.0:
             hidden = hidden * rule.hidden_scale
+        weight, bias, part = self._output_layer(head)
         logprobs, entropies = linear_logprobs(
             # Some models keep the sum over layers, and so the hidden state, in fp32.
-            hidden.to(head.weight.dtype),
-            head.weight if rule.num_logits is None else head.weight[: rule.num_logits],
+            hidden.to(weight.dtype),
+            weight,
             labels,
             # cap·tanh(scale·x / cap) / temperature has its scale in the other two numbers.
             temperature=temperature / rule.scale,
             chunk=self.chunk,
             softcap=None if rule.softcap is None else rule.softcap / rule.scale,
-            bias=head.bias if head.bias is None or rule.num_logits is None else head.bias[: rule.num_logits],
+            bias=bias,
             entropy=entropy,
+            part=part,
         )
         zeros = logprobs.new_zeros(inputs.num_tokens)
         scores = TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
-        return scores if self.split is None else TokenScores(*self.split.total(torch.stack(scores)).unbind())
+        if self.split is None or self.split.group is None:
+            return scores
+        # Copies, because FSDP2's hooks on outputs don't survive operations in place on views.
+        return TokenScores(*(score.clone() for score in self.split.total(torch.stack(scores)).unbind()))
+
+    def _output_layer(self, head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
+        """Return weight and bias of the logits that are used, or this rank's rows of them and its place."""
+        num_logits = self.output_map.num_logits
+        if self.weight_split is not None:
+            return self.weight_split.output_layer(head, num_logits)
+        return head.weight[:num_logits], None if head.bias is None else head.bias[:num_logits], None
 
     def probe(self, inputs: ModelInputs) -> Tensor:
         """Return the log-probs of all tokens, [T]."""
@@ -117,7 +132,8 @@ class Policy(PackedModel):
 
         Holds [R, L, V]; for few tokens only.
         """
-        logits = self.model(input_ids=rows, use_cache=False).logits[:, :-1]
+        with self.whole_tokens():
+            logits = self.model(input_ids=rows, use_cache=False).logits[:, :-1]
         scores = logits.float().log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
         return torch.cat([scores.new_zeros(rows.shape[0], 1), scores], 1)
 

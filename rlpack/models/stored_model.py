@@ -113,10 +113,10 @@ class StoredModel:
         def read(name: str) -> Tensor:
             return self.files.read(name, weight.dtype)
 
-        if offsets and part.shape[1:] == weight.shape[1:] and conversion.stacks_rows(weight.shape[0]):
+        if offsets and conversion.stacks_rows(weight.shape[0]):
             if part.numel():
-                rows = slice(offsets[0], offsets[0] + part.shape[0])
-                part.copy_(conversion.convert(self.shapes, read, rows)[conversion.first])
+                rows, *others = (slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+                part.copy_(conversion.convert(self.shapes, read, rows)[conversion.first][(slice(None), *others)])
             return
         for name, whole in conversion.convert(self.shapes, read).items():
             copy_part(state[name], whole)

@@ -19,12 +19,24 @@ class Parallel(Section):
         "summed over replicas.",
     )
     dp_shard: ShardCount = Field(
-        default=-1, description="Ranks that weights, gradients and optimizer state are sharded over; -1 for the rest."
+        default=-1,
+        description="Data ranks of a replica; -1 for the rest. Weights, gradients and optimizer state are sharded over "
+        "dp_shard · cp ranks.",
     )
     cp: Count = Field(
         default=1,
         description="Ranks that share the tokens of a microbatch (context parallelism, Ulysses), each holding at most "
-        "batching.max_tokens of them. It divides the model's attention heads.",
+        "batching.max_tokens of them. The number of attention heads of a tp rank has to be divisible by it.",
+    )
+    tp: Count = Field(
+        default=1,
+        description="Ranks that share the weights of each layer (tensor parallelism). The number of attention heads "
+        "and of key and value heads has to be divisible by it, and hidden_size by dp_shard · cp.",
+    )
+    sp: bool = Field(
+        default=True,
+        description="With tp above 1, whether each of its ranks keeps only its part of the tokens outside attention "
+        "and MLP (sequence parallelism), which takes less memory.",
     )
 
 
@@ -34,3 +46,5 @@ class RoleParallel(Section):
     dp_replicate: Count | None = Field(default=None, description="As actor.parallel.dp_replicate; null inherits it.")
     dp_shard: ShardCount | None = Field(default=None, description="As actor.parallel.dp_shard; null inherits it.")
     cp: Count | None = Field(default=None, description="As actor.parallel.cp; null inherits it.")
+    tp: Count | None = Field(default=None, description="As actor.parallel.tp; null inherits it.")
+    sp: bool | None = Field(default=None, description="As actor.parallel.sp; null inherits it.")

@@ -18,7 +18,8 @@ from tests.builders import MODEL, tiny_algorithm, tiny_config
 from tests.distributed.definition import scored
 
 # Ranks, and the keys of `actor.parallel`.
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
     "dp2": (2, {}),
     "dp4": (4, {}),
     "hsdp2x2": (4, {"dp_replicate": 2}),
@@ -27,6 +28,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "cp4": (4, {"cp": 4}),
     "dp2cp2": (4, {"cp": 2}),
     "replicas2cp2": (4, {"dp_replicate": 2, "cp": 2}),
+    "tp2": (2, {"tp": 2, "sp": False}),
+    "tp2sp": (2, {"tp": 2}),
+    "dp2tp2": (4, {"tp": 2}),
+    "replicas2tp2": (4, {"dp_replicate": 2, "tp": 2, "sp": False}),
+    "cp2tp2": (4, {"cp": 2, "tp": 2}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
 def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
     layout: str, classifiers: dict[str, str], tmp_path: Path
 ):
@@ -49,8 +49,9 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_whose_rows_are_split_passes_the_checks_of_a_start(tmp_path: Path, precision: str):
-    assert on_ranks(tmp_path, 2, ranks.start_checked, "cp2", precision) == [True, True]
+@pytest.mark.parametrize("layout", ["cp2", "tp2", "tp2sp"])
+def test_a_model_that_ranks_share_passes_the_checks_of_a_start(tmp_path: Path, layout: str, precision: str):
+    assert on_ranks(tmp_path, 2, ranks.start_checked, layout, precision) == [True, True]
 
 
 def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
@@ -61,7 +62,7 @@ def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
 
 def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(tmp_path: Path):
     batch = batch_with_values("llama")
-    chain = ("hsdp2x2", "dp4", "replicas2", "cp2", "hsdp2x2")
+    chain = ("hsdp2x2", "dp4", "dp2tp2", "replicas2", "cp2tp2", "one", "cp2", "tp2sp", "hsdp2x2")
     folders = [tmp_path / f"{place}-{layout}" for place, layout in enumerate(chain)]
     saved = on_ranks(tmp_path, 4, ranks.save, chain[0], batch, folders[0])[0]
     assert any(np.abs(value).max() > 0 for name, value in saved.items() if name.endswith("/exp_avg"))
@@ -72,7 +73,7 @@ def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(tmp_pat
             assert np.array_equal(found[name], value), (layout, name)
 
 
-@pytest.mark.parametrize("layout", ["hsdp2x2", "dp2cp2"])
+@pytest.mark.parametrize("layout", ["hsdp2x2", "dp2cp2", "dp2tp2"])
 def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(layout: str, tmp_path: Path):
     batch = batch_with_values("llama")
     parts = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.export, layout, batch, tmp_path / "model")

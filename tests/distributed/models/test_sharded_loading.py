@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.family_configs import tiny_config as family_config
 from rlpack.config.schema import Actor, Config, Critic, Model
 from rlpack.config.sections.optimization import Lora
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.models.adapters import add_adapters
@@ -18,6 +20,9 @@ from rlpack.models.open_model import open_causal_lm
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
+from rlpack.models.tensor_parallel import FAMILIES as TENSOR_PARALLEL
+from rlpack.models.tensor_parallel import split_weights
+from rlpack.models.weight_split import WeightSplit
 from rlpack.models.weight_stream import full_state_dict, head_state_dict, load_folder
 from rlpack.worker import RankContext
 from rlpack.workers.build import build_critic, build_policy, build_reward_model
@@ -78,26 +83,50 @@ def test_replicas_of_parts_are_the_weights_that_transformers_loads(tmp_path: Pat
         assert wrong == {family: [] for family in FAMILIES}
 
 
+def loaded_blocks(_: DeviceMesh, rank: int, folder: str) -> dict[str, list[str]]:
+    """Return in which weights each family differs from transformers' own loading if ranks share layers, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    wrong = {}
+    for family in sorted(TENSOR_PARALLEL & set(FAMILIES)):
+        stored = open_causal_lm(Model(path=f"{folder}/{family}"), attention_name="eager")
+        policy = Policy(stored.model)
+        split_weights(policy, WeightSplit(mesh["tp"]))
+        policy.weight_split = WeightSplit(mesh["tp"])
+        shard_model(policy, mesh["dp_shard"], small_bytes=0)
+        stored.materialize(policy, "cpu")
+        truth = AutoModelForCausalLM.from_pretrained(f"{folder}/{family}", dtype=torch.float32)
+        wrong[family] = differences(policy, truth)
+    return wrong
+
+
+def test_blocks_of_every_rank_are_the_weights_that_transformers_loads(tmp_path: Path):
+    for family in FAMILIES:
+        save(tmp_path, family)
+    for wrong in on_ranks(tmp_path, 4, loaded_blocks, str(tmp_path)):
+        assert wrong == {family: [] for family in ("gemma3_text", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")}
+
+
 def role_config(path: str, **actor: Any) -> Config:
     sections = {"actor": Actor(**actor), "critic": Critic(), "reward_model": RewardModel(path=f"{path}-scores")}
     return tiny_config("ppo", model=Model(path=path), **sections)
 
 
-def built_roles(mesh: DeviceMesh, rank: int, folder: str) -> list[str]:
+def built_roles(mesh: DeviceMesh, rank: int, folder: str, tp: int) -> list[str]:
     """Build every role with all checks; return the weights in which one differs from transformers' own loading."""
-    context, tokenizer = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size())), tiny_tokenizer()
+    context = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size() // tp, tp=tp))
+    tokenizer, parallel = tiny_tokenizer(), Parallel(tp=tp)
     wrong = []
     for family in BUILT:
         path = f"{folder}/{family}"
         truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for precision in ("fp32", "bf16"):
             checkpointing = "full" if precision == "bf16" else "none"
-            config = role_config(path, precision=precision, gradient_checkpointing=checkpointing)
+            config = role_config(path, parallel=parallel, precision=precision, gradient_checkpointing=checkpointing)
             policy = build_policy(config, "actor", tokenizer, context)
             assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
             assert policy.output_map == Policy(truth).output_map
             wrong += differences(policy, truth)
-        config = role_config(path)
+        config = role_config(path, parallel=parallel)
         wrong += differences(build_critic(config, tokenizer, context), truth.model)
         scores = AutoModelForSequenceClassification.from_pretrained(f"{path}-scores", dtype=torch.float32)
         reward_model = build_reward_model(config, tokenizer, context)
@@ -106,12 +135,13 @@ def built_roles(mesh: DeviceMesh, rank: int, folder: str) -> list[str]:
     return wrong
 
 
-def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(tmp_path: Path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(tmp_path: Path, tp: int):
     for family in BUILT:
         path = save(tmp_path, family, vocab_size=len(tiny_tokenizer()))
         scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
         scores.save_pretrained(f"{path}-scores")
-    assert on_ranks(tmp_path, 2, built_roles, str(tmp_path)) == [[], []]
+    assert on_ranks(tmp_path, 2, built_roles, str(tmp_path), tp) == [[], []]
 
 
 def built_adapters(mesh: DeviceMesh, rank: int, path: str) -> list[str]:

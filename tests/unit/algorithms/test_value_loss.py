@@ -41,3 +41,10 @@ def test_columns_of_other_shapes_and_a_bound_of_nothing_are_refused() -> None:
         clipped_value_loss(torch.zeros(2), torch.zeros(1), torch.zeros(2))
     with pytest.raises(AlgorithmError, match=r"set critic.value_clip above 0"):
         clipped_value_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), clip=0.0)
+
+
+def test_a_value_within_the_range_never_counts_as_clipped_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 10_000, generator=generator)
+    values = old + 0.19 * (2 * torch.rand(10_000, generator=generator) - 1)
+    assert not clipped_value_loss(values, old, returns, clip=0.2).clipped.any()

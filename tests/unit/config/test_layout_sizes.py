@@ -22,12 +22,14 @@ def problems(ranks: int = 4, **sections) -> str:
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
-        ({}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1}),
-        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1}),
-        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1, "cp": 1}),
-        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1}),
-        ({"cp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 2}),
-        ({"cp": 4}, {"dp_replicate": 1, "dp_shard": 1, "cp": 4}),
+        ({}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1}),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}),
+        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1, "cp": 1, "tp": 1}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}),
+        ({"cp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1}),
+        ({"cp": 4}, {"dp_replicate": 1, "dp_shard": 1, "cp": 4, "tp": 1}),
+        ({"tp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}),
+        ({"cp": 2, "tp": 2, "sp": False}, {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2}),
     ],
 )
 def test_shards_take_the_ranks_that_are_left(parallel, expected):
@@ -37,9 +39,9 @@ def test_shards_take_the_ranks_that_are_left(parallel, expected):
 def test_roles_inherit_the_actors_layout_or_set_their_own():
     sections = {"actor": {"parallel": {"dp_replicate": 2}}, "critic": {"parallel": {"dp_replicate": 1}}}
     config = config_of(**sections)
-    assert layout_sizes(config, "reference", 4) == {"dp_replicate": 2, "dp_shard": 2, "cp": 1}
-    assert layout_sizes(config, "reward_model", 2) == {"dp_replicate": 2, "dp_shard": 1, "cp": 1}
-    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1}
+    assert layout_sizes(config, "reference", 4) == {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert layout_sizes(config, "reward_model", 2) == {"dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1}
+    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1}
     assert role_parallel(config, "critic").dp_shard == -1
 
 
@@ -76,6 +78,10 @@ def test_roles_without_a_model_have_data_ranks_only():
             "dp_replicate (2) × actor.parallel.cp (4) is 8, which doesn't divide",
         ),
         (4, {"dp_replicate": 2, "cp": 4}, "set actor.parallel.dp_replicate=1, or placement.pools.main.ranks=8"),
+        (4, {"tp": 3}, "actor.parallel.tp (3) doesn't divide the 4 rank(s)"),
+        (4, {"tp": 3}, "set actor.parallel.tp=2, or placement.pools.main.ranks=6"),
+        (4, {"tp": 0}, "actor.parallel.tp is 0; it has to be at least 1"),
+        (4, {"cp": 4, "tp": 2}, "actor.parallel.cp (4) × actor.parallel.tp (2) is 8, which doesn't divide"),
         (4, {"dp_shard": 0}, "actor.parallel.dp_shard is 0; set the number of ranks that share the weights, or -1"),
         (4, {"dp_shard": -2}, "actor.parallel.dp_shard is -2; it has to be at least -1"),
         (4, {"dp_replicate": 0}, "actor.parallel.dp_replicate is 0; it has to be at least 1"),

@@ -1,6 +1,7 @@
 import pytest
 
 from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
+from rlpack.config.sections.optimization import Lora
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.loading import build_meta_model
@@ -77,8 +78,8 @@ def test_padded_rows_need_neither_our_attention_nor_borders(model):
 @pytest.mark.parametrize(
     ("ranks", "parallel", "message"),
     [
-        (3, {"cp": 3}, r"\(qwen2\) has 4 attention heads, which the 3 ranks of actor\.parallel\.cp .*; set .*\.cp=1"),
-        (8, {"cp": 8}, r"which the 8 ranks of actor\.parallel\.cp don't divide; set actor\.parallel\.cp=4"),
+        (3, {"cp": 3}, r"\(qwen2\) has 4 attention heads, .* not divisible by actor\.parallel\.cp \(3\); set .*\.cp=1"),
+        (8, {"cp": 8}, r"not divisible by actor\.parallel\.cp \(8\); set actor\.parallel\.cp=4"),
         (16, {"cp": 8, "dp_replicate": 2}, r"set actor\.parallel\.cp=4"),
     ],
 )
@@ -91,6 +92,41 @@ def test_ranks_that_share_tokens_divide_the_heads(ranks, parallel, message):
         check_packing(config, "actor", built)
     actor = Actor(parallel=Parallel(cp=2))
     check_packing(config.model_copy(update={"actor": actor}), "actor", built)
+
+
+MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "parallel", "message"),
+    [
+        (
+            {"num_key_value_heads": 2},
+            4,
+            {"tp": 4},
+            r"4 attention heads, 2 key and value heads; .*\.tp \(4\); set .*tp=2",
+        ),
+        ({"num_key_value_heads": 1}, 2, {"tp": 2}, r"1 key and value heads; each has to be .*; set .*\.tp=1"),
+        (MOE, 4, {"tp": 4}, r"6 experts; each has to be divisible by actor\.parallel\.tp \(4\); set .*\.tp=2"),
+        ({"num_key_value_heads": 4}, 6, {"tp": 2}, r"rows of 32 elements, .* by the 3 ranks \(dp_shard · cp\)"),
+        ({"num_key_value_heads": 4}, 8, {"tp": 2, "cp": 4}, r"2 attention heads on each of the 2 ranks of .*cp=2"),
+        (GPTJ, 2, {"tp": 2}, r"can't be run packed .* set actor\.parallel\.tp=1"),
+        ({"model_type": "olmo2"}, 2, {"tp": 2}, r"tensor parallelism supports the model types gemma, .*; set .*\.tp=1"),
+    ],
+)
+def test_ranks_that_share_weights_divide_them(model, ranks, parallel, message):
+    placement, actor = Placement(pools={"main": Pool(ranks=ranks)}), Actor(parallel=Parallel(**parallel))
+    shape = model if "n_embd" in model else {"model_type": "qwen2", **SIZES, "intermediate_size": 48} | model
+    config = tiny_config(model=Model(config=shape), actor=actor, placement=placement)
+    with pytest.raises(ModelError, match=message):
+        check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
+
+
+def test_adapters_are_refused_where_ranks_share_weights():
+    actor = Actor(parallel=Parallel(tp=2), lora=Lora(rank=4))
+    config = tiny_config(actor=actor, placement=Placement(pools={"main": Pool(ranks=2)}))
+    with pytest.raises(ModelError, match=r"adapters \(actor\.lora\.rank=4\) .*; set actor\.parallel\.tp=1 or"):
+        check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
 
 
 def test_padded_rows_that_ranks_share_need_our_attention():

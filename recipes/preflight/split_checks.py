@@ -1,0 +1,53 @@
+"""Check that the ranks of a role can share a model's rows and weights, before any process starts."""
+
+from transformers import PreTrainedModel
+
+from rlpack.config.layout_sizes import layout_sizes, nearest_size
+from rlpack.config.roles import pool_of, role_parallel
+from rlpack.config.schema import Config
+from rlpack.models.flops import num_experts
+from rlpack.models.packed import language_model
+from rlpack.models.tensor_parallel import split_problem, uneven_weight
+from rlpack.rollout.vllm.arguments import settings_of
+
+
+def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
+    """Return why the ranks of a role can't share a model's tokens or weights, and what to set; None if they can."""
+    parallel, settings = role_parallel(config, role), settings_of(model.config)
+    cp, tp, key = parallel.cp, parallel.tp, f"{role}.parallel"
+    heads = settings.get("num_attention_heads")
+    if tp > 1 and (problem := _weights_problem(config, role, model)):
+        return problem
+    if cp == 1 or not isinstance(heads, int) or heads % (tp * cp) == 0:
+        return None
+    fitting = nearest_size(config, role, "cp", heads // tp)
+    share = "" if tp == 1 else f" on each of the {tp} ranks of {key}.tp"
+    return (
+        f"has {heads // tp} attention heads{share}, which is not divisible by {key}.cp ({cp}); set {key}.cp={fitting}"
+    )
+
+
+def _weights_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
+    """Return why the ranks of `tp` can't share a model's weights."""
+    tp, key, settings = role_parallel(config, role).tp, f"{role}.parallel", settings_of(model.config)
+    if problem := split_problem(language_model(model)):
+        return f"can't be split over the {tp} ranks of {key}.tp: {problem}; set {key}.tp=1"
+    if role == "actor" and config.actor.lora.rank > 0:
+        rank = config.actor.lora.rank
+        return f"can't have adapters (actor.lora.rank={rank}) with {key}.tp={tp}; set {key}.tp=1 or actor.lora.rank=0"
+    heads = settings["num_attention_heads"]
+    counts = {"attention heads": heads, "key and value heads": settings.get("num_key_value_heads") or heads}
+    counts |= {"experts": experts} if (experts := num_experts(settings)) else {}
+    if any(count % tp for count in counts.values()):
+        fitting = nearest_size(config, role, "tp", *counts.values())
+        named = ", ".join(f"{count} {name}" for name, count in counts.items())
+        return f"has {named}; each has to be divisible by {key}.tp ({tp}); set {key}.tp={fitting}"
+    sizes = layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks)
+    shards = sizes["dp_shard"] * sizes["cp"]
+    if uneven := uneven_weight(language_model(model), shards):
+        return (
+            f"has {uneven[0]} with rows of {uneven[1]} elements, which with {key}.tp={tp} have to be divisible by the "
+            f"{shards} ranks (dp_shard · cp) that share them; change their number by {key}.dp_replicate, or set "
+            f"{key}.tp=1"
+        )
+    return None

@@ -1,0 +1,256 @@
+"""Tensor parallelism: each rank of a group holds a part of every layer's weights, as in Megatron-LM.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053.
+
+| weights | part of a rank | outputs |
+|---|---|---|
+| query, key and value projections, gate and up projections | rows: its heads, its intermediate channels | its own |
+| output and down projections | columns | summands, added over ranks |
+| embedding, output layer | rows: its tokens of the vocabulary | summands; logits of its own tokens |
+| experts | whole experts: those of its share, for all tokens | summands |
+| norms, routers, biases | all | |
+
+Outside attention and MLP each rank keeps only its part of the tokens (sequence parallelism, Korthikanti et al. 2022,
+arXiv:2205.05198): summands are reduce-scattered over tokens, and tokens all-gathered before attention and MLP.
+Without it, every rank keeps all tokens, and summands are all-reduced.
+
+Weights become DTensors over the group. FSDP then shards each along an axis that tensor parallelism leaves whole, so a
+rank's part is always one block of the weight, and checkpoints load on any other layout.
+
+Letters: T slots of a row, t = T / ranks, d hidden size, V vocabulary size.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from rlpack.models.weight_split import WeightSplit
+
+# Families whose layers have the names and meanings of `_WAYS`, as model_type.
+FAMILIES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"},
+)
+
+# How a module's weights are split, by the last part of its name; norms are told by their class.
+_Way = Literal["rows", "columns", "vocabulary", "experts", "copied", "token_norm", "scalar_head"]
+_WAYS: dict[str, _Way] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "rows"),
+    **dict.fromkeys(("o_proj", "down_proj"), "columns"),
+    **dict.fromkeys(("embed_tokens", "lm_head"), "vocabulary"),
+    "experts": "experts",
+    # Norms of heads, and routers: every rank has the weights, and uses the results for its heads or experts alone.
+    **dict.fromkeys(("q_norm", "k_norm", "gate"), "copied"),
+    "head": "scalar_head",
+}
+# Modules that read all tokens.
+_BLOCKS = ("self_attn", "mlp")
+
+
+def split_problem(model: nn.Module) -> str | None:
+    """Return why the weights of a model can't be split, None if they can."""
+    config = cast(Any, model).config.get_text_config()
+    if config.model_type not in FAMILIES:
+        return f"tensor parallelism supports the model types {', '.join(sorted(FAMILIES))}"
+    unknown = [name for name, module in model.named_modules() if any(_own(module)) and _way(name, module) is None]
+    return f"there is no rule to split {unknown[0]}" if unknown else None
+
+
+def uneven_weight(model: nn.Module, num_shards: int) -> tuple[str, int] | None:
+    """Return the name of a weight that FSDP can't shard evenly over `num_shards` ranks, and the size of its axis.
+
+    FSDP shards axes other than the first evenly only; these are the ones that tensor parallelism leaves whole.
+    """
+    for name, module in model.named_modules():
+        way = _way(name, module)
+        for key, weight in _own(module):
+            along_rows = way is not None and weight.ndim > 1 and _placement(way, weight) == Shard(0)
+            if along_rows and weight.shape[1] % num_shards:
+                return f"{name}.{key}", weight.shape[1]
+    return None
+
+
+def split_weights(root: nn.Module, split: WeightSplit) -> None:
+    """Keep this rank's part of each weight, in place, and have modules compute with it.
+
+    Args:
+        root: a policy, critic or reward model, whose family `split_problem` accepts; weights are whole, on any device.
+        split: the ranks that share the weights.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for name, module in list(root.named_modules()):
+        if name.rpartition(".")[2] in _BLOCKS:
+            module.register_forward_pre_hook(functools.partial(_gather_first, split), with_kwargs=True)
+            if any(child == "experts" for child, _ in module.named_children()):
+                module.register_forward_hook(lambda module, arguments, summands: split.add(summands))
+        if not any(_own(module)):
+            continue
+        way = _way(name, module)
+        assert way is not None, f"{name}: `split_problem` refuses modules without a rule"
+        for key, weight in _own(module):
+            if id(weight) not in made:  # tied weights stay tied
+                made[id(weight)] = _part(weight, _placement(way, weight), split)
+            module.register_parameter(key, made[id(weight)])
+        _split_forward(module, way, split)
+
+
+def sharded_axis(weight: Tensor) -> int:
+    """Return the axis along which FSDP shards a weight: one that tensor parallelism leaves whole."""
+    split = isinstance(weight, DTensor) and weight.ndim > 1 and Shard(0) in weight.placements
+    return 1 if split else 0
+
+
+def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the weights of a module itself."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _way(name: str, module: nn.Module) -> _Way | None:
+    """Return how a module's weights are split; None if that isn't known."""
+    last = name.rpartition(".")[2]
+    if last in _WAYS:
+        return _WAYS[last]
+    return "token_norm" if type(module).__name__.endswith("RMSNorm") else None
+
+
+def _placement(way: _Way, weight: Tensor) -> Placement:
+    """Return how a weight is divided among the ranks."""
+    # FSDP needs an axis that stays whole, so vectors aren't split.
+    if weight.ndim == 1 or way in {"copied", "scalar_head"}:
+        return Replicate()
+    return Shard(1) if way == "columns" else Shard(0)
+
+
+def _part(weight: nn.Parameter, placement: Placement, split: WeightSplit) -> nn.Parameter:
+    """Return the DTensor of a whole weight, with a copy of this rank's part."""
+    part = weight.detach()
+    if isinstance(placement, Shard):
+        start, stop = split.block(weight.shape[placement.dim])
+        part = part.narrow(placement.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    tensor = DTensor.from_local(
+        part, split.mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    return nn.Parameter(tensor, requires_grad=weight.requires_grad)
+
+
+def _split_forward(module: nn.Module, way: _Way, split: WeightSplit) -> None:
+    """Have a module compute with this rank's part of its weights."""
+    if way == "vocabulary":
+        rule = _embed if isinstance(module, nn.Embedding) else _logits
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            start, stop = split.block(module.num_embeddings)
+            module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
+    else:
+        if way == "experts":
+            # transformers skips the experts of other ranks.
+            experts = cast(Any, module)
+            experts.num_experts, experts._is_expert_parallel = experts.num_experts // split.num_ranks, True
+        rule = {
+            "rows": _rows,
+            "columns": _columns,
+            "experts": _experts,
+            "copied": _copied,
+            "token_norm": _token_norm,
+            "scalar_head": _scalar_head,
+        }[way]
+    module.forward = functools.partial(rule, module, module.forward, split)
+
+
+_Forward = Callable[[Tensor], Tensor]
+
+
+def _rows(module: nn.Linear, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Return this rank's outputs: [1, T, d] to [1, T, its rows]."""
+    start, stop = split.block(module.out_features)
+    bias = None if module.bias is None else split.local(module.bias, summands=True)[start:stop]
+    with _weights(module, weight=split.local(module.weight), bias=bias):
+        return forward(states)
+
+
+def _columns(module: nn.Linear, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Return the outputs of this rank's tokens, from its channels of all tokens."""
+    # One rank adds the bias; the others multiply it by zero, so that it has a gradient everywhere.
+    bias = None if module.bias is None else split.local(module.bias, summands=True) * float(split.rank == 0)
+    with _weights(module, weight=split.local(module.weight), bias=bias):
+        return split.add(forward(states))
+
+
+def _embed(module: nn.Embedding, forward: _Forward, split: WeightSplit, tokens: Tensor) -> Tensor:
+    """Return the embeddings of this rank's tokens: [1, T] to [1, t, d]."""
+    start, stop = split.block(module.num_embeddings)
+    others = (tokens < start) | (tokens >= stop)
+    with _weights(module, weight=split.local(module.weight)):
+        states = forward((tokens - start).masked_fill(others, 0))
+    return split.add(states.masked_fill(others[..., None], 0.0))
+
+
+def _logits(module: nn.Linear, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Return the logits of the whole vocabulary; only a model's own forward pass calls this."""
+    return split.gather_logits(_rows(module, forward, split, split.gather(states)), module.out_features)
+
+
+def _experts(
+    module: nn.Module,
+    forward: Callable[..., Tensor],
+    split: WeightSplit,
+    states: Tensor,
+    index: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """Return the summand of this rank's experts, for all tokens.
+
+    Args:
+        module: its `num_experts` is the number of this rank's experts.
+        forward: of the module.
+        split: the ranks that share the experts.
+        states: [T, d].
+        index: experts of each token, int64 [T, k].
+        weights: of these experts, [T, k].
+    """
+    count = cast(int, module.num_experts)
+    own = index - split.rank * count
+    others = (own < 0) | (own >= count)
+    with _weights(module, **{name: split.local(weight) for name, weight in _own(module)}):
+        # transformers skips experts with the index `num_experts`, if their weight is zero.
+        return forward(states, own.masked_fill(others, count), weights.masked_fill(others, 0.0))
+
+
+def _copied(module: nn.Module, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Apply weights that every rank has to its heads, or to all tokens for its experts."""
+    with _weights(module, **{name: split.local(weight, summands=True) for name, weight in _own(module)}):
+        return forward(states)
+
+
+def _token_norm(module: nn.Module, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Normalize this rank's tokens."""
+    weights = {name: split.local(weight, summands=split.splits_tokens) for name, weight in _own(module)}
+    with _weights(module, **weights):
+        return forward(states)
+
+
+def _scalar_head(module: nn.Module, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Apply a head that every rank holds whole to all tokens."""
+    with _weights(module, **{name: split.local(weight) for name, weight in _own(module)}):
+        return forward(states)
+
+
+def _gather_first(split: WeightSplit, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Give attention or an MLP the states of all tokens."""
+    if "hidden_states" in options:
+        return arguments, options | {"hidden_states": split.gather(options["hidden_states"])}
+    return (split.gather(arguments[0]), *arguments[1:]), options
+
+
+@contextmanager
+def _weights(module: nn.Module, **parts: Tensor | None) -> Iterator[None]:
+    """Replace a module's weights inside the context; unlike parameters, the replacements may have a history."""
+    before = dict(module._parameters)
+    module._parameters.update(cast(Any, parts))
+    try:
+        yield
+    finally:
+        module._parameters.update(before)

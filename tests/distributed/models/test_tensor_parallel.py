@@ -1,0 +1,137 @@
+"""Ranks that share the weights of each layer compute what transformers' own forward pass computes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.family_configs import tiny_config as family_config
+from rlpack.models import attention
+from rlpack.models.context_parallel import RowSplit
+from rlpack.models.inputs import pack_rows
+from rlpack.models.logprobs import linear_logprobs
+from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import shard_model
+from rlpack.models.policy import Policy
+from rlpack.models.tensor_parallel import FAMILIES, split_weights
+from rlpack.models.weight_split import VocabularyPart, WeightSplit
+from tests.distributed.processes import on_ranks
+
+ROWS = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2]), torch.tensor([6, 5, 3, 5, 8, 9, 7])]
+
+
+def split_model(model: PackedModel, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> None:
+    """Split a model over the mesh's dimension tp, and shard it over the other one."""
+    model.weight_split = WeightSplit(mesh["tp"], sequence_parallel=sequence_parallel)
+    split_weights(model, model.weight_split)
+    model.split = RowSplit.of_group(None, mesh["tp"].size())
+    shard_model(model, mesh["dp_shard"], small_bytes=0)
+
+
+def family_model(family: str, name: str) -> Any:
+    """Return a tiny model of a family in fp64, with weights so large that a slip shows."""
+    attention.register()
+    config = family_config(family)
+    config.initializer_range = 0.3
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=name)
+    model.set_experts_implementation("eager")  # the other ones have no fp64
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    return model
+
+
+def gaps(_: DeviceMesh, rank: int, sequence_parallel: bool) -> dict[str, float]:
+    """Return the largest relative gap of each family's log-probs and gradients."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    found = {}
+    for family in sorted(FAMILIES):
+        truth = family_model(family, "eager")
+        policy = Policy(family_model(family, attention.NAME))
+        split_model(policy, mesh, sequence_parallel=sequence_parallel)
+        expected = []
+        for row in ROWS:
+            scores = truth(row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            expected.append(torch.cat([torch.zeros(1), scores.gather(1, row[1:, None])[:, 0]]))
+        weights = torch.linspace(-1, 2, sum(len(row) for row in ROWS), dtype=torch.float64)
+        (torch.cat(expected) * weights).sum().backward()
+        logprobs = policy(pack_rows(ROWS)).logprobs
+        (logprobs * weights).sum().backward()
+        own = {name: whole(weight.grad) for name, weight in policy.model.named_parameters() if weight.grad is not None}
+        others = {name: weight.grad for name, weight in truth.named_parameters() if weight.grad is not None}
+        assert own.keys() == others.keys(), family
+        distances = [((own[name] - other).norm() / other.norm()).item() for name, other in others.items()]
+        found[family] = max((logprobs - torch.cat(expected)).abs().max().item(), *distances)
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_every_family_has_the_log_probs_and_gradients_of_its_own_forward(tmp_path: Path, sequence_parallel: bool):
+    for found in on_ranks(tmp_path, 2, gaps, sequence_parallel):
+        # Norms compute in fp32, whatever the weights are.
+        assert {family: gap for family, gap in found.items() if not gap < 1e-5} == {}
+        assert found.keys() == FAMILIES
+
+
+def parts_of_memory(_: DeviceMesh, rank: int) -> tuple[int, int]:
+    """Return the bytes of a rank's weights, and of the whole model's."""
+    policy = Policy(family_model("qwen3", attention.NAME))
+    size = sum(weight.nbytes for weight in policy.parameters())
+    split_model(policy, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")))
+    local = [weight.to_local() for weight in policy.parameters() if isinstance(weight, DTensor)]
+    return sum(part.nbytes for part in local), size
+
+
+def test_a_rank_holds_a_quarter_of_the_matrices(tmp_path: Path):
+    for own, size in on_ranks(tmp_path, 4, parts_of_memory):
+        assert 0.25 * size <= own < 0.3 * size  # norms are not split over tp
+
+
+def head_gaps(mesh: DeviceMesh, rank: int, vocab_size: int, softcap: float | None) -> list[float]:
+    """Return how far log-probs, entropies and gradients are from those of a softmax over the whole vocabulary."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((6, 5), (vocab_size, 5), (vocab_size,))
+    )
+    labels = torch.randint(vocab_size, (6,), generator=generator)
+    by_logprob, by_entropy = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+
+    def loss(logprobs: Tensor, entropies: Tensor) -> Tensor:
+        return (by_logprob * logprobs + by_entropy * entropies).sum()
+
+    truth = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = truth[0] @ truth[1].t() + truth[2]
+    scores = ((softcap * torch.tanh(logits / softcap) if softcap else logits) / 0.7).log_softmax(-1)
+    expected = scores.gather(1, labels[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+    loss(*expected).backward()
+    most = -(-vocab_size // mesh.size())
+    rows = slice(min(rank * most, vocab_size), min((rank + 1) * most, vocab_size))
+    own = [tensor.clone().requires_grad_() for tensor in (hidden, weight[rows], bias[rows])]
+    part = VocabularyPart(mesh.get_group(), rows.start, most)
+    found = linear_logprobs(own[0], own[1], labels, temperature=0.7, chunk=4, softcap=softcap, bias=own[2], part=part)
+    loss(*found).backward()
+    grads = [tensor.grad for tensor in own]
+    torch.distributed.all_reduce(grads[0])
+    others = truth[0].grad, truth[1].grad[rows], truth[2].grad[rows]
+    pairs = [*zip(found, expected, strict=True), *zip(grads, others, strict=True)]
+    return [(one - other).abs().max().item() if one.numel() else 0.0 for one, other in pairs]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("vocab_size", [12, 10, 4])  # equal parts, a smaller one, an empty one
+def test_a_divided_vocabulary_has_the_log_probs_and_gradients_of_a_whole_one(
+    tmp_path: Path, vocab_size: int, softcap: float | None
+):
+    for found in on_ranks(tmp_path, 3, head_gaps, vocab_size, softcap):
+        assert max(found) < 1e-12
