@@ -22,14 +22,15 @@ from rlpack.models.model_export import export_model
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import TokenScores
 from rlpack.models.weight_stream import WeightForm, WeightLayout, WeightStream
-from rlpack.worker import RankContext, Trainable, Worker, broadcast, sharded
+from rlpack.worker import RankContext, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
 from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, columns_of, needs_whole_groups, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
+from rlpack.workers.stepped_role import SteppedRole
 
 
-class ActorWorker(Worker, Trainable):
+class ActorWorker(SteppedRole):
     """One data-parallel rank of the trained policy (FSDP2) with its optimizer."""
 
     def __init__(self, context: RankContext, scorer: Scorer, settings: Actor, *, seed: int = 0) -> None:
@@ -141,31 +142,6 @@ class ActorWorker(Worker, Trainable):
     def canary_logprobs(self, token_ids: Tensor) -> np.ndarray:
         """Return log p(token | tokens before it) at temperature 1, f32 [R, L]; a collective."""
         return self._scorer.score_rows(token_ids).numpy()
-
-    @broadcast
-    def save(self, folder: str) -> None:
-        """Write this rank's part of weights and optimizer state into `folder`; a collective."""
-        self._stepper.save(folder)
-
-    @broadcast
-    def start_save(self, folder: str, timeout_s: float) -> None:
-        """Copy weights and optimizer state, and start to write the copy in the background; a collective."""
-        self._stepper.start_save(folder, timeout_s)
-
-    @broadcast
-    def save_is_done(self) -> bool:
-        """Return whether writing the copy has succeeded or failed, without waiting."""
-        return self._stepper.saver.is_done()
-
-    @broadcast
-    def finish_save(self, timeout_s: float) -> None:
-        """Wait until all ranks have written their copies; a collective."""
-        self._stepper.saver.wait(timeout_s)
-
-    @broadcast
-    def load(self, folder: str) -> None:
-        """Restore weights and optimizer state, saved on any number of ranks; a collective."""
-        self._stepper.load(folder)
 
     @broadcast
     def export_model(self, folder: str) -> None:

@@ -30,11 +30,12 @@ from rlpack.models.weight_stream import (
     head_state_dict,
 )
 from rlpack.rollout.bucket_receiver import BucketReceiver
-from rlpack.worker import RankContext, Trainable, Worker, broadcast, rank_zero, sharded
+from rlpack.worker import RankContext, broadcast, rank_zero, sharded
 from rlpack.workers.build import build_critic
 from rlpack.workers.inference import compute_per_token
 from rlpack.workers.loss import MicrobatchLoss, ValueLoss, columns_of, needs_whole_groups
 from rlpack.workers.optimizer_step import OptimizerStepper
+from rlpack.workers.stepped_role import SteppedRole
 
 V = TypeVar("V")
 
@@ -45,7 +46,7 @@ def _columns_of_advantages(kl_coef: float = 0.0) -> tuple[str, ...]:
     return (*columns, "logprobs", "reference_logprobs") if kl_coef > 0 else columns
 
 
-class CriticWorker(Worker, Trainable):
+class CriticWorker(SteppedRole):
     """One data-parallel rank of the critic (FSDP2) with its optimizer."""
 
     def __init__(
@@ -174,31 +175,6 @@ class CriticWorker(Worker, Trainable):
         """
         self._received.check_complete(version)
         self._received.close()
-
-    @broadcast
-    def save(self, folder: str) -> None:
-        """Write this rank's part of weights and optimizer state into `folder`; a collective."""
-        self._stepper.save(folder)
-
-    @broadcast
-    def start_save(self, folder: str, timeout_s: float) -> None:
-        """Copy weights and optimizer state, and start to write the copy in the background; a collective."""
-        self._stepper.start_save(folder, timeout_s)
-
-    @broadcast
-    def save_is_done(self) -> bool:
-        """Return whether writing the copy has succeeded or failed, without waiting."""
-        return self._stepper.saver.is_done()
-
-    @broadcast
-    def finish_save(self, timeout_s: float) -> None:
-        """Wait until all ranks have written their copies; a collective."""
-        self._stepper.saver.wait(timeout_s)
-
-    @broadcast
-    def load(self, folder: str) -> None:
-        """Restore weights and optimizer state, saved on any number of ranks; a collective."""
-        self._stepper.load(folder)
 
     @broadcast
     def export_model(self, folder: str) -> None:

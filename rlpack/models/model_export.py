@@ -208,7 +208,9 @@ def plan_export(
     )
     index = None
     if split.is_sharded:
-        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        buffers = {name for name, _ in model.named_buffers()}
+        num_weights = sum(tensor.numel() for name, tensor in state.items() if name not in buffers)
+        metadata = {"total_parameters": num_weights, **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
     files = {
         file: FileLayout.of({name: tensors[name] for name in names})

@@ -213,6 +213,29 @@ def test_an_update_that_stopped_halfway_leaves_nothing_in_the_next_one(shared_en
     assert gap(shared_engine, newer) <= 1e-4
 
 
+def test_a_first_bucket_without_room_leaves_nothing_open(shared_engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch):
+    built = policy("qwen2", tied=False, seed=34)
+    stream = WeightStream(built, torch.float32, bucket_bytes=BUCKET_BYTES)
+    shared_engine.check_weights(stream.layout)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_engine._sender.buffers, "write", raiser(torch.OutOfMemoryError("no room")))
+        with pytest.raises(torch.OutOfMemoryError):
+            shared_engine.load_bucket(stream.gather(0))
+    with pytest.raises(EngineError, match="no bucket of weights arrived"):
+        shared_engine.finish_update()
+    send(shared_engine, built)
+    assert gap(shared_engine, built) <= 1e-4
+
+
+def raiser(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises `error`."""
+
+    def function(*arguments: object, **options: object) -> None:
+        raise error
+
+    return function
+
+
 def test_weights_of_another_model_are_refused_by_name(shared_engine: VLLMEngine):
     stream = WeightStream(policy("qwen3", tied=False), torch.float32)
     with pytest.raises(EngineError, match=r"weights do not fit: missing \[.*q_proj\.bias.*unknown \[.*q_norm"):

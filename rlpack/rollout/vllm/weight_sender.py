@@ -117,6 +117,7 @@ class WeightSender:
         opening = None
         if self._next_index is None:
             opening = self._loop.start(self._front_end.start_weight_update(), _LOAD_S, _BEGIN)
+            self._next_index = 0  # from here on `restart` has an update to drop, even if the bucket isn't written
         self._wait_for(NUM_BUFFERS - 1)
         note = self.buffers.write(weights, index)
         if opening is not None:
@@ -132,7 +133,7 @@ class WeightSender:
             BucketError: a bucket was not loaded.
             EngineError: no bucket was sent, weights are missing, or a deadline passed.
         """
-        if self._next_index is None or self._has_failed:
+        if not self._next_index or self._has_failed:
             raise EngineError("no bucket of weights arrived before the update was to end")
         self._wait_for(0)
         self._has_failed = True  # unless the update is complete

@@ -104,7 +104,7 @@ def export_memory(mesh: DeviceMesh, rank: int, folder: str) -> int:
     policy = large_policy()
     shard_model(policy, mesh)
     ranks = {"rank": rank, "num_ranks": mesh.size(), "file_bytes": 64 * MIB}
-    policy.run(lambda: None)  # sets up communication, which takes memory of its own
+    policy.run(lambda: None)  # sets up communication, which takes memory, too
     export_model(policy, Path(folder), **ranks)
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak

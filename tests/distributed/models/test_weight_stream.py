@@ -39,7 +39,7 @@ def stream(mesh: Any, rank: int) -> tuple[bool, int, int]:
     shard_model(policy, mesh)
     weights = WeightStream(policy, torch.float32, bucket_bytes=BUCKET_BYTES)
     sums: dict[str, float] = {}
-    weights.gather(0)  # sets up communication, which takes memory of its own
+    weights.gather(0)  # sets up communication, which takes memory, too
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for index in range(len(weights.layout)):

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.family_configs import tiny_config
+from rlpack.config.sections.optimization import Lora
+from rlpack.models.adapters import add_adapters
 from rlpack.models.model_export import INDEX, export_model, plan_export
 from rlpack.models.packed import PackedModel
 from rlpack.models.weight_stream import WeightStream
@@ -59,6 +61,14 @@ def test_many_files_have_the_tensors_and_the_index_of_save_pretrained(tmp_path: 
             assert torch.equal(files[found["weight_map"][name]][name], tensor)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "found", dtype=torch.bfloat16)
     assert all(torch.equal(weight, loaded.get_parameter(name)) for name, weight in model.named_parameters())
+
+
+def test_the_index_counts_the_weights_of_the_merged_model(tmp_path: Path):
+    model = new_model("llama")
+    expected = model.num_parameters()
+    add_adapters(model, Lora(rank=2), seed=0)
+    export_model(PackedModel(model), tmp_path, file_bytes=9000)
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_parameters"] == expected
 
 
 def test_own_names_are_those_of_the_modules(tmp_path: Path):

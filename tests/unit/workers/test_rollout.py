@@ -226,7 +226,7 @@ def test_the_engine_is_told_the_longest_row_it_has_to_hold(monkeypatch: pytest.M
         ({}, {"gpu_memory_utilization": 0.7}, (1, {"gpu_memory_utilization": 0.7})),
         ({"rollout": "own"}, {}, (0, {})),
     ],
-    ids=["shared GPUs", "a share of ones own", "a pool of its own"],
+    ids=["shared GPUs", "a given share", "a separate pool"],
 )
 def test_an_engine_on_shared_gpus_takes_half_of_their_memory_and_sleeps(monkeypatch, roles, vllm, expected):
     given: list[Rollout] = []
