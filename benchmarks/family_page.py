@@ -112,6 +112,7 @@ def _cell(settings: dict[str, Result], role: str, layout: str) -> str:
 def _generation(result: Result) -> str:
     """Return the decoder that generates."""
     ways = {
+        "DirectDecoder": "cache",
         "PreparedMaskDecoder": "cache",
         "PaddedDecoder": "cache",
         "EqualLengthDecoder": "cache, prompts of one length together",

@@ -63,6 +63,27 @@ def matmul_transposed(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.t()
 
 
+def packed_weight(weight: Tensor) -> Tensor:
+    """Return a copy of a weight [N, K] in the layout that oneDNN reads for any number of rows; opaque to PyTorch."""
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach())
+
+
+def packed_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows · weightᵀ + bias by oneDNN; not differentiable.
+
+    A kernel is compiled for every number of rows, so the caller has to round it.
+
+    Args:
+        rows: fp32 [M, K], on the CPU.
+        weight: [N, K], or from `packed_weight`.
+        bias: [N].
+
+    Returns:
+        [M, N].
+    """
+    return _call(rows, weight, bias)
+
+
 def use_faster_products(model: _Model) -> _Model:
     """Replace the class of a model's linear layers in place if oneDNN is faster here, and return the model."""
     if is_faster():
@@ -140,7 +161,8 @@ def _can_be_called() -> bool:
     _bound_caches()
     left, right = torch.eye(3), torch.arange(6.0).reshape(2, 3)
     try:
-        return torch.equal(_call(left, right), right.t())
+        packed = _call(left, packed_weight(right))
+        return torch.equal(_call(left, right), right.t()) and torch.equal(packed, right.t())
     except (AttributeError, RuntimeError, TypeError):
         return False
 

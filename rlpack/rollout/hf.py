@@ -18,7 +18,8 @@ from rlpack.config.schema import Model, Rollout
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.weight_stream import WeightLayout
-from rlpack.rollout.decoding import Decoder, choose_decoder
+from rlpack.rollout.decoders import Decoder
+from rlpack.rollout.decoding import choose_decoder
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout
 from rlpack.rollout.sampling import sample, uniforms

@@ -66,7 +66,9 @@ def test_logprobs_equal_a_plain_forward_of_each_row_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_are_prepared_for_models_with_plain_and_sliding_attention(kind):
+def test_known_layers_run_directly_and_others_with_prepared_masks(kind, monkeypatch):
+    assert HFEngine(decoder(kind)).decoder_name == "DirectDecoder"
+    monkeypatch.setattr(decoding, "unknown_part", lambda _: "anything")
     assert HFEngine(decoder(kind)).decoder_name == "PreparedMaskDecoder"
 
 

@@ -103,7 +103,7 @@ def test_an_unknown_threshold_is_found_in_the_first_batch_of_longer_rows(monkeyp
 def test_a_cache_that_goes_wrong_in_training_is_found_after_a_weight_update(monkeypatch):
     engine = HFEngine(decoder())
     generate(engine, (8, 9))
-    monkeypatch.setattr(decoding.PaddedDecoder, "_forward", lambda self, *arguments: torch.randn(2, 24))
+    monkeypatch.setattr(decoding.DirectDecoder, "step", lambda self, tokens: torch.randn(2, 24))
     generate(engine, (8, 9))  # no longer than before
     engine.policy_version = 1
     with pytest.raises(EngineError, match="generates with a wrong cache"):
