@@ -32,9 +32,6 @@ def _weights_problem(config: Config, role: str, model: PreTrainedModel) -> str |
     tp, key, settings = role_parallel(config, role).tp, f"{role}.parallel", settings_of(model.config)
     if problem := split_problem(language_model(model)):
         return f"can't be split over the {tp} ranks of {key}.tp: {problem}; set {key}.tp=1"
-    if role == "actor" and config.actor.lora.rank > 0:
-        rank = config.actor.lora.rank
-        return f"can't have adapters (actor.lora.rank={rank}) with {key}.tp={tp}; set {key}.tp=1 or actor.lora.rank=0"
     heads = settings["num_attention_heads"]
     counts = {"attention heads": heads, "key and value heads": settings.get("num_key_value_heads") or heads}
     counts |= {"experts": experts} if (experts := num_experts(settings)) else {}

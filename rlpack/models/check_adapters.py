@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from rlpack.models.adapters import Adapter, find_adapters, is_adapter_dropout
 from rlpack.models.check_outputs import lay_out
@@ -17,7 +18,7 @@ from rlpack.models.check_rows import random_rows
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
-from rlpack.models.parts import local_part, part_like, whole_tensor
+from rlpack.models.parts import local_part, part_offsets, whole_tensor
 
 _LENGTHS = (7, 4)
 # Allowed difference, relative to the norm of the expected gradient; norms below this part of the largest are skipped.
@@ -94,11 +95,15 @@ def _adapter_gradients(model: PackedModel) -> Iterator[dict[str, tuple[Tensor, T
     adapters = {name: adapter for name, adapter in find_adapters(model.model).items() if name in weights}
     trained = {name: weight.requires_grad for name, weight in weights.items()}
     downs = {name: whole_tensor(weights[adapter.down]).float() for name, adapter in adapters.items()}
-    expected: dict[str, Tensor] = {}  # of a sharded layer, this rank's rows
+    expected: dict[str, Tensor] = {}  # of a sharded layer, this rank's rows, and the summand of its columns
 
     def collect(name: str, adapter: Adapter, weight: Tensor) -> None:
+        offsets = part_offsets(weight)
         assert weight.grad is not None
-        own = adapter.scale * (local_part(weight.grad).float() @ downs[name].t())
+        assert offsets is not None
+        part = local_part(weight.grad).float()
+        down = downs[name][:, offsets[1] : offsets[1] + part.shape[1]]
+        own = adapter.scale * (part @ down.t())
         weight.grad = None
         expected[name] = expected[name] + own if name in expected else own
 
@@ -115,10 +120,27 @@ def _adapter_gradients(model: PackedModel) -> Iterator[dict[str, tuple[Tensor, T
         for name, adapter in adapters.items():
             if name in expected:
                 gradient, part = weights[adapter.up].grad, expected[name]
-                whole = whole_tensor(part_like(part, weights[adapter.up]))
+                whole = _whole(part, weights[name], weights[adapter.up].shape)
                 own = torch.zeros_like(whole) if gradient is None else whole_tensor(gradient).float()
                 gradients[name.removesuffix(".base_layer.weight")] = own, whole
         for name, weight in weights.items():
             weight.requires_grad_(trained[name])
             if trained[name]:
                 weight.grad = None
+
+
+def _whole(part: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the product of a gradient [d_out, d_in] and Aᵀ, [d_out, r], from that of this rank's part of the gradient.
+
+    Args:
+        part: of this rank's rows and columns.
+        weight: the gradient is placed like it.
+        shape: of the product.
+    """
+    if not isinstance(weight, DTensor):
+        return part
+    kinds = [Partial() if placement == Shard(1) else placement for placement in weight.placements]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, weight.device_mesh, kinds, run_check=False, shape=shape, stride=stride
+    ).full_tensor()

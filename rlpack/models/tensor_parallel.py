@@ -9,6 +9,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053.
 | embedding, output layer | rows: its tokens of the vocabulary | summands; logits of its own tokens |
 | experts | whole experts: those of its share, for all tokens | summands |
 | norms, routers, biases | all | |
+| LoRA matrices | as their layer, but A of a split output, and B of a split input: all | |
 
 Outside attention and MLP each rank keeps only its part of the tokens (sequence parallelism, Korthikanti et al. 2022,
 arXiv:2205.05198): summands are reduce-scattered over tokens, and tokens all-gathered before attention and MLP.
@@ -37,7 +38,7 @@ FAMILIES = frozenset(
 )
 
 # How a module's weights are split, by the last part of its name; norms are told by their class.
-_Way = Literal["rows", "columns", "vocabulary", "experts", "copied", "token_norm", "scalar_head"]
+_Way = Literal["rows", "columns", "vocabulary", "experts", "copied", "copied_rows", "token_norm", "scalar_head"]
 _WAYS: dict[str, _Way] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "rows"),
     **dict.fromkeys(("o_proj", "down_proj"), "columns"),
@@ -83,7 +84,10 @@ def split_weights(root: nn.Module, split: WeightSplit) -> None:
     """
     made: dict[int, nn.Parameter] = {}
     for name, module in list(root.named_modules()):
-        if name.rpartition(".")[2] in _BLOCKS:
+        last = name.rpartition(".")[2]
+        if _WAYS.get(last) == "columns":
+            module.register_forward_hook(lambda module, arguments, summands: split.add(summands))
+        if last in _BLOCKS:
             module.register_forward_pre_hook(functools.partial(_gather_first, split), with_kwargs=True)
             if any(child == "experts" for child, _ in module.named_children()):
                 module.register_forward_hook(lambda module, arguments, summands: split.add(summands))
@@ -111,16 +115,22 @@ def _own(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _way(name: str, module: nn.Module) -> _Way | None:
     """Return how a module's weights are split; None if that isn't known."""
-    last = name.rpartition(".")[2]
-    if last in _WAYS:
-        return _WAYS[last]
+    names = name.split(".")
+    if names[-1] == "base_layer":  # of a layer with an adapter
+        return _WAYS.get(names[-2])
+    if "lora_A" in names[-2:]:
+        return "columns" if _WAYS.get(names[-3]) == "columns" else "copied"
+    if "lora_B" in names[-2:]:
+        return "copied" if _WAYS.get(names[-3]) == "columns" else "copied_rows"
+    if names[-1] in _WAYS:
+        return _WAYS[names[-1]]
     return "token_norm" if type(module).__name__.endswith("RMSNorm") else None
 
 
 def _placement(way: _Way, weight: Tensor) -> Placement:
     """Return how a weight is divided among the ranks."""
     # FSDP needs an axis that stays whole, so vectors aren't split.
-    if weight.ndim == 1 or way in {"copied", "scalar_head"}:
+    if weight.ndim == 1 or way in {"copied", "copied_rows", "scalar_head"}:
         return Replicate()
     return Shard(1) if way == "columns" else Shard(0)
 
@@ -152,6 +162,7 @@ def _split_forward(module: nn.Module, way: _Way, split: WeightSplit) -> None:
         rule = {
             "rows": _rows,
             "columns": _columns,
+            "copied_rows": _copied_rows,
             "experts": _experts,
             "copied": _copied,
             "token_norm": _token_norm,
@@ -172,11 +183,18 @@ def _rows(module: nn.Linear, forward: _Forward, split: WeightSplit, states: Tens
 
 
 def _columns(module: nn.Linear, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
-    """Return the outputs of this rank's tokens, from its channels of all tokens."""
+    """Return this rank's summand of the outputs, from its channels of all tokens: [1, T, d]."""
     # One rank adds the bias; the others multiply it by zero, so that it has a gradient everywhere.
     bias = None if module.bias is None else split.local(module.bias, summands=True) * float(split.rank == 0)
     with _weights(module, weight=split.local(module.weight), bias=bias):
-        return split.add(forward(states))
+        return forward(states)
+
+
+def _copied_rows(module: nn.Linear, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:
+    """Return this rank's outputs from a weight that every rank has whole."""
+    start, stop = split.block(module.out_features)
+    with _weights(module, weight=split.local(module.weight, summands=True)[start:stop]):
+        return forward(states)
 
 
 def _embed(module: nn.Embedding, forward: _Forward, split: WeightSplit, tokens: Tensor) -> Tensor:

@@ -144,10 +144,10 @@ def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(tm
     assert on_ranks(tmp_path, 2, built_roles, str(tmp_path), tp) == [[], []]
 
 
-def built_adapters(mesh: DeviceMesh, rank: int, path: str) -> list[str]:
+def built_adapters(mesh: DeviceMesh, rank: int, path: str, tp: int) -> list[str]:
     """Build a policy with adapters; return the weights in which it differs from a whole one."""
-    context, tokenizer = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size())), tiny_tokenizer()
-    config = role_config(path, lora=Lora(rank=3))
+    context = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size() // tp, tp=tp))
+    tokenizer, config = tiny_tokenizer(), role_config(path, lora=Lora(rank=3), parallel=Parallel(tp=tp))
     policy = build_policy(config, "actor", tokenizer, context)
     truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     add_adapters(truth, config.actor.lora, seed=config.seed)
@@ -157,9 +157,10 @@ def built_adapters(mesh: DeviceMesh, rank: int, path: str) -> list[str]:
     return [name for name, weight in truth.named_parameters() if not torch.equal(found[name], weight)]
 
 
-def test_adapters_of_parts_start_as_those_of_a_whole_model(tmp_path: Path):
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_adapters_of_parts_start_as_those_of_a_whole_model(tmp_path: Path, ranks: int, tp: int):
     path = save(tmp_path, "llama", vocab_size=len(tiny_tokenizer()))
-    assert on_ranks(tmp_path, 2, built_adapters, str(path)) == [[], []]
+    assert on_ranks(tmp_path, ranks, built_adapters, str(path), tp) == [[]] * ranks
 
 
 def loading_memory(mesh: DeviceMesh, rank: int, folder: str) -> tuple[int, int, bool]:

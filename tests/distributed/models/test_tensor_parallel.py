@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.family_configs import tiny_config as family_config
+from rlpack.config.sections.optimization import Lora
 from rlpack.models import attention
+from rlpack.models.adapters import add_adapters
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.inputs import pack_rows
 from rlpack.models.logprobs import linear_logprobs
@@ -33,11 +35,12 @@ def split_model(model: PackedModel, mesh: DeviceMesh, *, sequence_parallel: bool
     shard_model(model, mesh["dp_shard"], small_bytes=0)
 
 
-def family_model(family: str, name: str) -> Any:
+def family_model(family: str, name: str, **settings: Any) -> Any:
     """Return a tiny model of a family in fp64, with weights so large that a slip shows."""
     attention.register()
     config = family_config(family)
-    config.initializer_range = 0.3
+    for key, value in ({"initializer_range": 0.3} | settings).items():
+        setattr(config, key, value)
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=name)
     model.set_experts_implementation("eager")  # the other ones have no fp64
@@ -52,23 +55,27 @@ def gaps(_: DeviceMesh, rank: int, sequence_parallel: bool) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     found = {}
     for family in sorted(FAMILIES):
-        truth = family_model(family, "eager")
         policy = Policy(family_model(family, attention.NAME))
         split_model(policy, mesh, sequence_parallel=sequence_parallel)
-        expected = []
-        for row in ROWS:
-            scores = truth(row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-            expected.append(torch.cat([torch.zeros(1), scores.gather(1, row[1:, None])[:, 0]]))
-        weights = torch.linspace(-1, 2, sum(len(row) for row in ROWS), dtype=torch.float64)
-        (torch.cat(expected) * weights).sum().backward()
-        logprobs = policy(pack_rows(ROWS)).logprobs
-        (logprobs * weights).sum().backward()
-        own = {name: whole(weight.grad) for name, weight in policy.model.named_parameters() if weight.grad is not None}
-        others = {name: weight.grad for name, weight in truth.named_parameters() if weight.grad is not None}
-        assert own.keys() == others.keys(), family
-        distances = [((own[name] - other).norm() / other.norm()).item() for name, other in others.items()]
-        found[family] = max((logprobs - torch.cat(expected)).abs().max().item(), *distances)
+        found[family] = largest_gap(policy, family_model(family, "eager"))
     return found
+
+
+def largest_gap(policy: Policy, truth: Any) -> float:
+    """Return the largest relative gap of log-probs and gradients from those of each row alone."""
+    expected = []
+    for row in ROWS:
+        scores = truth(row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected.append(torch.cat([torch.zeros(1), scores.gather(1, row[1:, None])[:, 0]]))
+    weights = torch.linspace(-1, 2, sum(len(row) for row in ROWS), dtype=torch.float64)
+    (torch.cat(expected) * weights).sum().backward()
+    logprobs = policy(pack_rows(ROWS)).logprobs
+    (logprobs * weights).sum().backward()
+    own = {name: whole(weight.grad) for name, weight in policy.model.named_parameters() if weight.grad is not None}
+    others = {name: weight.grad for name, weight in truth.named_parameters() if weight.grad is not None}
+    assert own.keys() == others.keys()
+    distances = [((own[name] - other).norm() / other.norm()).item() for name, other in others.items()]
+    return max((logprobs - torch.cat(expected)).abs().max().item(), *distances)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -81,6 +88,31 @@ def test_every_family_has_the_log_probs_and_gradients_of_its_own_forward(tmp_pat
         # Norms compute in fp32, whatever the weights are.
         assert {family: gap for family, gap in found.items() if not gap < 1e-5} == {}
         assert found.keys() == FAMILIES
+
+
+def special_gaps(_: DeviceMesh, rank: int) -> list[float]:
+    """Return the gap of a model with biases everywhere, and of one with adapters on every linear layer."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    biased = {"attention_bias": True, "mlp_bias": True}
+    policy = Policy(family_model("llama", attention.NAME, **biased))
+    split_model(policy, mesh)
+    found = [largest_gap(policy, family_model("llama", "eager", **biased))]
+    models = [family_model("qwen3", name) for name in (attention.NAME, "eager")]
+    for model in models:
+        add_adapters(model, Lora(rank=3, targets=("*",)), seed=0)
+        torch.manual_seed(6)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:  # zero in a new adapter
+                    weight.copy_(0.3 * torch.randn_like(weight))
+    policy = Policy(models[0])
+    split_model(policy, mesh)
+    return [*found, largest_gap(policy, models[1])]
+
+
+def test_biases_and_adapters_have_the_gradients_of_a_whole_model(tmp_path: Path):
+    for found in on_ranks(tmp_path, 2, special_gaps):
+        assert max(found) < 1e-5
 
 
 def parts_of_memory(_: DeviceMesh, rank: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 import pytest
 
 from rlpack.config.schema import Actor, Data, Model, Placement, Pool, Rollout
-from rlpack.config.sections.optimization import Lora
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.models.errors import IsolationError, ModelError
 from rlpack.models.loading import build_meta_model
@@ -119,13 +118,6 @@ def test_ranks_that_share_weights_divide_them(model, ranks, parallel, message):
     shape = model if "n_embd" in model else {"model_type": "qwen2", **SIZES, "intermediate_size": 48} | model
     config = tiny_config(model=Model(config=shape), actor=actor, placement=placement)
     with pytest.raises(ModelError, match=message):
-        check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
-
-
-def test_adapters_are_refused_where_ranks_share_weights():
-    actor = Actor(parallel=Parallel(tp=2), lora=Lora(rank=4))
-    config = tiny_config(actor=actor, placement=Placement(pools={"main": Pool(ranks=2)}))
-    with pytest.raises(ModelError, match=r"adapters \(actor\.lora\.rank=4\) .*; set actor\.parallel\.tp=1 or"):
         check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
 
 
