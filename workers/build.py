@@ -175,7 +175,8 @@ def _shard_and_check(
         _shard(model, config, role, context, settings.precision)
     else:
         in_precision = copy.deepcopy(model)  # without weights; FSDP2 can't change the precision of a sharded model
-        stored.materialize(_shard(model, config, role, context, "fp32"), device)
+        weights_device = "cpu" if settings.offload == "parameters" else device
+        stored.materialize(_shard(model, config, role, context, "fp32"), device, weights_device)
         if isinstance(model, Policy):
             model.measure_outputs()
         _check(model, config, role, device, len(tokenizer), classifier)
@@ -205,8 +206,9 @@ def _shard(model: M, config: Config, role: str, context: RankContext, precision:
         split_weights(model, model.weight_split)
         model.split = RowSplit.of_group(None, layout.tp)
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
-    reshards = role_compute(config, role).reshard_after_forward
-    shard_model(model, mesh, precision=precision, reshard_after_forward=reshards)
+    settings = role_compute(config, role)
+    reshards, offload = settings.reshard_after_forward, settings.offload
+    shard_model(model, mesh, precision=precision, reshard_after_forward=reshards, offload=offload)
     return model
 
 

@@ -114,4 +114,4 @@ class OptimizerStepper:
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.model.pattern_root, self._settings)
+        return build_optimizer(self.model.pattern_root, self._settings, self.model.offload)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -58,6 +59,10 @@ def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
         state_dict_loader.load(
             {"model": weights, "optimizer": moments}, storage_reader=reader, planner=RestrictedPlanner()
         )
+    # The kernel of a step depends on where the weights are now, not on where they were when the state was saved.
+    loaded = cast(list[dict[str, Any]], moments["param_groups"])
+    for settings, group in zip(loaded, optimizer.param_groups, strict=True):
+        settings |= {name: group[name] for name in ("fused", "foreach") if name in group}
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 

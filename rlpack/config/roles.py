@@ -82,7 +82,7 @@ def own_batching(config: Config, role: str) -> RoleBatching:
 def role_compute(config: Config, role: str) -> Compute:
     """Return how `role` runs its model: its own settings, and the actor's for those that are null.
 
-    A frozen role recomputes nothing, since it has no backward pass.
+    A frozen role recomputes nothing, since it has no backward pass, and has no moments.
 
     >>> from rlpack.config.schema import Actor, Reference
     >>> config = Config(actor=Actor(precision="bf16", logprob_chunk=64), reference=Reference(logprob_chunk=256))
@@ -97,6 +97,7 @@ def role_compute(config: Config, role: str) -> Compute:
         values |= own.model_dump(include=keys, exclude_none=True)
     if role in _FROZEN:
         values["gradient_checkpointing"] = "none"
+        values["offload"] = "parameters" if values["offload"] == "parameters" else "none"
     return Compute(**values)
 
 

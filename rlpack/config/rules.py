@@ -27,6 +27,7 @@ from rlpack.config.roles import (
     own_batching,
     pool_of,
     role_batching,
+    role_compute,
     role_parallel,
     started_roles,
 )
@@ -91,6 +92,19 @@ def _optimizer(config: Config) -> Iterator[str]:
     unused = [name for name, value in lora if value != dict(_NO_LORA)[name]] if lora.rank == 0 else []
     if unused:
         yield f"actor.lora.{unused[0]} is set, but actor.lora.rank is 0: there are no adapters; set it, say to 16"
+
+
+def _offload(config: Config) -> Iterator[str]:
+    for key, optimizer in optimizers(config).items():
+        role = key.partition(".")[0]
+        if optimizer.name == "adamw_8bit" and role_compute(config, role).offload == "optimizer":
+            yield (
+                f"{role}.offload is optimizer, but {key}.name is adamw_8bit, whose moments can't be moved and take a "
+                f"quarter of the memory anyway; set {role}.offload=none or parameters, or {key}.name=adamw"
+            )
+    for role, section in (("reference", config.reference), ("reward_model", config.reward_model)):
+        if section.offload == "optimizer":
+            yield f"{role}.offload is optimizer, but {role} isn't trained; set it to parameters or none"
 
 
 def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
@@ -357,6 +371,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _kl,
     _cut_alike,
     _optimizer,
+    _offload,
     _object_store,
     _model,
     _paths,

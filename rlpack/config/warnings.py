@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection, Iterator
 
 from rlpack.config.recipes import recipe_of, recipe_texts
-from rlpack.config.roles import started_roles
+from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, started_roles
 from rlpack.config.schema import Algorithm, Config
 from rlpack.config.sections.value_models import Critic, RewardModel
 
@@ -28,6 +28,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *_unread_sections(config),
         *_unread_keys(config),
         *_unread_revisions(config),
+        *_offloading(config),
     ]
 
 
@@ -98,6 +99,17 @@ def _unread_revisions(config: Config) -> Iterator[str]:
         yield f"model.revision is {model.revision!r} but unused: model.path is a folder"
     if critic.revision is not None and critic.path is not None and _is_folder(critic.path):
         yield f"critic.revision is {critic.revision!r} but unused: critic.path is a folder"
+
+
+def _offloading(config: Config) -> Iterator[str]:
+    """Yield roles that are to keep tensors of GPUs in host memory, and have no GPUs."""
+    for role in (role for role in WITH_LAYOUTS if role in started_roles(config)):
+        offload = role_compute(config, role).offload
+        if offload != "none" and gpus_per_rank(config, role) == 0:
+            yield (
+                f"{role}.offload is {offload}: the pool of {role} ({pool_of(config, role)}) has no GPUs, so weights "
+                "and moments are in host memory anyway and no memory is saved"
+            )
 
 
 def _is_folder(path: str) -> bool:

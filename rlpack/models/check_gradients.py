@@ -133,6 +133,8 @@ def _reduced_gradients(model: PackedModel) -> Iterator[dict[str, Tensor]]:
 
 def _reduced(gradient: Tensor, seed: int) -> Tensor:
     """Return UᵀGV, f64 [8, 8] on the CPU; for a sharded gradient, this rank's summand."""
+    if isinstance(gradient, DTensor) and gradient.device_mesh.device_type != gradient.device.type:
+        torch.cuda.synchronize()  # FSDP2 may still be copying the gradient to the host
     shape = gradient.shape if gradient.ndim > 1 else (*gradient.shape, 1)
     part, offsets = local_part(gradient), part_offsets(gradient)
     assert offsets is not None, "the check runs before weights are sharded in another way than over whole blocks"

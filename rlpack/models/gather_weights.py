@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rlpack.models.parts import local_part
+from rlpack.models.parts import local_part, whole_tensor
 
 # Maximum size of the weights of one collective; a rank briefly holds two copies of them.
 _MAX_BYTES = 2**22
@@ -18,14 +18,16 @@ _Cut = tuple[DeviceMesh, int, torch.dtype]
 
 
 def gather_weights(weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield whole weights, on their device; a collective if any is sharded.
+    """Yield whole weights, a collective if any is sharded.
+
+    They are on their device, or on that of their mesh if several ranks have parts of them in host memory.
 
     Args:
         weights: in the same order on all ranks. Those that are not sharded are yielded as they are, detached.
     """
     for cut, run in _runs(weights):
         if cut is None:
-            yield from (weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in run)
+            yield from map(whole_tensor, run)
         else:
             yield from _gather(run, cut[0], cut[1])
 
@@ -64,6 +66,8 @@ def _gather(weights: list[Tensor], mesh: DeviceMesh, dim: int) -> list[Tensor]:
         missing = -(-weight.shape[0] // ranks) * weight.shape[1:].numel() - part.numel()
         parts.append(F.pad(part.flatten(), (0, missing)) if missing else part.flatten())
     own = torch.cat(parts)
+    if ranks > 1:
+        own = own.to(mesh.device_type)
     gathered = own.new_empty(ranks, own.numel())
     dist.all_gather(list(gathered), own, group=mesh.get_group(dim))
     pieces = gathered.split([part.numel() for part in parts], 1)

@@ -7,12 +7,15 @@ Invariants (tests/unit/models/test_optimizers.py):
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlpack.config.sections.compute import Offload
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.errors import nothing_trained_error
+from rlpack.models.offloaded_adamw import OffloadedAdamW
 from rlpack.models.patterns import match_patterns
 
 
@@ -37,7 +40,7 @@ def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") 
         raise nothing_trained_error(key, settings.freeze)
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, settings: Optimizer, offload: Offload = "none") -> torch.optim.Optimizer:
     """Return AdamW over the trainable weights of `model`, with moments of zero.
 
     Weight decay applies to matrices; vectors (biases, norms) and matches of `settings.no_decay` have none.
@@ -45,6 +48,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     Args:
         model: sharded already if it is to be; patterns refer to its weight names.
         settings: the optimizer section; `set_learning_rate` overrides its `learning_rate` at every step.
+        offload: `optimizer` keeps AdamW's moments in host memory; with `parameters` the weights are there, too.
 
     Raises:
         ModelError: a pattern matches no weight.
@@ -61,9 +65,13 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     ]
     if settings.name == "adamw_8bit":
         return _build_adamw_8bit(groups, settings)
-    # foreach: for small weights, DTensor's dispatch takes longer than the arithmetic.
-    betas = settings.beta1, settings.beta2
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, foreach=True)
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}
+    if offload == "optimizer":
+        return OffloadedAdamW(groups, **options)
+    # foreach: for small weights, DTensor's dispatch takes longer than the arithmetic. On CPUs the fused kernel takes a
+    # seventh of the time; it rounds in another way.
+    options["fused" if offload == "parameters" else "foreach"] = True
+    optimizer = torch.optim.AdamW(groups, **options)
     for weight in trained:
         # AdamW's own initial state; without it, saving before the first step makes torch take a step to create one.
         moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlpack.config.sections.compute import Checkpointing, Offload
 from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
@@ -43,6 +44,7 @@ class PackedModel(nn.Module):
         model: the wrapped model: with the `rlpack` attention to run packed rows, else with transformers' own.
         reshard_after_forward: whether gathered weights are freed after forward; set by `shard_model`.
         compute_dtype: dtype of the forward pass; set by `shard_model`.
+        offload: what is kept in host memory; set by `shard_model`.
         split: the group whose ranks share each microbatch's tokens (`rlpack.models.context_parallel`); None for none.
         weight_split: the group whose ranks share each layer's weights (`rlpack.models.tensor_parallel`); None for none.
     """
@@ -55,6 +57,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.reshard_after_forward = True
         self.compute_dtype = model.dtype
+        self.offload: Offload = "none"
         self.split: RowSplit | None = None
         self.weight_split: WeightSplit | None = None
 
@@ -135,7 +138,7 @@ class PackedModel(nn.Module):
                 module.training = mode
         return self
 
-    def checkpoint_activations(self, kind: Literal["none", "full", "selective"] = "full", role: str = "actor") -> None:
+    def checkpoint_activations(self, kind: Checkpointing = "full", role: str = "actor") -> None:
         """Have the backward pass recompute activations of the decoder layers; the gradients stay the same.
 
         Args:

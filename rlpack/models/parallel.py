@@ -12,13 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from rlpack.config.sections.compute import Offload
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
@@ -37,6 +40,7 @@ def shard_model(
     *,
     precision: Literal["fp32", "bf16"] = "fp32",
     reshard_after_forward: bool = True,
+    offload: Offload = "none",
     small_bytes: int = 128 * 2**20,
 ) -> None:
     """Shard a model over a mesh in place: each decoder layer by itself, the rest with the root.
@@ -53,6 +57,8 @@ def shard_model(
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
             False needs more memory and half the gathers.
+        offload: `parameters` keeps weights and gradients in host memory, pinned if the mesh is of GPUs; `optimizer` is
+            left to `build_optimizer`.
         small_bytes: maximum size of a small model's weights.
     """
     if precision not in _PRECISION:
@@ -61,8 +67,10 @@ def shard_model(
     is_small = sum(weight.numel() * weight.element_size() for weight in policy.parameters()) <= small_bytes
     policy.reshard_after_forward = reshard_after_forward and not is_small
     policy.compute_dtype = rules.param_dtype or policy.compute_dtype
+    policy.offload = offload
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload == "parameters" else OffloadPolicy()
     layers = decoder_layers(policy)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": rules}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": rules, "offload_policy": place}
     if policy.weight_split is not None:
         options["shard_placement_fn"] = lambda weight: Shard(sharded_axis(weight))
     for layer in [] if is_small else layers:
@@ -148,8 +156,9 @@ def _norm(gradients: list[Tensor]) -> Tensor:
         square = nn.utils.get_total_norm(parts).double().square()
         for dim in dims:
             assert mesh is not None
+            square = square.to(mesh.device_type)  # from the host, if parameters are there
             dist.all_reduce(square, group=mesh.get_group(dim))
-        total += square
+        total += square.to(total.device)
     return total.sqrt()
 
 

@@ -4,6 +4,8 @@ Placements may be of any mesh. Where a rank's part isn't one block of the whole 
 parallelism, `part_offsets` returns None, and only `copy_part` can fill it.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -35,7 +37,7 @@ def copy_part(weight: Tensor, whole: Tensor) -> None:
     weight.copy_(whole)
 
 
-def allocate(root: nn.Module, device: torch.device | str) -> None:
+def allocate(root: nn.Module, device: torch.device | str, weights_device: torch.device | str | None = None) -> None:
     """Replace tensors on the meta device by uninitialized ones; a weight that modules share stays shared.
 
     `nn.Module.to_empty` would untie weights, and clear buffers that have values.
@@ -43,13 +45,15 @@ def allocate(root: nn.Module, device: torch.device | str) -> None:
     Args:
         root: sharded or not.
         device: of the new tensors.
+        weights_device: of the new weights, if it isn't that of the buffers.
     """
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if weight.is_meta:
                 if id(weight) not in made:
-                    made[id(weight)] = nn.Parameter(_empty_like(weight, device), requires_grad=weight.requires_grad)
+                    empty = _empty_like(weight, weights_device or device)
+                    made[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
                 module.register_parameter(name, made[id(weight)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
@@ -75,11 +79,18 @@ def share_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def whole_tensor(weight: Tensor) -> Tensor:
-    """Return a weight whole, on its device; a collective if it is sharded."""
+    """Return a weight whole, on the device of its mesh; a collective if it is sharded."""
     weight = weight.detach()
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    if not isinstance(weight, DTensor):
+        return weight
+    if weight.device.type != weight.device_mesh.device_type:  # its parts are in host memory
+        weight = cast(DTensor, weight.to(weight.device_mesh.device_type))
+    return weight.full_tensor()
 
 
 def _empty_like(weight: Tensor, device: torch.device | str) -> Tensor:
-    """Return an uninitialized tensor with the shape and placements of a weight on the meta device."""
-    return part_like(torch.empty_like(local_part(weight), device=device), weight)
+    """Return an uninitialized tensor with the shape and placements of a weight on the meta device.
+
+    The device needn't be that of the weight's mesh.
+    """
+    return torch.empty_like(weight.detach(), device=device)

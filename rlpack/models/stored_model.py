@@ -88,14 +88,17 @@ class StoredModel:
         _rebuild_buffers(model)
         return cls(model, copy.deepcopy(model), files, conversions)
 
-    def materialize(self, root: nn.Module, device: torch.device | str) -> None:
+    def materialize(
+        self, root: nn.Module, device: torch.device | str, weights_device: torch.device | str | None = None
+    ) -> None:
         """Allocate the tensors on the meta device, and read their values; no rank communicates.
 
         Args:
             root: a module with some or all modules of `model`, sharded or not. Weights of the others are not read.
-            device: of the weights.
+            device: of the weights and buffers.
+            weights_device: of the weights, if it isn't that of the buffers.
         """
-        allocate(root, device)
+        allocate(root, device, weights_device)
         inside = {id(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         state = {merged_name(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
         for conversion in self.conversions:

@@ -14,6 +14,7 @@ def _from_boolean(value: Any) -> Any:
     return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
+Offload = Literal["none", "optimizer", "parameters"]
 Checkpointing = Annotated[Literal["none", "full", "selective"], BeforeValidator(_from_boolean)]
 
 
@@ -27,6 +28,11 @@ class Compute(Section):
         "or all but the outputs of matrix products, attention and exchanges between ranks (selective).",
     )
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
+    offload: Offload = Field(
+        default="none",
+        description="What GPUs keep in host memory: AdamW's moments, except during the optimizer step (optimizer); or "
+        "weights, gradients and moments, with the optimizer step on the CPU (parameters). No effect on CPUs.",
+    )
     logprob_chunk: Count = Field(default=1024, description="Most tokens whose logits exist at one time.")
     isolation_check: bool = Field(
         default=True,
@@ -42,4 +48,5 @@ class RoleCompute(Section):
     reshard_after_forward: bool | None = Field(
         default=None, description="As actor.reshard_after_forward; null inherits it."
     )
+    offload: Offload | None = Field(default=None, description="As actor.offload; null inherits it.")
     isolation_check: bool | None = Field(default=None, description="As actor.isolation_check; null inherits it.")

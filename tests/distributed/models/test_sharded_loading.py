@@ -119,9 +119,13 @@ def built_roles(mesh: DeviceMesh, rank: int, folder: str, tp: int) -> list[str]:
     for family in BUILT:
         path = f"{folder}/{family}"
         truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for precision in ("fp32", "bf16"):
-            checkpointing = "full" if precision == "bf16" else "none"
-            config = role_config(path, parallel=parallel, precision=precision, gradient_checkpointing=checkpointing)
+        for precision, checkpointing, offload in (
+            ("fp32", "none", "none"),
+            ("fp32", "selective", "optimizer"),
+            ("bf16", "full", "parameters"),
+        ):
+            compute = {"precision": precision, "gradient_checkpointing": checkpointing, "offload": offload}
+            config = role_config(path, parallel=parallel, **compute)
             policy = build_policy(config, "actor", tokenizer, context)
             assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
             assert policy.output_map == Policy(truth).output_map

@@ -331,3 +331,23 @@ def test_a_key_that_nothing_reads_is_odd(algorithm: dict[str, Any], recipe: str,
 def test_a_preset_chooses_nothing_odd(preset: str):
     for overrides in ((), ("experiment=smoke",))[: 1 if preset == "sft" else 2]:  # smoke has a warm-up
         assert config_warnings(compose([f"recipe={preset}", *overrides])) == []
+
+
+def test_offloading_is_refused_where_it_could_not_work():
+    eight_bit = {"offload": "optimizer", "optimizer": {"name": "adamw_8bit"}}
+    assert "actor.offload is optimizer, but actor.optimizer.name is adamw_8bit" in broken(actor=eight_bit)
+    validate(VALID | {"actor": eight_bit | {"offload": "parameters"}})
+    inherits = {"optimizer": {"name": "adamw_8bit"}}
+    assert "critic.offload=none or parameters" in broken(recipe=PPO, actor={"offload": "optimizer"}, critic=inherits)
+    assert "reference.offload is optimizer, but reference isn't trained" in broken(reference={"offload": "optimizer"})
+
+
+def test_offloading_without_gpus_is_a_warning_for_each_role_that_runs():
+    config = VALID | {"actor": {"offload": "parameters"}, "algorithm": {"kl_coef": 0.1}}
+    actor, reference = config_warnings(validate(config))
+    assert actor.startswith("actor.offload is parameters: the pool of actor (main) has no GPUs")
+    assert reference.startswith("reference.offload is parameters")
+    only_moments = config | {"actor": {"offload": "optimizer"}}  # a reference has none
+    assert len(config_warnings(validate(only_moments))) == 1
+    on_gpu = {"pools": {"main": {"ranks": 1, "gpus_per_rank": 1}}}
+    assert config_warnings(validate(config | {"placement": on_gpu})) == []
