@@ -2,6 +2,7 @@
 
     python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
     python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
+    python benchmarks/loading.py --tp 2                  # ranks share layers in pairs
     python benchmarks/loading.py --whole                 # each rank loads the whole model, then shards it
 
 A rank's peak is VmHWM above its memory before it opens the files, in MiB. The model is a Llama with random weights, in
@@ -32,6 +33,8 @@ from rlpack.models.model_export import export_model
 from rlpack.models.open_model import open_causal_lm
 from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
+from rlpack.models.tensor_parallel import split_weights
+from rlpack.models.weight_split import WeightSplit
 
 MIB = 2**20
 SHAPE = {
@@ -106,6 +109,13 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     else:
         stored = open_causal_lm(model, attention_name=attention)
         policy = Policy(stored.model)
+        if options.tp > 1:
+            pairs = init_device_mesh(
+                "cpu", (options.ranks // options.tp, options.tp), mesh_dim_names=("dp_shard", "tp")
+            )
+            policy.weight_split = WeightSplit(pairs["tp"])
+            split_weights(policy, policy.weight_split)
+            mesh = pairs["dp_shard"]
         shard_model(policy, mesh)
         stored.materialize(policy, "cpu")
     seconds = time.perf_counter() - start
@@ -127,6 +137,7 @@ def main() -> None:
     """Write the model, load it on all ranks, and print each rank's peak."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the weights of each layer")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the files")
     parser.add_argument("--whole", action="store_true", help="load the whole model on each rank")
     parser.add_argument("--checks", action="store_true", help="include the checks of a role's model")
