@@ -53,7 +53,7 @@ def test_every_kernel_agrees_with_fp64(monkeypatch, kernel: str, window: int | N
 
 
 def test_bfloat16_without_dropout_takes_a_varlen_kernel():
-    rules = module._Rules(scaling=None, dropout=0.0, window=None, softcap=None)
+    rules = module._Options(scaling=None, dropout=0.0, window=None, softcap=None)
     query = torch.zeros(1, 2, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert module._varlen_kernel(query, rules) is not None
     assert module._varlen_kernel(query.float(), rules) is None
