@@ -19,9 +19,9 @@ SHAPE = {"initializer_range": 0.02, "tie_word_embeddings": False}
 def test_the_prompt_is_fixed_and_uses_the_vocabulary():
     tokens = canary_tokens(30)
     assert tokens.equal(canary_tokens(30))
-    assert (tokens.shape, tokens.dtype) == ((4, 16), torch.int64)
+    assert (tokens.shape, tokens.dtype) == ((1, 24), torch.int64)
     assert 0 <= tokens.min() <= tokens.max() < 30
-    assert len(tokens.unique()) > 20
+    assert len(tokens.unique()) > 12
 
 
 def test_the_largest_difference_is_returned_or_named_with_the_tokens_that_differ_most():
