@@ -18,7 +18,7 @@ from rlpack.batch.ragged import Ragged
 from rlpack.rollout.decoders import PreparedMaskDecoder
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.fused_linear import FusedLinear, padded_rows
-from rlpack.rollout.known_layers import KnownLayer, read_known, unknown_part
+from rlpack.rollout.known_layers import KnownLayer, Norm, read_known, unknown_part
 
 # Weights up to this size are copied in the layout of fast products; larger models use their own.
 _MAX_COPY_BYTES = 2**30
@@ -29,7 +29,7 @@ class _Layer(NamedTuple):
 
     Attributes:
         known: its norms and settings.
-        head_norm: weights of the norms of queries and keys, [A + H, D]; None without them.
+        head_norm: norm of queries and keys, with weights [A + H, D]; None without.
     """
 
     known: KnownLayer
@@ -37,7 +37,7 @@ class _Layer(NamedTuple):
     output: FusedLinear
     gate_up: FusedLinear
     down: FusedLinear
-    head_norm: Tensor | None
+    head_norm: Norm | None
 
 
 class DirectDecoder(PreparedMaskDecoder):
@@ -101,8 +101,8 @@ class DirectDecoder(PreparedMaskDecoder):
         rows, heads, size = len(cos), known.heads, known.head_size
         projected = layer.qkv(layer.known.before_attention(states))[:rows].view(rows, -1, size)
         rotated = projected[:, : heads + known.key_value_heads]
-        if layer.head_norm is not None and layer.known.q_norm is not None:
-            rotated = F.rms_norm(rotated, (size,), None, layer.known.q_norm.eps).mul_(layer.head_norm)
+        if layer.head_norm is not None:
+            rotated = layer.head_norm(rotated)
         rotated = torch.addcmul(rotated * cos, rotated.roll(size // 2, -1), sin)
         keys, values = cache.update(rotated[:, heads:, None], projected[:, heads + known.key_value_heads :, None])
         queries = rotated[:, :heads].reshape(rows * known.key_value_heads, -1, size)
@@ -137,9 +137,9 @@ def _prepared(layer: KnownLayer, heads: int, copy: bool) -> _Layer:
         if layer.q_norm.eps != layer.k_norm.eps:
             raise EngineError("norms of queries and keys have different eps")
         size = len(layer.k_norm.weight)
-        head_norm = torch.stack(
-            [layer.q_norm.weight] * heads + [layer.k_norm.weight] * (layer.qkv[1].out_features // size)
-        )
+        key_heads = layer.qkv[1].out_features // size
+        weights = torch.stack([layer.q_norm.weight] * heads + [layer.k_norm.weight] * key_heads)
+        head_norm = Norm(weights, layer.q_norm.eps)
     return _Layer(
         known=layer,
         qkv=FusedLinear(layer.qkv, copy=copy),

@@ -32,17 +32,22 @@ class FusedLinear:
         self.least_rows: int | None = None
         if copy and len(layers) > 1:
             self._parts = [_concatenated(layers)]
-        weight = self._parts[0][0]
+        weight, self._bias = self._parts[0]
         if weight.device.type == "cpu" and weight.dtype == torch.float32 and is_faster():
             self.least_rows = -(-_LEAST_WORK // min(part.numel() for part, _ in self._parts))
-        self._packed = packed_weight(weight) if copy and self.least_rows is not None else None
+        self._packed = None
+        if copy and self.least_rows is not None:
+            self._packed = packed_weight(weight)
+            if self.least_rows <= _FEW_ROWS[0]:
+                # For so few rows, MKL isn't worth a second copy of a large weight.
+                self.least_rows, self._parts = 1, []
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the product, [M, N], of rows [M, K]."""
         if self.least_rows is None or len(rows) < self.least_rows:
             products = [F.linear(rows, weight, bias) for weight, bias in self._parts]
         elif self._packed is not None:
-            return packed_product(rows, self._packed, self._parts[0][1])
+            return packed_product(rows, self._packed, self._bias)
         else:
             products = [packed_product(rows, weight, bias) for weight, bias in self._parts]
         return products[0] if len(products) == 1 else torch.cat(products, -1)
