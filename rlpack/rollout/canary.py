@@ -26,7 +26,7 @@ standard deviation; with 64 tokens on other models these were 1.5, 0.28 and 0.16
 | one layer's weights stale by one step of ±0.001, ±0.01, ±0.03 | 0, 0, 0 | 0, 5, 22 |
 
 Four rows of 16 tokens find the same faults to within two models. They take 0.08 s instead of 0.04 s of each publication
-with 100 M parameters on a CPU, which then takes 1.7 times as long as vLLM's own reload instead of 1.3 times.
+with 100 M parameters on a CPU, which takes 0.14 s without (benchmarks/RESULTS.md).
 
 In bf16, therefore, neither a layer that is stale by a usual step nor a lost query or key projection is reliably found
 by the bounds for any model.
