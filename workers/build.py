@@ -186,7 +186,7 @@ def _shard_and_check(
             if isinstance(in_precision, Policy) and isinstance(model, Policy):
                 in_precision.output_map = model.output_map
             model = in_precision
-        whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
+        whole = score_whole_rows(model, device, len(tokenizer)) if checks_split and layout.cp > 1 else None
     if layout.cp > 1:
         model.split = RowSplit.of_group(layout.device_mesh(context.device)["cp"].get_group(), layout.tp)
     if whole is not None:

@@ -232,9 +232,15 @@ def _experts(
     count = cast(int, module.num_experts)
     own = index - split.rank * count
     others = (own < 0) | (own >= count)
-    with _weights(module, **{name: split.local(weight) for name, weight in _own(module)}):
+    parts = {name: split.local(weight) for name, weight in _own(module)}
+    with _weights(module, **parts):
         # transformers skips experts with the index `num_experts`, if their weight is zero.
-        return forward(states, own.masked_fill(others, count), weights.masked_fill(others, 0.0))
+        summand = forward(states, own.masked_fill(others, count), weights.masked_fill(others, 0.0))
+    if torch.is_grad_enabled() and not summand.requires_grad:
+        # No token is routed here, and the result is a constant. This rank still takes part in the backward pass, in
+        # which ranks communicate.
+        summand = summand + 0.0 * sum(tensor.sum() for tensor in (states, weights, *parts.values()))
+    return summand
 
 
 def _copied(module: nn.Module, forward: _Forward, split: WeightSplit, states: Tensor) -> Tensor:

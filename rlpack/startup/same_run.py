@@ -111,18 +111,19 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
 
 
-def _shards(config: Mapping[str, Any], role: str) -> int:
-    """Return the number of ranks that a role's weights are sharded over."""
+def _shards(config: Mapping[str, Any], role: str) -> tuple[int, int]:
+    """Return the number of ranks that a role's weights are divided among, and how many of them share each layer."""
     pools, roles = config["placement"]["pools"], config["placement"]["roles"]
-    return pools[roles.get(role, next(iter(pools)))]["ranks"] // _replicas(config, role)
+    ranks = pools[roles.get(role, next(iter(pools)))]["ranks"]
+    return ranks // _size(config, role, "dp_replicate"), _size(config, role, "tp")
 
 
-def _replicas(config: Mapping[str, Any], role: str) -> int:
-    """Return a role's `parallel.dp_replicate`, 1 in a checkpoint of a version without the key."""
+def _size(config: Mapping[str, Any], role: str, key: str) -> int:
+    """Return a size of a role's `parallel`, 1 in a checkpoint of a version without the key."""
     for name in (role, "actor"):
         section = config.get(name)
         parallel = section.get("parallel") if isinstance(section, dict) else None
-        size = parallel.get("dp_replicate") if isinstance(parallel, dict) else None
+        size = parallel.get(key) if isinstance(parallel, dict) else None
         if type(size) is int and size > 0:
             return size
     return 1
@@ -135,10 +136,13 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
         role = key.partition(".")[0]
         before, now = _shards(saved, role), _shards(values, role)
         if optimizer.name == "adamw_8bit" and before != now:
+            (ranks, tp), (old_ranks, old_tp) = now, before
+            shared = "" if tp == old_tp else f" with {role}.parallel.tp={tp}"
+            old_shared = "" if tp == old_tp else f" with tp={old_tp}"
             yield (
-                f"the {role} is sharded over {now} rank(s) and the checkpoint in run_dir={config.run_dir} was written "
-                f"by {before}; 8-bit moments can't be resharded: set placement.pools.*.ranks and "
-                f"{role}.parallel.dp_replicate as they were, or choose another run_dir"
+                f"the {role} is sharded over {ranks} rank(s){shared} and the checkpoint in run_dir={config.run_dir} "
+                f"was written by {old_ranks}{old_shared}; 8-bit moments can't be resharded: set "
+                f"placement.pools.*.ranks, {role}.parallel.dp_replicate and .tp as they were, or choose another run_dir"
             )
 
 

@@ -189,8 +189,8 @@ def steps(run_dir: Path, phase: str) -> list[int]:
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a record doesn't depend on the clock."""
-    return {name: value for name, value in record.items() if not name.startswith(("time", "throughput"))}
+    """Return what of a record doesn't depend on the clock or the machine's memory."""
+    return {name: value for name, value in record.items() if not name.startswith(("time", "throughput", "perf/"))}
 
 
 def committed(run_dir: Path, phase: str) -> list[int]:

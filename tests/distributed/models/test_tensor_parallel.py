@@ -115,6 +115,29 @@ def test_biases_and_adapters_have_the_gradients_of_a_whole_model(tmp_path: Path)
         assert max(found) < 1e-5
 
 
+def unused_experts(_: DeviceMesh, rank: int) -> float:
+    """Return the gap of a model that routes all tokens to the experts of one rank."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    models = [family_model("qwen3_moe", name) for name in (attention.NAME, "eager")]
+    for model in models:
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.register_forward_hook(to_first_experts)
+    policy = Policy(models[0])
+    split_model(policy, mesh)
+    return largest_gap(policy, models[1])
+
+
+def to_first_experts(module: Any, arguments: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+    logits, weights, index = outputs
+    return logits, weights, torch.arange(index.shape[1]).expand_as(index)
+
+
+def test_a_rank_whose_experts_get_no_token_takes_part_in_the_backward_pass(tmp_path: Path):
+    for gap in on_ranks(tmp_path, 2, unused_experts):
+        assert gap < 1e-5
+
+
 def parts_of_memory(_: DeviceMesh, rank: int) -> tuple[int, int]:
     """Return the bytes of a rank's weights, and of the whole model's."""
     policy = Policy(family_model("qwen3", attention.NAME))

@@ -66,6 +66,9 @@ def test_moments_in_8_bits_stay_on_as_many_ranks():
     check_same_run(saved, replicas.model_copy(update={"actor": actor}))
     del saved["actor"]["parallel"]
     check_same_run(saved, config("adamw_8bit", 2))
+    actor = replicas.actor.model_copy(update={"parallel": Parallel(tp=2)})
+    with pytest.raises(ConfigError, match=r"4 rank.s. with actor.parallel.tp=2 and .* written by 4 with tp=1; 8-bit"):
+        check_same_run(replicas.model_dump(mode="json"), replicas.model_copy(update={"actor": actor}))
 
 
 def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):
