@@ -10,6 +10,7 @@ from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.worker import Trainable, Worker, broadcast, sharded
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.rollout import RolloutWorker
+from rlpack.workers.stepped_role import SteppedRole
 
 
 class Plain(Worker):
@@ -87,7 +88,8 @@ class Stand(RolloutWorker):
 
 
 # All methods of the actor, in a class that no session would save.
-Unsaved = type("Unsaved", (Worker,), {n: m for n, m in vars(ActorWorker).items() if not n.startswith("__")})
+_METHODS = vars(SteppedRole) | vars(ActorWorker)
+Unsaved = type("Unsaved", (Worker,), {n: m for n, m in _METHODS.items() if not n.startswith("__")})
 
 
 class Tracker(Worker, Trainable):
