@@ -14,16 +14,22 @@ for each step:
     rollout.load(actor.weights)
 
 The clipping bounds and the mean over tokens are settings: see configs/recipe/dapo.yaml.
+
+With `trainer.lead=1`, the next step's batch is drawn, generated and scored while this one is trained on
+(recipes/driver/ahead.py).
 """
 
 from rlpack.config.recipes import recipe_section
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
 from rlpack.recipes.dapo_spec import Dapo
+from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.dynamic_sampling import filter_overlong, sample_informative_groups
 from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
@@ -32,7 +38,8 @@ from rlpack.recipes.driver.policy_stages import (
     submit_reference_logprobs,
     update_actor,
 )
-from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 
 
 def main(config: Config) -> None:
@@ -42,25 +49,31 @@ def main(config: Config) -> None:
         train(session)
 
 
+def draw(session: Session, step: StepContext) -> Batch:
+    """Generate and score responses until the batch of one step is full of groups whose rewards differ."""
+    settings = recipe_section(session.config, Dapo)
+    with engines_awake(session, step):
+        rollouts = sample_informative_groups(
+            session,
+            step,
+            max_rounds=settings.max_rounds,
+            overlong_buffer=settings.overlong_buffer,
+            overlong_penalty=settings.overlong_penalty,
+        )
+    return Batch(filter_overlong(step, rollouts, enabled=settings.overlong_filter), as_scored)
+
+
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
-    settings = recipe_section(session.config, Dapo)
     initialize_reference(session)
+    batches = AheadQueue(session, draw)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        with engines_awake(session, step):
-            rollouts = sample_informative_groups(
-                session,
-                step,
-                max_rounds=settings.max_rounds,
-                overlong_buffer=settings.overlong_buffer,
-                overlong_penalty=settings.overlong_penalty,
-            )
-        rollouts = filter_overlong(step, rollouts, enabled=settings.overlong_filter)
+        rollouts, _ = batches.take(step)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)
         rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
         rollouts = compute_advantages(session, step, rollouts, plan)
         update_actor(session, step, rollouts, plan)
-        sync_weights(session, step)
+        batches.publish(step)

@@ -43,4 +43,4 @@ def buffer_fits(config: Config) -> Iterator[str]:
         )
 
 
-SPEC = RecipeSpec(sections={"dapo": Dapo}, rules=(groups_differ, buffer_fits))
+SPEC = RecipeSpec(runs_ahead=True, sections={"dapo": Dapo}, rules=(groups_differ, buffer_fits))

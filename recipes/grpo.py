@@ -13,13 +13,18 @@ for each step:
     rollout.load(actor.weights)
 
 Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model the answers' format.
+
+With `trainer.lead=1`, the next step's batch is drawn, generated and scored while this one is trained on
+(recipes/driver/ahead.py).
 """
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
-from rlpack.recipes.driver.engine_lifecycle import engines_awake
+from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.draws import draw_rollouts
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
@@ -28,9 +33,7 @@ from rlpack.recipes.driver.policy_stages import (
     submit_reference_logprobs,
     update_actor,
 )
-from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
-from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
-from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.session import Session
 
 
 def main(config: Config) -> None:
@@ -43,17 +46,15 @@ def main(config: Config) -> None:
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
     initialize_reference(session)
+    batches = AheadQueue(session, draw_rollouts)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        prompts = draw_prompts(session, step)
-        rewards = PendingRewards(session.scorers)
-        with engines_awake(session, step):
-            rollouts = generate(session, step, prompts, rewards.submit)
+        rollouts, score = batches.take(step)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)
         rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
-        rollouts = collect_rewards(session, step, rollouts, rewards)
+        rollouts = score(step, rollouts)
         rollouts = compute_advantages(session, step, rollouts, plan)
         update_actor(session, step, rollouts, plan)
-        sync_weights(session, step)
+        batches.publish(step)

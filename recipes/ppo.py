@@ -16,10 +16,14 @@ for each step:
 
 Before the first step, `sft_warmup.steps` supervised steps (recipes/sft.py) teach a new model the answers' format.
 The critic is initialized from the policy that they produce.
+
+With `trainer.lead=1`, the next step's batch is drawn, generated and scored while this one is trained on
+(recipes/driver/ahead.py).
 """
 
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.critic_stages import (
     compute_token_advantages,
     compute_values,
@@ -27,9 +31,10 @@ from rlpack.recipes.driver.critic_stages import (
     update_actor_after_warmup,
     update_critic,
 )
-from rlpack.recipes.driver.engine_lifecycle import engines_awake
+from rlpack.recipes.driver.draws import draw_rollouts
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import (
     add_loss_weights,
     collect_reference_logprobs,
@@ -37,9 +42,7 @@ from rlpack.recipes.driver.policy_stages import (
     initialize_reference,
     submit_reference_logprobs,
 )
-from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
-from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
-from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.session import Session
 
 
 def main(config: Config) -> None:
@@ -53,21 +56,19 @@ def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
     initialize_reference(session)
     initialize_critic(session)
+    batches = AheadQueue(session, draw_rollouts)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        prompts = draw_prompts(session, step)
-        rewards = PendingRewards(session.scorers)
-        with engines_awake(session, step):
-            rollouts = generate(session, step, prompts, rewards.submit)
+        rollouts, score = batches.take(step)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)
         rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
-        rollouts = collect_rewards(session, step, rollouts, rewards)
+        rollouts = score(step, rollouts)
         critic_plan = session.critic.plan(rollouts, mini_batches=True)
         rollouts = compute_values(session, step, rollouts, critic_plan)
         rollouts, moments = compute_token_advantages(session, step, rollouts, critic_plan)
         rollouts = add_loss_weights(session, step, rollouts, plan)
         update_critic(session, step, rollouts, critic_plan)
         update_actor_after_warmup(session, step, rollouts, plan, moments)
-        sync_weights(session, step)
+        batches.publish(step)

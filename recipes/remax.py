@@ -12,13 +12,20 @@ for each step:
     advantages = reward - the greedy response's reward
     actor.update(rollouts)                      # every mini-batch, μ times
     rollout.load(actor.weights)
+
+With `trainer.lead=1`, the next step's batch is drawn, generated and scored while this one is trained on
+(recipes/driver/ahead.py).
 """
 
+from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config
 from rlpack.recipes import sft
+from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
     compute_advantages,
@@ -29,7 +36,8 @@ from rlpack.recipes.driver.policy_stages import (
 )
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_greedy_rewards, collect_rewards
 from rlpack.recipes.driver.rollout_stages import draw_prompts, generate, generate_greedily
-from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
 
 
 def main(config: Config) -> None:
@@ -39,22 +47,32 @@ def main(config: Config) -> None:
         train(session)
 
 
+def draw(session: Session, step: StepContext) -> Batch:
+    """Generate the sampled and greedy responses of one step; their rewards are computed in the background."""
+    prompts = draw_prompts(session, step)
+    sampled, greedy = PendingRewards(session.scorers), PendingRewards(session.scorers)
+    with engines_awake(session, step):
+        rollouts = generate(session, step, prompts, sampled.submit)
+        generate_greedily(session, step, prompts, greedy.submit)
+
+    def score(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+        return collect_greedy_rewards(session, step, collect_rewards(session, step, rollouts, sampled), greedy)
+
+    return Batch(rollouts, score)
+
+
 def train(session: Session) -> None:
     """Take `trainer.steps` rollout steps."""
     initialize_reference(session)
+    batches = AheadQueue(session, draw)
     sync_weights(session)
     for step in session.steps("train", session.config.trainer.steps, evaluate):
-        prompts = draw_prompts(session, step)
-        rewards, greedy_rewards = PendingRewards(session.scorers), PendingRewards(session.scorers)
-        with engines_awake(session, step):
-            rollouts = generate(session, step, prompts, rewards.submit)
-            generate_greedily(session, step, prompts, greedy_rewards.submit)
+        rollouts, score = batches.take(step)
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)
         rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
-        rollouts = collect_rewards(session, step, rollouts, rewards)
-        rollouts = collect_greedy_rewards(session, step, rollouts, greedy_rewards)
+        rollouts = score(step, rollouts)
         rollouts = compute_advantages(session, step, rollouts, plan)
         update_actor(session, step, rollouts, plan)
-        sync_weights(session, step)
+        batches.publish(step)

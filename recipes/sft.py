@@ -12,8 +12,9 @@ import math
 from rlpack.config.schema import Config, SFTWarmup
 from rlpack.recipes.driver.evaluation import evaluate_loss
 from rlpack.recipes.driver.learning_rate import learning_rate
+from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.progress import Progress
-from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.sft_stages import draw_demonstrations, reset_optimizer, sft_step
 from rlpack.recipes.preflight.reward_smoke_test import score_demonstrations
 

@@ -10,7 +10,7 @@ Invariants (tests/unit/recipes/driver/test_checkpoint_writer.py):
 3. The next `advance` or `finish` raises the error of a failed save; the previous checkpoint stays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +59,9 @@ class CheckpointWriter:
         self._timeout_s = timeout_s
         self._in_flight: _InFlight | None = None
 
-    def save(self, root: Path, step: int, groups: Groups, state: dict[str, Any]) -> None:
+    def save(
+        self, root: Path, step: int, groups: Groups, state: dict[str, Any], write: Callable[[Path], None] | None = None
+    ) -> None:
         """Write and commit a checkpoint; delete older ones.
 
         Args:
@@ -67,6 +69,7 @@ class CheckpointWriter:
             step: step of the checkpoint.
             groups: the trained roles by name.
             state: the driver's state, as JSON values.
+            write: writes further files of the driver into the folder that it gets.
 
         Raises:
             CheckpointError: this checkpoint, or the one in flight, could not be written.
@@ -75,15 +78,21 @@ class CheckpointWriter:
         with new_checkpoint(root, step) as staging:
             for name, group in groups.items():
                 group.run(Trainable.save, str(staging.path / name))
+            if write is not None:
+                write(staging.path)
             staging.commit(state, keep=self._keep)
 
-    def start(self, root: Path, step: int, groups: Groups, state: dict[str, Any]) -> None:
+    def start(
+        self, root: Path, step: int, groups: Groups, state: dict[str, Any], write: Callable[[Path], None] | None = None
+    ) -> None:
         """Finish the checkpoint in flight, and start another; arguments and errors are those of `save`."""
         self.finish()
         with ExitStack() as stack:
             staging = stack.enter_context(new_checkpoint(root, step))
             for name, group in groups.items():
                 group.run(Trainable.start_save, str(staging.path / name), self._timeout_s)
+            if write is not None:
+                write(staging.path)
             self._in_flight = _InFlight(stack.pop_all(), staging, groups, state)
 
     def advance(self) -> None:

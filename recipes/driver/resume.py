@@ -11,7 +11,7 @@ from rlpack.checkpoint.restricted import INDEX, read_index
 from rlpack.config.schema import Config
 from rlpack.data.prompts import Prompts
 from rlpack.recipes.driver.progress import Progress
-from rlpack.startup.same_run import check_fields, other_fields
+from rlpack.startup.same_run import check_fields, check_same_run, check_steps, other_fields
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,21 @@ class LoadedCheckpoint:
             or not isinstance(self.state["reference"], dict | None)
         ):
             raise other_fields(self.state, self.path)
+
+
+def checkpoint_to_resume(directory: Path, config: Config) -> LoadedCheckpoint | None:
+    """Return the checkpoint from which a run continues, None for a run that starts over.
+
+    Raises:
+        CheckpointError: see `newest_checkpoint`.
+        ConfigError: the checkpoint belongs to another run; see `check_same_run` and `check_steps`.
+    """
+    loaded = newest_checkpoint(directory) if config.resume == "auto" else None
+    if loaded is not None:
+        has_reference = not loaded.progress.recipe_started or loaded.state["reference"] is not None
+        check_same_run(loaded.state["config"], config, has_reference=has_reference)
+        check_steps(loaded.state["progress"], config)
+    return loaded
 
 
 def newest_checkpoint(directory: Path) -> LoadedCheckpoint | None:

@@ -9,14 +9,12 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,29 +22,22 @@ from rlpack.batch.store import LocalStore, Store
 from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
-from rlpack.config.roles import is_builtin, started_roles
+from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config
-from rlpack.distributed.cluster import Cluster
 from rlpack.distributed.errors import RoleError
-from rlpack.distributed.start_roles import start_roles
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
-from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
-from rlpack.observe.run_dir import MODEL, check_records, record_hashes
-from rlpack.observe.run_lock import RunLock, lock_run_dir
-from rlpack.packing import warm_up_jit
+from rlpack.observe.run_dir import MODEL, record_hashes
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
-from rlpack.recipes.driver.reference_policy import Rebuild, check_reference, rebuild_reference, reference_model
-from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts, newest_checkpoint
-from rlpack.recipes.driver.splits import Split, cache_splits, load_splits
+from rlpack.recipes.driver.reference_policy import Rebuild, rebuild_reference, reference_model
+from rlpack.recipes.driver.resume import LoadedCheckpoint
+from rlpack.recipes.driver.splits import Split
 from rlpack.recipes.driver.step_context import StepContext
-from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.rollout.canary import canary_tokens
-from rlpack.startup.same_run import check_same_run, check_steps
 from rlpack.user_code import Interrupted
 from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
@@ -58,6 +49,25 @@ from rlpack.workers.rollout import RolloutWorker
 logger = logging.getLogger(__name__)
 
 Evaluate = Callable[["Session", StepContext], None]
+
+
+class Ahead(Protocol):
+    """What a session needs of the batches that are drawn ahead (`rlpack.recipes.driver.ahead`)."""
+
+    @property
+    def is_drawing(self) -> bool:
+        """Return whether a batch is being drawn in the background."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until all batches that were begun are drawn."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the batches that no step has trained on yet into a checkpoint."""
+        ...
+
+
 # Built-in roles that score.
 _SCORERS = ("reward", "reward_model")
 
@@ -81,6 +91,8 @@ class Session:
         reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
         repeated_rows: responses that were generated again so far, because an engine failed.
         performance: turns the FLOPs of a step into rates.
+        ahead: the batches that are drawn ahead of their steps; None before the recipe's own steps.
+        restored: folder of the checkpoint that the run continues from, if any.
     """
 
     config: Config
@@ -97,6 +109,8 @@ class Session:
     reference_hashes: Mapping[str, str] | None = None
     repeated_rows: int = 0
     performance: PerformanceMeter = field(default_factory=PerformanceMeter)
+    ahead: Ahead | None = None
+    restored: Path | None = None
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -182,9 +196,13 @@ class Session:
     def begin_step(self, number: int) -> StepContext:
         """Return the context of a step, after discarding what the last one left: payloads, and calls not waited for.
 
+        Batches that are being drawn are waited for, so that none of their calls is discarded.
+
         Raises:
             RoleError: such a call failed.
         """
+        if self.ahead is not None:
+            self.ahead.drain()
         if self.step is not None:
             self.step.lease.release()
             self._discard_calls(self.step)
@@ -219,7 +237,7 @@ class Session:
                 "reference": self.reference_hashes,
                 "records": record_hashes(self.run.run_dir),
             }
-            write(root, self.progress.step, self.trained, state)
+            write(root, self.progress.step, self.trained, state, None if self.ahead is None else self.ahead.save)
 
     def rebuild_reference(self, rebuild: Rebuild) -> None:
         """Store a damaged reference again; `restore` follows, because this changes the actor's weights."""
@@ -230,7 +248,8 @@ class Session:
         self.run.note(f"reference rebuilt in {reference_model(self.run.run_dir)}, bit for bit")
 
     def restore(self, checkpoint: LoadedCheckpoint) -> None:
-        """Load weights and optimizers from a checkpoint."""
+        """Load weights and optimizers from a checkpoint; the recipe's queue reads the batches in it."""
+        self.restored = checkpoint.path
         for name, group in self.trained.items():
             group.run(Trainable.load, str(checkpoint.path / name))
         self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
@@ -254,8 +273,15 @@ class Session:
         """Start a new engine for each that failed, with the weights that were published last; return the canary's gap.
 
         Raises:
-            RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
+            RoleError: a rank raised, died or missed its deadline, or an engine failed the canary; or the actor's
+                weights may have changed since they were published.
         """
+        if self.ahead is not None and self.ahead.is_drawing:
+            cause = (
+                "every engine failed while the actor trains on an earlier batch (trainer.lead), so the weights that "
+                "this batch began with are gone; resume the run from its last checkpoint"
+            )
+            raise RoleError("rollout", None, RolloutWorker.replace_failed_engine.__name__, cause)
         self.rollout.run(RolloutWorker.replace_failed_engine)
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
@@ -324,76 +350,3 @@ class Session:
             evaluate(self, step)
         self._log(step, "evaluation")
         self.evaluated = place
-
-
-@contextmanager
-def open_session(config: Config) -> Iterator[Session]:
-    """Start everything a recipe needs, and shut all of it down on exit.
-
-    Data and tokenizer are read, preflight checks run, and a run directory in use is refused before any rank starts.
-
-    Raises:
-        RunDirectoryError: another process holds the run directory.
-        RoleError: a call failed; it carries the step.
-    """
-    with lock_run_dir(Path(cast(str, config.run_dir))) as lock, _open_locked(config, lock) as session:
-        yield session
-
-
-@contextmanager
-def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
-    """Do the work of `open_session` in a directory that this process holds."""
-    directory = Path(cast(str, config.run_dir))
-    loaded = newest_checkpoint(directory) if config.resume == "auto" else None
-    progress = loaded.progress if loaded else Progress()
-    hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
-    if loaded is not None:
-        has_reference = not progress.recipe_started or hashes is not None
-        check_same_run(loaded.state["config"], config, has_reference=has_reference)
-        check_steps(loaded.state["progress"], config)
-    tokenizer, prompts, held_out = load_splits(config)
-    if loaded is not None:
-        check_same_prompts(loaded, config, prompts, held_out)
-    needs_reference = "reference" in started_roles(config)
-    rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
-    model = check_before_start(config, tokenizer, prompts, held_out)
-    threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
-    with (
-        run,
-        Cluster(config.placement, config.job, run.log_path) as cluster,
-        run.recording_failures(),
-    ):
-        run.set_ray_logs(cluster.ray_logs)
-        if loaded is not None:
-            check_records(directory, loaded.state["records"])
-        names = started_roles(config)
-        run.note(f"starting the roles {', '.join(names)}")
-        groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
-        performance = PerformanceMeter.start(config, groups, model)
-        train, test = cache_splits(cluster.store, tokenizer, prompts, held_out)
-        session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
-        session.reference_hashes, session.performance = hashes, performance
-        session.stop_if_interrupted()
-        if rebuild is not None:
-            session.rebuild_reference(rebuild)
-        if loaded is not None:
-            session.restore(loaded)
-        with _naming_step(session):
-            yield session
-            session.checkpoints.finish()
-        session.stop_if_interrupted()
-        session.export()
-
-
-@contextmanager
-def _naming_step(session: Session) -> Iterator[None]:
-    """Add phase and step to the errors of roles; delete a checkpoint that is in flight when the run fails."""
-    try:
-        yield
-    except RoleError as error:
-        error.phase = session.progress.phase
-        error.step = None if session.step is None else session.step.number
-        raise
-    finally:
-        session.checkpoints.abandon()

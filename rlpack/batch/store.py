@@ -1,10 +1,13 @@
 """The store of a run's payloads (tokens and texts of its batches), as recipes see it."""
 
 import math
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from rlpack.batch.batch import BatchedDataDict
+
+R = TypeVar("R")
 
 
 class Lease(Protocol):
@@ -21,6 +24,10 @@ class Lease(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
         """Release the lease."""
+        ...
+
+    def run(self, function: Callable[[], R]) -> R:
+        """Return the result of a function, and hold what it stores beyond its end, until the lease is released."""
         ...
 
     def hold(self, batch: BatchedDataDict) -> None:
@@ -64,6 +71,10 @@ class LocalLease:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+    def run(self, function: Callable[[], R]) -> R:
+        """Return the result of a function."""
+        return function()
 
     def hold(self, batch: BatchedDataDict) -> None:
         """Do nothing."""

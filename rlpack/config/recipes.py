@@ -56,6 +56,7 @@ class RecipeSpec:
         ignores: keys of shared sections that it doesn't read, each with the reason.
         advantage_columns: columns that it adds to rollouts for the advantage function.
         needs_demonstrations: whether its own steps train on demonstrations.
+        runs_ahead: whether it takes its batches from `rlpack.recipes.driver.ahead`, as `trainer.lead` needs.
     """
 
     roles: tuple[str, ...] = ("actor", "rollout", "reward")
@@ -67,6 +68,7 @@ class RecipeSpec:
     ignores: Mapping[str, str] = field(default_factory=dict)
     advantage_columns: tuple[str, ...] = ()
     needs_demonstrations: bool = False
+    runs_ahead: bool = False
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rlpack.config.addresses import address_problems
+from rlpack.config.ahead_rules import ahead_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
@@ -384,6 +385,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _names,
     deadline_problems,
     _placement,
+    ahead_problems,
     layout_problems,
     _own_batching,
     _secrets,

@@ -32,6 +32,13 @@ class Trainer(Section):
         default=None, description="Sequences of one optimizer step, over all ranks; null for the whole rollout batch."
     )
     updates_per_batch: Count = Field(default=1, description="Passes over a rollout batch (μ).")
+    lead: int = Field(
+        default=0,
+        ge=0,
+        description="How many steps before its training a batch may be begun: 0, or 1 to generate the next batch while "
+        "the actor trains on the current one, whose weights are then one policy version older. 1 needs a pool of its "
+        "own for the role rollout.",
+    )
 
 
 class SFTWarmup(Section):

@@ -4,7 +4,7 @@ import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +15,9 @@ from rlpack.distributed.errors import RankError, RoleError
 
 # Neighbors of a rank that dies in a collective may fail a moment before its death is known; wait this long for it.
 _CAUSE_GRACE_S = 1.0
+
+# Submission order of all calls of this process, across pools.
+_ORDER = count()
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,23 @@ class RankCall:
     method: str
     order: int
     background: bool = False
+
+
+def rank_calls(
+    refs: Sequence[ray.ObjectRef],
+    role: str,
+    method: str,
+    *,
+    ranks: Sequence[int] | None = None,
+    background: bool = False,
+) -> list[RankCall]:
+    """Return a `RankCall` for each reference just submitted, with the next submission number.
+
+    `ranks` are the ranks that run them; None for 0, 1, …
+    """
+    order = next(_ORDER)
+    numbered = zip(range(len(refs)) if ranks is None else ranks, refs, strict=True)
+    return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
 
 
 def first_cause(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import ray
@@ -25,7 +26,14 @@ from rlpack.config.sections.submission import Submission
 from rlpack.distributed.answers import answered, ask_ray, first_answer
 from rlpack.distributed.calls import Call, Pending, Relay
 from rlpack.distributed.errors import ClusterError, RoleError, StoreFullError
-from rlpack.distributed.failures import RankCall, deadline_error, describe_context, describe_error, first_cause
+from rlpack.distributed.failures import (
+    RankCall,
+    deadline_error,
+    describe_context,
+    describe_error,
+    first_cause,
+    rank_calls,
+)
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.rank_processes import RankProcesses
 from rlpack.distributed.ray_store import RayStore
@@ -43,25 +51,6 @@ _CLOSE_S = 5.0
 _RELAYS_IN_FLIGHT = 2
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()
-# Submission order of all calls of this process, across pools.
-_ORDER = count()
-
-
-def _rank_calls(
-    refs: Sequence[ray.ObjectRef],
-    role: str,
-    method: str,
-    *,
-    ranks: Sequence[int] | None = None,
-    background: bool = False,
-) -> list[RankCall]:
-    """Return a `RankCall` for each reference just submitted, with the next submission number.
-
-    `ranks` are the ranks that run them; None for 0, 1, …
-    """
-    order = next(_ORDER)
-    numbered = zip(range(len(refs)) if ranks is None else ranks, refs, strict=True)
-    return [RankCall(ref, role, rank, method, order, background) for rank, ref in numbered]
 
 
 class RayRanks:
@@ -77,6 +66,8 @@ class RayRanks:
         self._processes: RankProcesses | None = None
         self._roles: set[str] = set()
         self._submitted = SubmittedCalls()
+        # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
+        self._submitting = RLock()
         self._usage = UsageLog()
         self._call_s = placement.call_timeout_s
         self._start_s = placement.start_timeout_s
@@ -102,7 +93,7 @@ class RayRanks:
         role, method = f"pool {self._name}", "start"
 
         def finish(refs: list[ray.ObjectRef]) -> list[Any]:
-            return self._wait(_rank_calls(refs, role, method), self._start_s)
+            return self._wait(rank_calls(refs, role, method), self._start_s)
 
         node_ips = finish([actor.node_ip.remote() for actor in self._actors])
         self._nodes = finish([actor.node.remote() for actor in self._actors])
@@ -141,7 +132,7 @@ class RayRanks:
         self._roles.add(role)
         shared = ray.put(settings)
         refs = [actor.start_role.remote(role, target, shared, arguments, layout) for actor in self._actors]
-        self._wait(_rank_calls(refs, role, "start"), self._start_s)
+        self._wait(rank_calls(refs, role, "start"), self._start_s)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call on the ranks that it names.
@@ -153,8 +144,9 @@ class RayRanks:
             StoreFullError: raised by `Pending.result` if the rows of a call don't fit.
         """
         call_id = next(_CALL_IDS)
-        calls = self._submit_to_ranks(call, call_id, is_measured=True)
-        self._submitted.add(call_id, call, calls)
+        with self._submitting:
+            calls = self._submit_to_ranks(call, call_id, is_measured=True)
+            self._submitted.add(call_id, call, calls)
         return Pending(partial(self._result, call, call_id, calls), [one.ref for one in calls])
 
     def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
@@ -172,7 +164,7 @@ class RayRanks:
         if call.background:
             self._wait(calls, self._call_s)
             refs = [self._actors[one.rank].result.remote(call_id) for one in calls]
-            calls = _rank_calls(refs, call.role, call.method)
+            calls = rank_calls(refs, call.role, call.method)
         results = dict(zip(call.called, self._wait(calls, self._call_s), strict=True))
         results = self._usage.unwrap(call.role, call.method, results)
         if not call.returns_rows:
@@ -188,7 +180,7 @@ class RayRanks:
     def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
         """Start a function on every rank, after the calls that are submitted; its results are those of all ranks."""
         refs = [actor.apply.remote(function, *args) for actor in self._actors]
-        calls = _rank_calls(refs, f"pool {self._name}", function.__name__)
+        calls = rank_calls(refs, f"pool {self._name}", function.__name__)
         return Pending(lambda: self._wait(calls, self._call_s))
 
     def _store_rows(self, call: Call, call_id: int, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
@@ -205,7 +197,7 @@ class RayRanks:
             raise
         with reserved as room:
             stored = [self._actors[rank].store_columns.remote(call_id) for rank in having]
-            puts = _rank_calls(stored, call.role, call.method, ranks=having)
+            puts = rank_calls(stored, call.role, call.method, ranks=having)
             refs = dict(zip(having, self._wait(puts, self._call_s), strict=True))
             return [
                 offloaded.with_handles(
@@ -302,19 +294,20 @@ class RayRanks:
             {name: argument_on_node(value, node) for name, value in call.kwargs.items()} for _, node, _ in places
         ]
         refs = []
-        for place, (rank, (actor, _, _)) in enumerate(zip(call.called, places, strict=True)):
-            target = (call.role, call.method, kwargs_of_rank[place], *args_of_rank[place])
-            if call.background:
-                refs.append(actor.submit.remote(call_id, *target))
-            elif rank not in call.outputs:
-                refs.append(actor.execute.remote(*target))
-            elif call.returns_rows:
-                refs.append(actor.measure.remote("call_rows", call_id, *target))
-            elif is_measured:
-                refs.append(actor.measure.remote("call", *target))
-            else:
-                refs.append(actor.call.remote(*target))
-        return _rank_calls(refs, call.role, call.method, ranks=call.called, background=call.background)
+        with self._submitting:
+            for place, (rank, (actor, _, _)) in enumerate(zip(call.called, places, strict=True)):
+                target = (call.role, call.method, kwargs_of_rank[place], *args_of_rank[place])
+                if call.background:
+                    refs.append(actor.submit.remote(call_id, *target))
+                elif rank not in call.outputs:
+                    refs.append(actor.execute.remote(*target))
+                elif call.returns_rows:
+                    refs.append(actor.measure.remote("call_rows", call_id, *target))
+                elif is_measured:
+                    refs.append(actor.measure.remote("call", *target))
+                else:
+                    refs.append(actor.call.remote(*target))
+            return rank_calls(refs, call.role, call.method, ranks=call.called, background=call.background)
 
     def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RayRanks") -> list[Any]:
         """Wait for calls and return their results.

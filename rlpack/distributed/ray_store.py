@@ -18,11 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import ray
@@ -40,6 +40,8 @@ _SHARE, _SPILLS_AT = 0.6, 0.8
 # Ray's processes report freed objects within this time.
 _SETTLE_S = 5.0
 _POLL_S = 0.1
+
+R = TypeVar("R")
 
 # Free and all bytes of each node's store.
 Room = Mapping[str, tuple[float, float]]
@@ -61,13 +63,14 @@ class StoreLease:
         """Open a lease; it holds nothing yet."""
         self.name = name
         self._store = store
-        self._thread = threading.get_ident()
+        self._threads = {threading.get_ident()}
         self._handles: WeakSet[ObjectHandle] = WeakSet()
         self._outer: StoreLease | None = None
         self._is_released = False
 
     def __enter__(self) -> Self:
         assert not self._is_released, f"the lease of {self.name} was released"
+        self._threads.add(threading.get_ident())
         self._outer = _CURRENT.get()
         _CURRENT.set(self)
         return self
@@ -76,6 +79,18 @@ class StoreLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def run(self, function: Callable[[], R]) -> R:
+        """Return the result of a function, and hold what it stores beyond its end, until the lease is released.
+
+        The function may run in another thread than the one that opened the lease and releases it.
+        """
+
+        def run_inside() -> R:
+            self.__enter__()
+            return function()
+
+        return copy_context().run(run_inside)
 
     def hold(self, batch: BatchedDataDict) -> None:
         """Keep a batch's payloads until this lease is released, too, whatever lease they were stored under.
@@ -181,10 +196,13 @@ class RayStore:
         return short
 
     def _unwaitable(self) -> int:
-        """Return the bytes that no wait of this thread can free: those under its own leases, or under none."""
+        """Return the bytes that no wait of this thread can free: those under its own leases, or under none.
+
+        Its own are those that it opened, since it releases them, and those that it stores under.
+        """
         own = threading.get_ident()
         claims = list(self._claims)
-        return sum(c.size for c in claims if not c.leases or any(lease._thread == own for lease in c.leases))
+        return sum(c.size for c in claims if not c.leases or any(own in lease._threads for lease in c.leases))
 
     def _claim(self, sizes: dict[str, int], leases: set[StoreLease] | None) -> _Claim:
         claim = _Claim(sizes, leases)

@@ -1,4 +1,4 @@
-"""The calls of one pool whose results have not been requested yet.
+"""The calls of one pool whose results have not been requested yet; several threads may submit and wait.
 
 Invariants (tests/unit/distributed/test_submitted.py):
 
@@ -7,6 +7,7 @@ Invariants (tests/unit/distributed/test_submitted.py):
 """
 
 from dataclasses import dataclass, field
+from threading import Lock
 
 import ray
 
@@ -32,31 +33,38 @@ class SubmittedCalls:
     """The calls of one pool whose results have not been requested yet, by id, in the order of submission."""
 
     _calls: dict[int, SubmittedCall] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     def add(self, call_id: int, call: Call, calls: list[RankCall]) -> None:
         """Add a call, with its parts on each rank."""
-        self._calls[call_id] = SubmittedCall(call, {one.ref: one for one in calls})
+        with self._lock:
+            self._calls[call_id] = SubmittedCall(call, {one.ref: one for one in calls})
 
     def remove(self, call_id: int) -> None:
         """Forget a call, because someone waits for it now."""
-        self._calls.pop(call_id, None)
+        with self._lock:
+            self._calls.pop(call_id, None)
 
     def record_answer(self, ref: ray.ObjectRef) -> None:
         """Record that a rank has answered: it does not hold up later calls any more."""
-        for submitted in self._calls.values():
-            submitted.unfinished.pop(ref, None)
+        with self._lock:
+            for submitted in self._calls.values():
+                submitted.unfinished.pop(ref, None)
 
     def before(self, calls: list[RankCall]) -> dict[ray.ObjectRef, RankCall]:
         """Return the unfinished parts of the calls that were submitted before the last of `calls`."""
         last = max((call.order for call in calls), default=-1)
-        every = [one for submitted in self._calls.values() for one in submitted.unfinished.values()]
+        with self._lock:
+            every = [one for submitted in self._calls.values() for one in submitted.unfinished.values()]
         return {one.ref: one for one in every if one.order < last}
 
     def names_in_background(self) -> list[str]:
         """Return the names of the calls that run in threads."""
-        return [submitted.call.name for submitted in self._calls.values() if submitted.call.background]
+        with self._lock:
+            return [submitted.call.name for submitted in self._calls.values() if submitted.call.background]
 
     def pop_all(self) -> dict[int, SubmittedCall]:
         """Forget all calls and return them by their ids."""
-        calls, self._calls = self._calls, {}
+        with self._lock:
+            calls, self._calls = self._calls, {}
         return calls

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -68,20 +69,23 @@ def merged(usages: Iterable[Usage], seconds: float | None = None) -> Usage:
 
 
 class UsageLog:
-    """What the calls of a pool took since the last request, by role and method."""
+    """What the calls of a pool took since the last request, by role and method; threads may share it."""
 
     def __init__(self) -> None:
         self._usages: dict[tuple[str, str], Usage] = {}
+        self._lock = Lock()
 
     def unwrap(self, role: str, method: str, results: Mapping[int, Any]) -> dict[int, Any]:
         """Return the results of a call's ranks without their usage, and add it up; ranks may have none."""
         measured = {rank: result for rank, result in results.items() if isinstance(result, Measured)}
         if measured:
             usage = merged(one.usage for one in measured.values())
-            self._usages[role, method] = self._usages.get((role, method), Usage()).then(usage)
+            with self._lock:
+                self._usages[role, method] = self._usages.get((role, method), Usage()).then(usage)
         return {**results, **{rank: one.result for rank, one in measured.items()}}
 
     def pop(self, role: str) -> dict[str, Usage]:
         """Return the usage of a role's calls by method, and forget it."""
-        methods = [method for owner, method in self._usages if owner == role]
-        return {method: self._usages.pop((role, method)) for method in methods}
+        with self._lock:
+            methods = [method for owner, method in self._usages if owner == role]
+            return {method: self._usages.pop((role, method)) for method in methods}

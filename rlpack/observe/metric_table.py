@@ -139,7 +139,11 @@ METRICS: dict[str, Metric] = {
     "sft_warmup/learning_rate": Metric("1", "Learning rate of the supervised step."),
     "sft_warmup/skipped_steps": Metric("steps", "Skipped supervised steps, as in actor/skipped_steps."),
     "time/step_s": Metric("s", "Wall-clock time of the whole step."),
-    "time/generate_s": Metric("s", "Generation, including scoring by roles of the same pool between its parts."),
+    "time/generate_s": Metric(
+        "s",
+        "Generation, including scoring by roles of the same pool between its parts. With trainer.lead=1 it took place "
+        "during the step before.",
+    ),
     "time/wake_s": Metric("s", "Waking the engines before generation (rollout.sleep_level)."),
     "time/sleep_s": Metric("s", "Letting the engines sleep after generation."),
     "time/reward_s": Metric("s", "Waiting for rewards, without the scoring that overlaps generation and log-probs."),
@@ -152,6 +156,9 @@ METRICS: dict[str, Metric] = {
     "time/greedy_s": Metric("s", "Generation of the greedy responses."),
     "time/advantages_s": Metric("s", "Computation of advantages."),
     "time/update_s": Metric("s", "Forward, backward and optimizer step."),
+    "time/drain_s": Metric(
+        "s", "Waiting for the next batch before weights are published (trainer.lead); its part of time/step_s is lost."
+    ),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
     "time/checkpoint_s": Metric(

@@ -17,6 +17,10 @@ class LogprobGapError(EngineError):
     """The trainer's and the sampler's log-probs of the same responses differ by far more than rounding."""
 
 
+class StalenessError(EngineError):
+    """A token was sampled by an older policy version than the run allows."""
+
+
 class BucketError(EngineError):
     """A bucket of weights was not loaded; engines that load in the background raise this in a later call.
 

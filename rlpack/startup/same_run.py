@@ -23,6 +23,7 @@ FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
 # Keys that determine which weights and moments a checkpoint holds.
 _OPTIMIZER_KEYS = ("name", "freeze", "no_decay")
 FIXED_PREFIXES = (
+    "trainer.lead",
     "actor.lora.",
     "critic.path",
     "critic.revision",

@@ -1,6 +1,7 @@
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def test_ranks_have_the_priority_of_the_driver(cluster: Cluster, groups: Groups)
 
 def test_a_broadcast_call_runs_on_all_ranks_of_one_process_group(groups: Groups):
     assert groups["packed"].run(Echo.add_up, 2.0, scale=10.0) == 20.0 + 40.0
+
+
+def test_collectives_of_two_threads_run_in_one_order_on_all_ranks(groups: Groups):
+    def sums(value: float) -> list[float]:
+        return [groups["packed"].run(Echo.add_up, value + number) for number in range(30)]
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(sums, (0.0, 1000.0))
+    # Rank 0 adds the value once, rank 1 twice.
+    assert one == [3.0 * number for number in range(30)]
+    assert other == [3000.0 + 3.0 * number for number in range(30)]
 
 
 def test_a_rank_zero_call_runs_on_rank_zero_alone(groups: Groups):

@@ -24,7 +24,7 @@ RECIPE = '''
     from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, update_actor
     from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
     from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
-    from rlpack.recipes.driver.session import open_session
+    from rlpack.recipes.driver.open_session import open_session
 
 
     class Mine(Section):

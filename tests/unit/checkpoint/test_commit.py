@@ -31,7 +31,7 @@ def test_a_committed_checkpoint_is_found_with_its_state_and_files(tmp_path: Path
     save(tmp_path, 20)
     found = newest(tmp_path)
     assert found == tmp_path / "step-20"
-    assert load_state(found) == {"seed": 7, "step": 20, "format": 3, "rlpack": __version__}
+    assert load_state(found) == {"seed": 7, "step": 20, "format": commit_module.FORMAT, "rlpack": __version__}
     assert (found / "actor" / "shard-0.bin").read_bytes() == b"weights20"
     assert (tmp_path / "latest").read_text() == "step-20\n"
 
@@ -183,7 +183,7 @@ def rewrite_manifest(folder: Path, **changes: object) -> None:
     [
         ({"format": 4, "rlpack": "0.9.0", "files": {"in": "other words"}}, r"by rlpack 0\.9\.0 in format 4; this is"),
         ({"format": 2, "rlpack": None}, "by rlpack an older version in format 2"),
-        ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 3"),
+        ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 4"),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused_by_its_version_and_not_skipped(

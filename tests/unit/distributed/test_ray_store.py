@@ -280,3 +280,52 @@ def test_no_wait_is_made_for_another_lease_of_the_same_thread():
     begun.release()
     with store.lease("step 2"):
         assert put(store, 60).is_readable
+
+
+def test_a_lease_holds_what_a_function_in_another_thread_stored():
+    store = store_of()
+    begun = store.lease("the batch of step 2")
+    handles: list[ObjectHandle] = []
+    thread = threading.Thread(target=begun.run, args=(lambda: handles.append(put(store, 60)),))
+    thread.start()
+    thread.join(LONG_S)
+    with store.lease("step 1"):
+        assert handles[0].is_readable
+    assert handles[0].is_readable
+    begun.release()
+    assert (handles[0].is_readable, store.in_flight) == (False, 0)
+
+
+def test_a_function_under_a_lease_leaves_the_current_one_current():
+    store = store_of()
+    begun = store.lease("the batch of step 2")
+    with store.lease("step 1"):
+        held = begun.run(lambda: put(store, 20))
+        own = put(store, 30)
+    assert (held.is_readable, own.is_readable, store.in_flight) == (True, False, 20)
+
+
+def test_no_wait_is_made_for_a_batch_that_another_thread_stored_for_this_one():
+    store = store_of()
+    begun = store.lease("the batch of step 2")  # only this thread releases it
+    held: list[ObjectHandle] = []
+    thread = threading.Thread(target=begun.run, args=(lambda: held.append(put(store, 60)),))
+    thread.start()
+    thread.join(LONG_S)
+    with refused_within(4), store.lease("step 1"):
+        put(store, 60)
+
+
+def test_a_batch_that_is_drawn_ahead_waits_for_the_room_of_the_step_in_progress():
+    store = store_of()
+    begun = store.lease("the batch of step 2")
+    held: list[ObjectHandle] = []
+    thread = threading.Thread(target=begun.run, args=(lambda: held.append(put(store, 60)),))
+    with store.lease("step 1"):
+        own = put(store, 60)
+        thread.start()
+        thread.join(0.5)
+        assert own.is_readable
+        assert not held
+    thread.join(LONG_S)
+    assert held[0].is_readable

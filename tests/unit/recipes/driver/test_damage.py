@@ -34,11 +34,12 @@ from rlpack.observe.run import Run
 from rlpack.observe.run_lock import Owner
 from rlpack.observe.sinks import read_records
 from rlpack.packing import Batching, make_plan
-from rlpack.recipes.driver import session as session_module
+from rlpack.recipes.driver import open_session as opening
+from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import initialize_reference
 from rlpack.recipes.driver.progress import Phase, Progress
 from rlpack.recipes.driver.reference_policy import reference_model
-from rlpack.recipes.driver.session import Session, open_session
+from rlpack.recipes.driver.session import Session
 from rlpack.startup.same_run import check_resumed
 from rlpack.workers.actor import ActorWorker
 from tests.builders import MODEL, tiny_config, tiny_tokenizer
@@ -143,8 +144,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     )
     world = World(actor, folder / "original", folder / "run", {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "Cluster", no_cluster)
-        patch.setattr(session_module, "start_roles", lambda *arguments, **settings: world.groups())
+        patch.setattr(opening, "Cluster", no_cluster)
+        patch.setattr(opening, "start_roles", lambda *arguments, **settings: world.groups())
         patch.setattr(Run, "_report", lambda run: None)  # drawing takes a second
         patch.setattr(run_lock, "WATCH_S", 0.02)
         train(world)

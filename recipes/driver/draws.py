@@ -1,0 +1,44 @@
+"""What a recipe draws for one step: rollouts, and the rewards that are on their way."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.recipes.driver.engine_lifecycle import engines_awake
+from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
+from rlpack.recipes.driver.rollout_stages import draw_prompts, generate
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+
+# Adds rewards to rollouts.
+Score = Callable[[StepContext, BatchedDataDict], BatchedDataDict]
+
+
+class Batch(NamedTuple):
+    """What a recipe draws for one step.
+
+    Attributes:
+        rollouts: the rollout batch.
+        score: waits for the rewards of `rollouts`, and adds them; call it once.
+    """
+
+    rollouts: BatchedDataDict
+    score: Score
+
+
+Draw = Callable[[Session, StepContext], Batch]
+
+
+def draw_rollouts(session: Session, step: StepContext) -> Batch:
+    """Generate the responses of one step; their rewards are computed in the background."""
+    prompts = draw_prompts(session, step)
+    rewards = PendingRewards(session.scorers)
+    with engines_awake(session, step):
+        rollouts = generate(session, step, prompts, rewards.submit)
+    return Batch(rollouts, partial(collect_rewards, session, pending=rewards))
+
+
+def as_scored(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Return rollouts that have their rewards already."""
+    return rollouts

@@ -1,0 +1,95 @@
+"""Open a session: check everything, start the roles, continue from a checkpoint; shut all of it down at the end."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config
+from rlpack.distributed.cluster import Cluster
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.start_roles import start_roles
+from rlpack.models.flops import sequence_cost
+from rlpack.observe.run import Run
+from rlpack.observe.run_dir import check_records
+from rlpack.observe.run_lock import RunLock, lock_run_dir
+from rlpack.packing import warm_up_jit
+from rlpack.recipes.driver.performance import PerformanceMeter
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.reference_policy import check_reference
+from rlpack.recipes.driver.resume import check_same_prompts, checkpoint_to_resume
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.splits import cache_splits, load_splits
+from rlpack.recipes.preflight.config_checks import check_before_start
+
+
+@contextmanager
+def open_session(config: Config) -> Iterator[Session]:
+    """Start everything a recipe needs, and shut all of it down on exit.
+
+    Data and tokenizer are read, preflight checks run, and a run directory in use is refused before any rank starts.
+
+    Raises:
+        RunDirectoryError: another process holds the run directory.
+        RoleError: a call failed; it carries the step.
+    """
+    with lock_run_dir(Path(cast(str, config.run_dir))) as lock, _open_locked(config, lock) as session:
+        yield session
+
+
+@contextmanager
+def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
+    """Do the work of `open_session` in a directory that this process holds."""
+    directory = Path(cast(str, config.run_dir))
+    loaded = checkpoint_to_resume(directory, config)
+    progress = loaded.progress if loaded else Progress()
+    hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
+    tokenizer, prompts, held_out = load_splits(config)
+    if loaded is not None:
+        check_same_prompts(loaded, config, prompts, held_out)
+    needs_reference = "reference" in started_roles(config)
+    rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
+    model = check_before_start(config, tokenizer, prompts, held_out)
+    threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
+    run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
+    with (
+        run,
+        Cluster(config.placement, config.job, run.log_path) as cluster,
+        run.recording_failures(),
+    ):
+        run.set_ray_logs(cluster.ray_logs)
+        if loaded is not None:
+            check_records(directory, loaded.state["records"])
+        names = started_roles(config)
+        run.note(f"starting the roles {', '.join(names)}")
+        groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
+        performance = PerformanceMeter.start(config, groups, model)
+        train, test = cache_splits(cluster.store, tokenizer, prompts, held_out)
+        session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
+        session.reference_hashes, session.performance = hashes, performance
+        session.stop_if_interrupted()
+        if rebuild is not None:
+            session.rebuild_reference(rebuild)
+        if loaded is not None:
+            session.restore(loaded)
+        with _naming_step(session):
+            yield session
+            session.checkpoints.finish()
+        session.stop_if_interrupted()
+        session.export()
+
+
+@contextmanager
+def _naming_step(session: Session) -> Iterator[None]:
+    """Add phase and step to the errors of roles; delete a checkpoint that is in flight when the run fails."""
+    try:
+        yield
+    except RoleError as error:
+        if error.step is None:
+            error.phase = session.progress.phase
+            error.step = None if session.step is None else session.step.number
+        raise
+    finally:
+        session.checkpoints.abandon()

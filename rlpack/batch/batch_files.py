@@ -1,0 +1,97 @@
+"""Write a batch to files, and read it back bit for bit: tensors as safetensors, lists as JSON.
+
+Neither format can run code when it is read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.batch.fields import Column
+from rlpack.batch.ragged import Ragged
+from rlpack.safe_files import read_object
+
+_TENSORS, _LISTS = "tensors.safetensors", "lists.json"
+# Names of a ragged column's two tensors end in these; those of other tensors in the third.
+_VALUES, _LENGTHS, _TENSOR = ":values", ":lengths", ":tensor"
+_ROW_IDS, _EXPLICIT = "row_ids", "explicit"
+
+
+def write_batch(batch: BatchedDataDict, folder: Path) -> None:
+    """Write a batch into a new folder.
+
+    Args:
+        batch: with all of its columns in this process.
+        folder: created; its parent exists.
+
+    Raises:
+        DataError: JSON would change an entry of a list.
+        OSError: a file can't be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, column in batch.items():
+        if isinstance(column, Ragged):
+            tensors |= {name + _VALUES: column.values, name + _LENGTHS: column.lengths}
+        elif isinstance(column, Tensor):
+            tensors[name + _TENSOR] = column
+    lists = {name: column for name, column in batch.items() if isinstance(column, list)}
+    check_lists(batch)
+    folder.mkdir()
+    # clone: columns may share memory, which safetensors refuses to write
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / _TENSORS)
+    ids = {_ROW_IDS: batch.row_ids.tolist(), _EXPLICIT: batch.has_explicit_ids}
+    (folder / _LISTS).write_text(json.dumps({"columns": lists} | ids), encoding="utf-8")
+
+
+def check_lists(batch: BatchedDataDict) -> None:
+    """Raise unless the lists of a batch survive JSON unchanged.
+
+    Raises:
+        DataError: names the column and the type of an entry.
+    """
+    for name, column in batch.items():
+        if not isinstance(column, list):
+            continue
+        for entry in column:
+            if not _survives_json(entry):
+                raise DataError(
+                    f"column {name!r} has an entry of type {type(entry).__name__} that JSON would change, so the batch "
+                    "can't be written to a file; use texts, numbers, booleans, null, lists, and dicts with text keys"
+                )
+
+
+def read_batch(folder: Path) -> BatchedDataDict:
+    """Return the batch that `write_batch` wrote into `folder`.
+
+    Raises:
+        DataError: a file is missing or is not one of `write_batch`.
+    """
+    try:
+        tensors = load_file(folder / _TENSORS)
+        document = read_object(folder / _LISTS)
+        columns: dict[str, Column] = dict(document["columns"])
+        for name, tensor in tensors.items():
+            if name.endswith(_VALUES):
+                column = name.removesuffix(_VALUES)
+                columns[column] = Ragged(tensor, tensors[column + _LENGTHS])
+            elif name.endswith(_TENSOR):
+                columns[name.removesuffix(_TENSOR)] = tensor
+        batch = BatchedDataDict(columns, row_ids=document[_ROW_IDS])
+        batch.has_explicit_ids = bool(document[_EXPLICIT])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DataError(f"the batch in {folder} can't be read: {error}") from error
+    return batch
+
+
+def _survives_json(entry: Any) -> bool:
+    # Equal `repr` also tells 1 from 1.0 and True, and holds for NaN.
+    try:
+        return repr(json.loads(json.dumps(entry))) == repr(entry)
+    except (TypeError, ValueError, RecursionError):
+        return False

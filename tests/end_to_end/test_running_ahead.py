@@ -1,0 +1,65 @@
+"""Runs that generate the next batch while they train: killed and resumed, they end as if nothing had happened."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.commands import DEADLINE_S, Command, committed, done, records, started, until, without_times
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+AHEAD = (
+    "experiment=smoke",
+    "placement=two_pools",
+    "trainer.lead=1",
+    "trainer.steps=5",
+    "trainer.mini_batch_size=4",
+    "rollout.max_new_tokens=16",
+    "checkpoint.keep=9",
+)
+KL = ("algorithm.kl_coef=0.02",)
+RECIPES = {
+    "grpo": (*KL, "checkpoint.asynchronous=true"),
+    "dapo": ("recipe=dapo", "dapo.overlong_buffer=4"),
+}
+
+
+def figures(run_dir: Path) -> list[dict[str, Any]]:
+    """Return what of the records doesn't depend on the clock; two threads store their payloads at any time."""
+    kept = [without_times(record) for record in records(run_dir)]
+    return [{name: value for name, value in record.items() if name != "store/peak_bytes"} for record in kept]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, tuple[str, ...]]:
+    """Return an uninterrupted run, and its overrides."""
+    overrides = (*AHEAD, *RECIPES[request.param])
+    return done(tmp_path_factory.mktemp(f"ahead_{request.param}"), *overrides, ranks=1), overrides
+
+
+def test_a_run_that_is_killed_ends_as_the_uninterrupted_one_bit_for_bit(
+    whole: tuple[Command, tuple[str, ...]], tmp_path: Path
+):
+    uninterrupted, overrides = whole
+    with started(tmp_path, *overrides, "resume=auto", ranks=1) as command:
+        until(lambda: committed(command.run_dir, "train") != [], DEADLINE_S)
+        command.process.kill()  # a step trains, and the batch of the next one is being drawn
+        assert command.wait() == -9
+        assert committed(command.run_dir, "train")[-1] < 5
+    resumed = done(tmp_path, *overrides, "resume=auto", ranks=1)
+    assert "resumed after step" in resumed.out
+    assert figures(resumed.run_dir) == figures(uninterrupted.run_dir)
+    weights, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in (resumed, uninterrupted))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_resumed_run_keeps_its_lead(whole: tuple[Command, tuple[str, ...]]):
+    uninterrupted, overrides = whole
+    words = [*overrides, "resume=auto", "trainer.lead=0"]
+    with started(uninterrupted.folder, *words, ranks=1) as command:
+        assert command.wait() == 2
+    assert "trainer.lead is 0 and the checkpoint in run_dir=" in command.err
+    assert "was written with 1; set trainer.lead as it was" in command.err

@@ -1,0 +1,77 @@
+"""Batches in files: what is read is what was written, bit for bit."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.batch_files import read_batch, write_batch
+from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
+
+
+def example() -> BatchedDataDict:
+    nan = torch.tensor([float("nan"), -0.0, 1e-45])
+    columns = {
+        "input_ids": Ragged.from_rows([[3, 1, 2], [], [7]], torch.int64),
+        "response_mask": Ragged(torch.tensor([False, True, True, True]), torch.tensor([3, 0, 1])),
+        "rollout_logprobs": Ragged(torch.tensor([0.0, -0.1, -1e-7, -3.0]), torch.tensor([3, 0, 1])),
+        "rewards": nan,
+        "same_memory": nan[:],
+        "scores": torch.arange(6, dtype=torch.bfloat16).view(3, 2),
+        "uid": ["a", "b", "c"],
+        "answer": [None, {"text": "ü\n", "parts": [1, 2.0, True, float("inf")]}, 0.1 + 0.2],
+    }
+    return BatchedDataDict(columns, row_ids=[5, 2, 9])
+
+
+def test_a_batch_is_read_as_it_was_written(tmp_path: Path):
+    written = example()
+    write_batch(written, tmp_path / "batch")
+    read = read_batch(tmp_path / "batch")
+    assert read.keys() == written.keys()
+    assert (read.row_ids.tolist(), read.has_explicit_ids) == ([5, 2, 9], True)
+    for name, column in written.items():
+        if isinstance(column, Ragged):
+            assert read[name].values.dtype == column.values.dtype
+            assert torch.equal(read[name].values, column.values), name
+            assert torch.equal(read[name].lengths, column.lengths), name
+        elif isinstance(column, torch.Tensor):
+            assert read[name].dtype == column.dtype
+            bits = torch.int16 if column.dtype == torch.bfloat16 else torch.int32
+            assert torch.equal(read[name].view(bits), column.view(bits)), name
+        else:
+            assert repr(read[name]) == repr(column), name
+
+
+def test_ids_that_nobody_passed_stay_so(tmp_path: Path):
+    write_batch(BatchedDataDict({"rewards": torch.zeros(2)}), tmp_path / "batch")
+    assert not read_batch(tmp_path / "batch").has_explicit_ids
+
+
+@pytest.mark.parametrize(
+    "entry", [(1, 2), {1: "a"}, datetime.date(2026, 1, 1), b"a", {"a": {"b": (1,)}}, torch.zeros(1)]
+)
+def test_an_entry_that_json_would_change_is_refused_by_its_column(tmp_path: Path, entry: object):
+    batch = BatchedDataDict({"answer": ["fine", entry]})
+    with pytest.raises(DataError, match=rf"column 'answer' has an entry of type {type(entry).__name__} that JSON"):
+        write_batch(batch, tmp_path / "batch")
+    assert not (tmp_path / "batch").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other lists", "other columns"])
+def test_damaged_files_are_one_error(tmp_path: Path, damage: str):
+    write_batch(example(), tmp_path / "batch")
+    tensors, lists = tmp_path / "batch" / "tensors.safetensors", tmp_path / "batch" / "lists.json"
+    if damage == "missing":
+        lists.unlink()
+    elif damage == "cut":
+        tensors.write_bytes(tensors.read_bytes()[:-3])
+    elif damage == "other lists":
+        lists.write_text("[]")
+    else:
+        lists.write_text(lists.read_text().replace('"b"', '"b", "d"'))
+    with pytest.raises(DataError, match="can't be read"):
+        read_batch(tmp_path / "batch")

@@ -1,0 +1,273 @@
+"""Running ahead: order, staleness, failures and checkpoints of the batches that are drawn one step early."""
+
+import random
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.errors import DataError
+from rlpack.batch.ragged import Ragged
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.schema import Trainer
+from rlpack.distributed.errors import RoleError
+from rlpack.recipes.driver import ahead
+from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.errors import StalenessError
+from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of
+
+PROMPTS = 3
+
+
+class Engines:
+    """Engines that sample a few tokens per prompt, each with the version that is loaded at that moment."""
+
+    def __init__(self, session: Session, *, seed: int = 0, delay_s: float = 0.0) -> None:
+        self.session, self.random, self.delay_s = session, random.Random(seed), delay_s
+        self.weights = session.__dict__["rollout_weights"] = SimpleNamespace(version=1)
+        self.threads: list[str] = []
+        self.drawn: list[tuple[int, int]] = []  # step and first prompt of each draw
+
+    def pause(self) -> None:
+        if self.delay_s:
+            time.sleep(self.random.random() * self.delay_s)
+
+    def draw(self, session: Session, step: StepContext) -> Batch:
+        start = step.progress.prompts_consumed
+        count = PROMPTS + start % 2  # as with dynamic sampling, steps take different numbers of prompts
+        self.drawn.append((step.number, start))
+        self.threads.append(threading.current_thread().name)
+        versions = []
+        for _ in range(4):
+            self.pause()
+            versions.append(self.weights.version)
+        step.advance(prompts_consumed=start + count)
+        step.metrics["prompts_consumed"] = start + count
+        rows = {
+            "policy_version": Ragged(torch.tensor(versions, dtype=torch.int32), torch.tensor([3, 1])),
+            "prompt": [f"prompt {start}", f"prompt {start + 1}"],
+            "rewards": torch.tensor([0.1 * start, 1.0]),
+        }
+        return Batch(BatchedDataDict(rows), as_scored)
+
+    def publish(self, session: Session, step: StepContext) -> None:
+        """Stand in for `sync_weights`; now and then a step changes no weights."""
+        if self.random.random() < 0.9:
+            self.weights.version += 1
+            self.pause()
+
+
+def session_ahead(folder: Path, *, steps: int, lead: int = 1) -> SavingSession:
+    return session_of(folder, trainer=Trainer(steps=steps, lead=lead))
+
+
+def walk(session: Session, queue: AheadQueue, engines: Engines) -> list[tuple[int, int, int, int]]:
+    """Run all steps; return each step's number, first prompt, and its oldest and newest lag."""
+    taken = []
+    for step in session.steps("train", session.config.trainer.steps):
+        rollouts, score = queue.take(step)
+        rollouts = score(step, rollouts)
+        first = int(rollouts["prompt"][0].split()[1])
+        lags = engines.weights.version - rollouts["policy_version"].values
+        taken.append((step.number, first, int(lags.max()), int(lags.min())))
+        engines.pause()
+        queue.publish(step)
+    return taken
+
+
+@pytest.fixture
+def publications(monkeypatch: pytest.MonkeyPatch):
+    """Let `publish` of the engines under test stand in for the transfer of weights."""
+
+    def use(engines: Engines) -> Engines:
+        monkeypatch.setattr(ahead, "sync_weights", engines.publish)
+        return engines
+
+    return use
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_every_prompt_is_trained_on_once_in_order_and_no_token_is_staler_than_the_lead(
+    tmp_path: Path, publications: Any, lead: int
+):
+    steps = 2000
+    session = session_ahead(tmp_path, steps=steps, lead=lead)
+    engines = publications(Engines(session, delay_s=1e-4))
+    taken = walk(session, AheadQueue(session, engines.draw), engines)
+    assert [number for number, *_ in taken] == list(range(1, steps + 1))
+    position = 0
+    for _, first, _, _ in taken:
+        assert first == position
+        position += PROMPTS + position % 2
+    assert session.progress.prompts_consumed == position
+    assert len(engines.drawn) == steps  # nothing was drawn and then dropped
+    assert max(oldest for *_, oldest, _ in taken) == lead
+    assert all(oldest == newest for *_, oldest, newest in taken)  # no batch has tokens of two versions
+
+
+def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=3)
+    engines = publications(Engines(session))
+    queue = AheadQueue(session, engines.draw)
+    began = threading.Event()
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        if step.number > 1:
+            assert began.wait(30.0), "the step trains only once the next batch is drawn"
+            began.clear()
+        return engines.draw(session, step)
+
+    queue._draw_batch = draw
+    for step in session.steps("train", 3):
+        queue.take(step)
+        assert queue.is_drawing == (step.number < 3)
+        began.set()
+        queue.publish(step)
+        assert not queue.is_drawing
+    assert engines.threads == ["MainThread", "draw-2", "draw-3"]
+
+
+def test_a_step_logs_the_metrics_of_its_own_batch_and_commits_its_position(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=3)
+    engines = publications(Engines(session))
+    walk(session, AheadQueue(session, engines.draw), engines)
+    trained = [
+        r for r, (phase, _) in zip(run_of(session).records, run_of(session).logged, strict=True) if phase == "train"
+    ]
+    assert [record["prompts_consumed"] for record in trained] == [3, 7, 11]
+
+
+def test_a_failed_draw_ends_the_step_before_its_own_and_names_its_own(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=5)
+    engines = publications(Engines(session))
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        if step.number == 3:
+            raise RoleError("rollout", 0, "generate", "died")
+        return engines.draw(session, step)
+
+    with pytest.raises(RoleError, match=r"role rollout, rank 0, in generate, step 3 of train: died"):
+        walk(session, AheadQueue(session, draw), engines)
+    assert session.progress.step == 1  # step 2 was in progress
+
+
+def test_a_step_that_failed_gets_the_same_batch_again(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=3)
+    engines = publications(Engines(session))
+    queue = AheadQueue(session, engines.draw)
+    seen: list[list[str]] = []
+
+    def train(fail: bool) -> None:
+        for step in session.steps("train", 3):
+            seen.append(queue.take(step).rollouts["prompt"])
+            if fail and step.number == 2:
+                raise RuntimeError
+            queue.publish(step)
+
+    with pytest.raises(RuntimeError):
+        train(fail=True)
+    train(fail=False)
+    assert [rows[0] for rows in seen] == ["prompt 0", "prompt 3", "prompt 3", "prompt 7"]
+    assert session.progress.prompts_consumed == 11
+
+
+@pytest.mark.parametrize("versions", [[5, 7, 7], [7, 7, 9]])
+def test_a_token_that_is_too_old_or_from_the_future_ends_the_run(
+    tmp_path: Path, publications: Any, versions: list[int]
+):
+    session = session_ahead(tmp_path, steps=2)
+    engines = publications(Engines(session))
+    engines.weights.version = 8
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        tokens = Ragged(torch.tensor([-1, *versions], dtype=torch.int32), torch.tensor([4]))
+        return Batch(BatchedDataDict({"policy_version": tokens}), as_scored)
+
+    with pytest.raises(
+        StalenessError, match=rf"step 1 has tokens of the policy versions {versions[0]} to {versions[2]}; .* 7 to 8"
+    ):
+        walk(session, AheadQueue(session, draw), engines)
+
+
+def test_every_engine_failing_while_the_actor_trains_is_an_error(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=3)
+    engines = publications(Engines(session))
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        if step.number == 2:
+            session.replace_engines()
+        return engines.draw(session, step)
+
+    with pytest.raises(RoleError, match="the weights that this batch began with are gone; resume"):
+        walk(session, AheadQueue(session, draw), engines)
+
+
+def test_columns_that_no_checkpoint_could_hold_are_refused_at_the_first_step(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=3)
+    engines = publications(Engines(session))
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        batch = engines.draw(session, step)
+        batch.rollouts["answer"] = [object(), object()]
+        return batch
+
+    with pytest.raises(DataError, match="column 'answer' has an entry of type object"):
+        walk(session, AheadQueue(session, draw), engines)
+    assert session.progress.step == 0
+
+
+def stopped_after(folder: Path, steps: int, publications: Any) -> Path:
+    """Return the checkpoint folder of a run of five steps that ended after the given one."""
+    session = session_ahead(folder, steps=5)
+    engines = publications(Engines(session))
+    queue = AheadQueue(session, engines.draw)
+    for step in session.steps("train", 5):
+        queue.take(step)
+        queue.publish(step)
+        if step.number == steps:
+            break
+    (folder / f"step-{steps}").mkdir()
+    queue.save(folder / f"step-{steps}")
+    return folder / f"step-{steps}"
+
+
+def test_a_resumed_run_trains_on_the_batch_in_its_checkpoint_and_draws_on_from_there(tmp_path: Path, publications: Any):
+    checkpoint = stopped_after(tmp_path, 2, publications)
+    session = session_ahead(tmp_path, steps=5)
+    engines = publications(Engines(session))
+    session.progress = Progress(phase="train", step=2, prompts_consumed=7)
+    session.restored = checkpoint
+    queue = AheadQueue(session, engines.draw)
+    assert engines.weights.version in (1, 2)  # the first publication counts up to the checkpoint's version
+    engines.weights.version += 1
+    taken = walk(session, queue, engines)
+    assert [(number, first) for number, first, *_ in taken] == [(3, 7), (4, 11), (5, 15)]
+    assert engines.drawn == [(4, 11), (5, 15)]
+    assert taken[0][2] == 1
+
+
+@pytest.mark.parametrize("damage", ["list", "batch"])
+def test_a_damaged_batch_in_a_checkpoint_is_one_error(tmp_path: Path, publications: Any, damage: str):
+    checkpoint = stopped_after(tmp_path, 2, publications)
+    target = "ahead.json" if damage == "list" else "step-3/lists.json"
+    (checkpoint / "ahead" / target).write_text("{}")
+    session = session_ahead(tmp_path, steps=5)
+    session.restored = checkpoint
+    with pytest.raises(CheckpointError, match=r"the batch drawn ahead in .* can't be read"):
+        AheadQueue(session, publications(Engines(session)).draw)
+
+
+def test_a_full_disk_is_one_error(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=5)
+    queue = AheadQueue(session, publications(Engines(session)).draw)
+    with pytest.raises(CheckpointError, match="the batch drawn ahead could not be written"):
+        queue.save(tmp_path / "missing" / "step-1")
