@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.config.recipes import recipe_of
@@ -22,6 +23,7 @@ from rlpack.models.check_rows import RowLimits
 from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.checks import check_isolation, check_model, check_scores
 from rlpack.models.context_parallel import RowSplit
+from rlpack.models.expert_parallel import ExpertSplit, split_experts
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
 from rlpack.models.open_model import open_causal_lm, open_classifier
@@ -168,7 +170,7 @@ def _shard_and_check(
     settings, device, layout = role_compute(config, role), context.torch_device, context.layout
     model.checkpoint_activations(settings.gradient_checkpointing, role)
     whole: list[Tensor] | None = None
-    checks_split = settings.isolation_check and layout.cp * layout.tp > 1
+    checks_split = settings.isolation_check and layout.cp * layout.tp * layout.ep > 1
     if stored is None:
         _check(model, config, role, device, len(tokenizer), classifier)
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
@@ -200,16 +202,32 @@ def _shard_and_check(
 
 def _shard(model: M, config: Config, role: str, context: RankContext, precision: Literal["fp32", "bf16"]) -> M:
     """Divide a model's weights among the ranks, in place, and return the model."""
-    layout, mesh = context.layout, context.layout.weight_mesh(context.device)
+    layout, mesh, expert_mesh = context.layout, context.layout.weight_mesh(context.device), None
+    if layout.ep > 1:
+        expert_mesh = layout.expert_mesh(context.device)
+        model.expert_split = ExpertSplit(expert_mesh)
+        split_experts(model, model.expert_split)
+        expert_mesh = _sharding_dimensions(expert_mesh)
     if layout.tp > 1:
         model.weight_split = WeightSplit(mesh["tp"], sequence_parallel=role_parallel(config, role).sp)
         split_weights(model, model.weight_split)
         model.split = RowSplit.of_group(None, layout.tp)
-        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     settings = role_compute(config, role)
-    reshards, offload = settings.reshard_after_forward, settings.offload
-    shard_model(model, mesh, precision=precision, reshard_after_forward=reshards, offload=offload)
+    shard_model(
+        model,
+        _sharding_dimensions(mesh),
+        expert_mesh=expert_mesh,
+        precision=precision,
+        reshard_after_forward=settings.reshard_after_forward,
+        offload=settings.offload,
+    )
     return model
+
+
+def _sharding_dimensions(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dimensions of a mesh of weights that FSDP uses."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in ("dp_replicate", "dp_shard") if name in names)]
 
 
 def _check(

@@ -1,10 +1,13 @@
 """Check that the ranks of a role can share a model's rows and weights, before any process starts."""
 
+from typing import cast
+
 from transformers import PreTrainedModel
 
-from rlpack.config.layout_sizes import layout_sizes, nearest_size
+from rlpack.config.layout_sizes import layout_sizes, nearest_ep, nearest_size
 from rlpack.config.roles import pool_of, role_parallel
 from rlpack.config.schema import Config
+from rlpack.models.expert_parallel import expert_modules, uneven_experts
 from rlpack.models.flops import num_experts
 from rlpack.models.packed import language_model
 from rlpack.models.tensor_parallel import split_problem, uneven_weight
@@ -12,11 +15,13 @@ from rlpack.rollout.vllm.arguments import settings_of
 
 
 def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
-    """Return why the ranks of a role can't share a model's tokens or weights, and what to set; None if they can."""
+    """Return why a role's ranks can't share a model's tokens, weights or experts, and what to set; None if they can."""
     parallel, settings = role_parallel(config, role), settings_of(model.config)
     cp, tp, key = parallel.cp, parallel.tp, f"{role}.parallel"
     heads = settings.get("num_attention_heads")
     if tp > 1 and (problem := _weights_problem(config, role, model)):
+        return problem
+    if parallel.ep > 1 and (problem := _experts_problem(config, role, model)):
         return problem
     if cp == 1 or not isinstance(heads, int) or heads % (tp * cp) == 0:
         return None
@@ -41,10 +46,32 @@ def _weights_problem(config: Config, role: str, model: PreTrainedModel) -> str |
         return f"has {named}; each has to be divisible by {key}.tp ({tp}); set {key}.tp={fitting}"
     sizes = layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks)
     shards = sizes["dp_shard"] * sizes["cp"]
-    if uneven := uneven_weight(language_model(model), shards):
+    if uneven := uneven_weight(language_model(model), shards, experts=sizes["ep"] == 1):
         return (
             f"has {uneven[0]} with rows of {uneven[1]} elements, which with {key}.tp={tp} have to be divisible by the "
             f"{shards} ranks (dp_shard · cp) that share them; change their number by {key}.dp_replicate, or set "
             f"{key}.tp=1"
+        )
+    return None
+
+
+def _experts_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
+    """Return why the ranks of `ep` can't divide a model's experts."""
+    sizes = layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks)
+    ep, tp, key = sizes["ep"], sizes["tp"], f"{role}.parallel"
+    modules = [module for _, module in expert_modules(language_model(model))]
+    if not modules:
+        return f"has no stacked experts that the {ep} ranks of {key}.ep could divide; set {key}.ep=1"
+    count = cast(int, modules[0].num_experts)
+    if count % (ep * tp):
+        parts = f"{key}.ep ({ep})" if tp == 1 else f"{key}.ep ({ep}) × {key}.tp ({tp})"
+        fitting = nearest_ep(config, role, count)
+        return f"has {count} experts, which is not divisible by {parts}; set {key}.ep={fitting}"
+    shards = sizes["dp_shard"] * sizes["cp"] // ep
+    if uneven := uneven_experts(language_model(model), shards):
+        return (
+            f"has {uneven[0]} with rows of {uneven[1]} elements, which with {key}.ep={ep} have to be divisible by the "
+            f"{shards} ranks (dp_shard · cp / ep) that share them; change their number by {key}.dp_replicate, or set "
+            f"{key}.ep=1"
         )
     return None

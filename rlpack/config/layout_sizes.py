@@ -9,6 +9,7 @@ from math import prod
 from rlpack.config.roles import WITH_LAYOUTS, own_parallel, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
 
+# Sizes whose product is the number of ranks; ranks of ep are taken from those of dp_shard and cp.
 _SIZES = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -16,14 +17,14 @@ def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
     """Return the sizes of a role's `ParallelLayout` over the ranks of its pool; without a model, all are data ranks.
 
     >>> layout_sizes(Config(), "actor", ranks=2)
-    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 1}
+    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 1, 'ep': 1}
     """
     if role not in WITH_LAYOUTS:
         return {"dp_shard": ranks}
     parallel = role_parallel(config, role)
     sizes = {name: getattr(parallel, name) for name in _SIZES}
     others = prod(size for name, size in sizes.items() if name != "dp_shard")
-    return sizes | {"dp_shard": ranks // others if parallel.dp_shard == -1 else parallel.dp_shard}
+    return sizes | {"dp_shard": ranks // others if parallel.dp_shard == -1 else parallel.dp_shard, "ep": parallel.ep}
 
 
 def layout_problems(config: Config) -> Iterator[str]:
@@ -57,6 +58,14 @@ def nearest_size(config: Config, role: str, name: str, *multiples: int) -> int:
     return min(fitting, key=lambda size: abs(size - getattr(parallel, name)), default=1)
 
 
+def nearest_ep(config: Config, role: str, num_experts: int = 0) -> int:
+    """Return the `ep` nearest to the role's that divides dp_shard · cp, and with tp `num_experts`, if it isn't 0."""
+    sizes = layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks)
+    ranks = sizes["dp_shard"] * sizes["cp"]
+    fitting = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and num_experts % (ep * sizes["tp"]) == 0]
+    return min(fitting, key=lambda ep: abs(ep - sizes["ep"]), default=1)
+
+
 def _problems(config: Config, role: str) -> Iterator[str]:
     """Yield why a role's layout doesn't fit, and the nearest one that does."""
     pool, parallel = pool_of(config, role), role_parallel(config, role)
@@ -81,6 +90,11 @@ def _problems(config: Config, role: str) -> Iterator[str]:
             f"{key} is {parallel.dp_shard}, so the {role} needs {needed} ranks, and placement.pools.{pool} has "
             f"{ranks}; set {key} to {ranks // product}, or to -1 for the ranks that are left, or "
             f"placement.pools.{pool}.ranks={needed}"
+        )
+    elif (shards := ranks // parallel.dp_replicate // parallel.tp) % parallel.ep:
+        yield (
+            f"{_key(config, role, 'ep')} ({parallel.ep}) doesn't divide the {shards} rank(s) of dp_shard · cp, from "
+            f"which the {role} takes the ranks that share experts; set {role}.parallel.ep={nearest_ep(config, role)}"
         )
 
 

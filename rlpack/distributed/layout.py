@@ -7,6 +7,9 @@ Ranks are numbered with pipeline stages outermost and tensor parallelism innermo
 Here i_x is the rank's coordinate in dimension x. A data rank is a data-parallel rank: all ranks with the same data rank
 (its cp · tp · pp replicas) hold the same rows, and one of them, the output rank, returns their results. Plans know data
 ranks only.
+
+Expert parallelism adds no dimension: ep consecutive ones of a replica's dp_shard · cp ranks, all with the same i_tp,
+divide the experts.
 """
 
 import math
@@ -38,9 +41,10 @@ class ParallelLayout:
         cp: ranks that share the tokens of a row (context parallelism).
         tp: ranks that share the weights of a layer (tensor parallelism).
         pp: pipeline stages.
+        ep: of the dp_shard · cp ranks, how many divide the experts of a layer (expert parallelism).
 
     Raises:
-        PlacementError: a size is not a whole number of at least 1.
+        PlacementError: a size is not a whole number of at least 1, or ep doesn't divide dp_shard · cp.
     """
 
     dp_replicate: int = 1
@@ -48,12 +52,15 @@ class ParallelLayout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlacementError(f"{field.name} is {size!r}; it has to be a whole number of at least 1")
+        if self.dp_shard * self.cp % self.ep:
+            raise PlacementError(f"ep is {self.ep}; it has to divide dp_shard · cp, which is {self.dp_shard * self.cp}")
 
     @property
     def world_size(self) -> int:
@@ -128,10 +135,28 @@ class ParallelLayout:
         Raises:
             PlacementError: the layout has pipeline stages.
         """
+        return self._mesh(device_type, {"dp_shard": self.dp_shard * self.cp})
+
+    def expert_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the mesh of the experts' weights: `dp_replicate`, `dp_shard`, `ep` and `tp`, as `weight_mesh`.
+
+        The dimension `ep` has the ranks that divide the experts, also if it is only one; `dp_shard` those that have
+        the same experts, dp_shard · cp / ep. A collective.
+
+        Args:
+            device_type: `cpu` or `cuda`.
+
+        Raises:
+            PlacementError: the layout has pipeline stages.
+        """
+        return self._mesh(device_type, {"dp_shard": self.dp_shard * self.cp // self.ep, "ep": self.ep})
+
+    def _mesh(self, device_type: str, shards: dict[str, int]) -> DeviceMesh:
+        """Return the mesh with these dimensions in place of `dp_shard` and `cp`."""
         if self.pp > 1:
             raise PlacementError(f"no model has pipeline parallelism yet: {self}")
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard * self.cp, "tp": self.tp}
-        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        sizes = {"dp_replicate": self.dp_replicate, **shards, "tp": self.tp}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name in shards}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     @property

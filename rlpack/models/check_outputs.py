@@ -22,7 +22,7 @@ _MAX_TOKENS, _MAX_ATTENTION = 512, 2**20
 
 def score_together(model: PackedModel, rows: list[Tensor], device: torch.device | str, *, packed: bool) -> list[Tensor]:
     """Return the probe of each row, [L] or [L, d], computed together."""
-    outputs = model.probe(lay_out(rows, packed=packed).to(device)).cpu()
+    outputs = _same(model, model.probe(lay_out(rows, packed=packed).to(device))).cpu()
     return list(outputs.split([row.shape[0] for row in rows]))
 
 
@@ -35,8 +35,13 @@ def score_alone(model: PackedModel, rows: list[Tensor], device: torch.device | s
     with attention_implementation(model.model, REFERENCE):
         for indices in equal_groups(rows):
             outputs = model.probe_wrapped_model(torch.stack([rows[index] for index in indices]).to(device))
-            scored |= zip(indices, outputs.cpu(), strict=True)
+            scored |= zip(indices, _same(model, outputs).cpu(), strict=True)
     return [scored[index] for index in range(len(rows))]
+
+
+def _same(model: PackedModel, outputs: Tensor) -> Tensor:
+    """Return outputs that are the same on every rank, bit for bit, as ranks that compare them need."""
+    return outputs if model.expert_split is None else model.expert_split.same(outputs)
 
 
 def equal_groups(rows: list[Tensor]) -> Iterator[list[int]]:

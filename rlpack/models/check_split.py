@@ -27,7 +27,7 @@ def check_split(
     """Raise unless a model has the outputs that it had before ranks shared its rows or weights; a collective.
 
     Args:
-        model: with `split` set, and `weight_split` if ranks share its weights.
+        model: with `split` set, and `weight_split` or `expert_split` if ranks share its weights or experts.
         whole: what `score_whole_rows` returned.
         device: the model's device.
         vocab_size: as of `score_whole_rows`.
@@ -36,7 +36,8 @@ def check_split(
     Raises:
         ModelError: outputs differ, because a layer other than attention reads several tokens, for example.
     """
-    names = [name for name, split in (("cp", model.split and model.split.group), ("tp", model.weight_split)) if split]
+    splits = {"cp": model.split and model.split.group, "tp": model.weight_split, "ep": model.expert_split}
+    names = [name for name, split in splits.items() if split]
     for index, (found, expected) in enumerate(zip(score_whole_rows(model, device, vocab_size), whole, strict=True)):
         gap = max_difference(found, expected) / scale(expected)
         if not gap <= _TOLERANCE[model.compute_dtype]:

@@ -110,11 +110,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange(parts, group)
+        return exchange(parts, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _exchange(gradients[0], ctx.group), None
+        return exchange(gradients[0], ctx.group), None
 
 
 class _Total(torch.autograd.Function):
@@ -135,15 +135,26 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AllToAll.apply(parts, group)  # pyright: ignore[reportReturnType]
 
 
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return part i of each rank i of a group, of which every rank sends part j to rank j; not differentiable."""
+    return _exchange_operator(parts.contiguous(), group_name(group))
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """Return the name under which an operator finds a group by `group_of_name`."""
     _groups[group.group_name] = group
-    return _exchange_operator(parts.contiguous(), group.group_name)
+    return group.group_name
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Return the group of a name that `group_name` returned."""
+    return _groups[name]
 
 
 # An operator that returns a new tensor, so that selective activation checkpointing can keep it. That of torch fills a
 # tensor in place and returns a handle: keeping the handle would skip the exchange and leave the tensor empty.
 @torch.library.custom_op("rlpack::all_to_all", mutates_args=())
-def _exchange_operator(parts: Tensor, group_name: str) -> Tensor:
+def _exchange_operator(parts: Tensor, name: str) -> Tensor:
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=_groups[group_name])
+    dist.all_to_all_single(received, parts, group=group_of_name(name))
     return received

@@ -20,6 +20,7 @@ from rlpack.config.sections.compute import Checkpointing, Offload
 from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
+from rlpack.models.expert_parallel import ExpertSplit
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
 from rlpack.models.selective_checkpointing import selective_contexts
@@ -47,6 +48,7 @@ class PackedModel(nn.Module):
         offload: what is kept in host memory; set by `shard_model`.
         split: the group whose ranks share each microbatch's tokens (`rlpack.models.context_parallel`); None for none.
         weight_split: the group whose ranks share each layer's weights (`rlpack.models.tensor_parallel`); None for none.
+        expert_split: the ranks that divide each layer's experts (`rlpack.models.expert_parallel`); None for none.
     """
 
     # Whether each rank's gradients of the hidden states are summands, because its head has a part of the weights.
@@ -60,6 +62,7 @@ class PackedModel(nn.Module):
         self.offload: Offload = "none"
         self.split: RowSplit | None = None
         self.weight_split: WeightSplit | None = None
+        self.expert_split: ExpertSplit | None = None
 
     @property
     def pattern_root(self) -> nn.Module:

@@ -5,6 +5,7 @@ the world size appears nowhere.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rlpack.config.sections.compute import Offload
 from rlpack.models.errors import ModelError
+from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
 from rlpack.models.tensor_parallel import sharded_axis
@@ -38,6 +40,7 @@ def shard_model(
     policy: PackedModel,
     mesh: DeviceMesh,
     *,
+    expert_mesh: DeviceMesh | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
     reshard_after_forward: bool = True,
     offload: Offload = "none",
@@ -52,8 +55,10 @@ def shard_model(
     afterwards, from `policy.parameters()`.
 
     Args:
-        policy: on the mesh's device or the meta device, weights in fp32, split before (`split_weights`) if at all.
+        policy: on the mesh's device or the meta device, weights in fp32, split before (`split_experts`,
+            `split_weights`) if at all.
         mesh: one dimension to shard over, or two: replicas first, then shards.
+        expert_mesh: that of the experts, likewise, if the model was split by `split_experts`.
         precision: compute dtype; weights, gradient sums and optimizer state stay fp32.
         reshard_after_forward: free each layer's gathered weights after forward and gather them again in backward;
             False needs more memory and half the gathers.
@@ -71,8 +76,12 @@ def shard_model(
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload == "parameters" else OffloadPolicy()
     layers = decoder_layers(policy)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": rules, "offload_policy": place}
-    if policy.weight_split is not None:
+    if policy.weight_split is not None or expert_mesh is not None:
         options["shard_placement_fn"] = lambda weight: Shard(sharded_axis(weight))
+    for _, experts in expert_modules(policy) if expert_mesh is not None else ():
+        # Only this unit has other ranks. Its inputs keep their dtypes: some routers give fp32 weights.
+        own = options | {"mesh": expert_mesh, "mp_policy": replace(rules, cast_forward_inputs=False)}
+        fully_shard(experts, reshard_after_forward=policy.reshard_after_forward, **own)
     for layer in [] if is_small else layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
     # The root's backward directly follows its forward, so freeing its weights in between would only cost a gather.

@@ -1,6 +1,6 @@
 """Selective activation checkpointing: keep the outputs of costly operations, recompute the rest in backward.
 
-Matrix products, attention and the exchanges of context parallelism take nearly all the time of a layer's forward pass,
+Matrix products, attention and exchanges of tokens between ranks take nearly all the time of a layer's forward pass,
 but their outputs are only a part of its activations. Norms, rotary embeddings, activation functions and residual sums
 are recomputed from them.
 
@@ -33,6 +33,7 @@ _KEPT = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
         "transformers::grouped_mm_fallback",
         "rlpack::all_to_all",
+        "rlpack::all_to_all_rows",
     }
 )
 # aten::_scaled_dot_product_flash_attention, …_flash_attention_for_cpu, …_efficient_attention, …_cudnn_attention.

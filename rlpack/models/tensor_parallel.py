@@ -61,13 +61,20 @@ def split_problem(model: nn.Module) -> str | None:
     return f"there is no rule to split {unknown[0]}" if unknown else None
 
 
-def uneven_weight(model: nn.Module, num_shards: int) -> tuple[str, int] | None:
+def uneven_weight(model: nn.Module, num_shards: int, *, experts: bool = True) -> tuple[str, int] | None:
     """Return the name of a weight that FSDP can't shard evenly over `num_shards` ranks, and the size of its axis.
 
     FSDP shards axes other than the first evenly only; these are the ones that tensor parallelism leaves whole.
+
+    Args:
+        model: of a family that `split_problem` accepts.
+        num_shards: ranks that share a weight.
+        experts: False leaves out experts, which expert parallelism divides among other ranks.
     """
     for name, module in model.named_modules():
         way = _way(name, module)
+        if way == "experts" and not experts:
+            continue
         for key, weight in _own(module):
             along_rows = way is not None and weight.ndim > 1 and _placement(way, weight) == Shard(0)
             if along_rows and weight.shape[1] % num_shards:
@@ -91,8 +98,8 @@ def split_weights(root: nn.Module, split: WeightSplit) -> None:
             module.register_forward_pre_hook(functools.partial(_gather_first, split), with_kwargs=True)
             if any(child == "experts" for child, _ in module.named_children()):
                 module.register_forward_hook(lambda module, arguments, summands: split.add(summands))
-        if not any(_own(module)):
-            continue
+        if all(isinstance(weight, DTensor) for _, weight in _own(module)):
+            continue  # no weights, or experts that expert parallelism has divided
         way = _way(name, module)
         assert way is not None, f"{name}: `split_problem` refuses modules without a rule"
         for key, weight in _own(module):

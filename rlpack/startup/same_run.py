@@ -112,11 +112,11 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat({key: config[key] for key in FIXED_KEYS}) | optimizer
 
 
-def _shards(config: Mapping[str, Any], role: str) -> tuple[int, int]:
-    """Return the number of ranks that a role's weights are divided among, and how many of them share each layer."""
+def _shards(config: Mapping[str, Any], role: str) -> tuple[int, int, int]:
+    """Return how many ranks a role's weights are divided among, how many share each layer, and how many its experts."""
     pools, roles = config["placement"]["pools"], config["placement"]["roles"]
     ranks = pools[roles.get(role, next(iter(pools)))]["ranks"]
-    return ranks // _size(config, role, "dp_replicate"), _size(config, role, "tp")
+    return ranks // _size(config, role, "dp_replicate"), _size(config, role, "tp"), _size(config, role, "ep")
 
 
 def _size(config: Mapping[str, Any], role: str, key: str) -> int:
@@ -137,13 +137,15 @@ def _other_ranks(saved: Mapping[str, Any], config: Config) -> Iterator[str]:
         role = key.partition(".")[0]
         before, now = _shards(saved, role), _shards(values, role)
         if optimizer.name == "adamw_8bit" and before != now:
-            (ranks, tp), (old_ranks, old_tp) = now, before
-            shared = "" if tp == old_tp else f" with {role}.parallel.tp={tp}"
-            old_shared = "" if tp == old_tp else f" with tp={old_tp}"
+            differing = [place for place in (1, 2) if now[place] != before[place]]
+            names = {1: "tp", 2: "ep"}
+            shared = "".join(f" with {role}.parallel.{names[place]}={now[place]}" for place in differing)
+            old_shared = "".join(f" with {names[place]}={before[place]}" for place in differing)
             yield (
-                f"the {role} is sharded over {ranks} rank(s){shared} and the checkpoint in run_dir={config.run_dir} "
-                f"was written by {old_ranks}{old_shared}; 8-bit moments can't be resharded: set "
-                f"placement.pools.*.ranks, {role}.parallel.dp_replicate and .tp as they were, or choose another run_dir"
+                f"the {role} is sharded over {now[0]} rank(s){shared} and the checkpoint in run_dir={config.run_dir} "
+                f"was written by {before[0]}{old_shared}; 8-bit moments can't be resharded: set "
+                f"placement.pools.*.ranks, {role}.parallel.dp_replicate, .tp and .ep as they were, or choose another "
+                "run_dir"
             )
 
 

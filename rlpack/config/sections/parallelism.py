@@ -11,7 +11,7 @@ ShardCount = Annotated[int, Field(ge=-1)]
 
 
 class Parallel(Section):
-    """How the ranks of the role's pool divide rows and the model; the product of all sizes is the number of ranks."""
+    """How the ranks of the role's pool divide rows and the model; the product of all sizes but ep is their number."""
 
     dp_replicate: Count = Field(
         default=1,
@@ -38,6 +38,12 @@ class Parallel(Section):
         description="With tp above 1, whether each of its ranks keeps only its part of the tokens outside attention "
         "and MLP (sequence parallelism), which takes less memory.",
     )
+    ep: Count = Field(
+        default=1,
+        description="Ranks that divide the experts of each layer and exchange tokens for them (expert parallelism), "
+        "taken from the dp_shard · cp ranks of a replica, whose number has to be divisible by it. The number of "
+        "experts has to be divisible by ep · tp.",
+    )
 
 
 class RoleParallel(Section):
@@ -48,3 +54,4 @@ class RoleParallel(Section):
     cp: Count | None = Field(default=None, description="As actor.parallel.cp; null inherits it.")
     tp: Count | None = Field(default=None, description="As actor.parallel.tp; null inherits it.")
     sp: bool | None = Field(default=None, description="As actor.parallel.sp; null inherits it.")
+    ep: Count | None = Field(default=None, description="As actor.parallel.ep; null inherits it.")

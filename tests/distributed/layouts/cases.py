@@ -33,6 +33,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2tp2": (4, {"tp": 2}),
     "replicas2tp2": (4, {"dp_replicate": 2, "tp": 2, "sp": False}),
     "cp2tp2": (4, {"cp": 2, "tp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "ep4": (4, {"ep": 4}),
+    "dp2ep2": (4, {"ep": 2}),
+    "replicas2ep2": (4, {"dp_replicate": 2, "ep": 2}),
+    "cp2ep2": (2, {"cp": 2, "ep": 2}),
+    "ep2tp2": (4, {"ep": 2, "tp": 2}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -45,7 +51,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
     },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# The families of layouts that divide experts; of the others, all but Mixtral.
+WITH_EXPERTS = ("qwen3_moe", "mixtral")
 # A loss over whole sequences, one over tokens with statistics of the step, and the default one.
 LOSSES: dict[str, dict[str, Any]] = {
     "llama": {"loss": "gspo", "clip_low": 0.03, "clip_high": 0.03},
@@ -78,11 +87,11 @@ class Case:
 
 def cases_of(layout: str) -> list[Case]:
     """Return what runs on a layout: everything on request, else each family, mode and role at least once."""
-    product = [Case(*names) for names in itertools.product(FAMILIES, MODES, ROLES)]
+    families = list(WITH_EXPERTS if "ep" in LAYOUTS[layout][1] else [name for name in FAMILIES if name != "mixtral"])
+    product = [Case(*names) for names in itertools.product(families, MODES, ROLES)]
     if os.environ.get("RLPACK_LAYOUTS") == "all":
         return product
-    turn = list(LAYOUTS).index(layout)
-    families, modes = list(FAMILIES), list(MODES)
+    turn, modes = list(LAYOUTS).index(layout), list(MODES)
     return [
         Case(families[(turn + place) % len(families)], modes[(turn + place) % len(modes)], role)
         for place, role in enumerate(ROLES)

@@ -30,7 +30,7 @@ from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.definition import counts_of
 from tests.distributed.layouts.cases import CHECKPOINTING, CRITIC, RATE, Case, config_of, in_mode, layout_of
-from tests.distributed.layouts.truth import new_head
+from tests.distributed.layouts.truth import batch_with_values, new_head
 from tests.unit.models.tiny import VOCABULARY, tiny_model
 
 # Roles whose model is sharded layer by layer; those of the others as a whole.
@@ -124,9 +124,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def start_checked(mesh: Any, rank: int, layout: str, precision: Literal["fp32", "bf16"]) -> bool:
+def start_checked(mesh: Any, rank: int, layout: str, family: str, precision: Literal["fp32", "bf16"]) -> bool:
     """Build an actor with all checks of a start."""
-    config = in_mode(config_of("gemma3", layout=layout), "packed")
+    config = in_mode(config_of(family, layout=layout), "packed")
     actor = config.actor.model_copy(update={"precision": precision, "isolation_check": True})
     context = RankContext("main", rank, layout_of(layout))
     ActorWorker.from_settings(context, config.model_copy(update={"actor": actor}), tiny_tokenizer())
@@ -158,18 +158,18 @@ def mix_tokens(mesh: Any, rank: int, layout: str) -> str:
     return ""
 
 
-def save(mesh: Any, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, np.ndarray]:
+def save(mesh: Any, rank: int, layout: str, family: str, folder: Path) -> dict[str, np.ndarray]:
     """Take a step of the actor with AdamW, and save; return its whole state from rank 0."""
-    context, config = RankContext("main", rank, layout_of(layout)), config_of("llama", layout=layout)
+    context, config = RankContext("main", rank, layout_of(layout)), config_of(family, layout=layout)
     actor = ActorWorker.from_settings(context, in_mode(config, "packed"), tiny_tokenizer())
-    _step(actor.train_step, context, in_mode(config, "packed"), batch, policy_loss(config))
+    _step(actor.train_step, context, in_mode(config, "packed"), batch_with_values(family), policy_loss(config))
     actor.save(str(folder))
     return _state(actor) if rank == 0 else _state(actor) and {}
 
 
-def load_and_save(mesh: Any, rank: int, layout: str, folders: tuple[Path, Path]) -> dict[str, np.ndarray]:
+def load_and_save(mesh: Any, rank: int, layout: str, family: str, folders: tuple[Path, Path]) -> dict[str, np.ndarray]:
     """Load what another layout saved, and save it again; return the whole state from rank 0."""
-    context, config = RankContext("main", rank, layout_of(layout)), config_of("llama", layout=layout)
+    context, config = RankContext("main", rank, layout_of(layout)), config_of(family, layout=layout)
     other = in_mode(config.model_copy(update={"seed": config.seed + 1}), "packed")
     actor = ActorWorker.from_settings(context, other, tiny_tokenizer())
     actor.load(str(folders[0]))
@@ -186,10 +186,10 @@ def _state(actor: ActorWorker) -> dict[str, np.ndarray]:
     return state
 
 
-def export(mesh: Any, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, np.ndarray]:
+def export(mesh: Any, rank: int, layout: str, family: str, folder: Path) -> dict[str, np.ndarray]:
     """Take a step, write the model's folder, and return the weights as engines receive them."""
-    context, config = RankContext("main", rank, layout_of(layout)), config_of("llama", layout=layout)
+    context, config = RankContext("main", rank, layout_of(layout)), config_of(family, layout=layout)
     actor = ActorWorker.from_settings(context, in_mode(config, "packed"), tiny_tokenizer())
-    _step(actor.train_step, context, in_mode(config, "packed"), batch, policy_loss(config))
+    _step(actor.train_step, context, in_mode(config, "packed"), batch_with_values(family), policy_loss(config))
     actor.export_model(str(folder))
     return {name: weight.numpy().copy() for name, weight in exported_weights(actor).items()}

@@ -49,9 +49,13 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["cp2", "tp2", "tp2sp"])
-def test_a_model_that_ranks_share_passes_the_checks_of_a_start(tmp_path: Path, layout: str, precision: str):
-    assert on_ranks(tmp_path, 2, ranks.start_checked, layout, precision) == [True, True]
+@pytest.mark.parametrize(
+    ("layout", "family"), [("cp2", "gemma3"), ("tp2", "gemma3"), ("tp2sp", "gemma3"), ("ep2", "qwen3_moe")]
+)
+def test_a_model_that_ranks_share_passes_the_checks_of_a_start(
+    tmp_path: Path, layout: str, family: str, precision: str
+):
+    assert on_ranks(tmp_path, 2, ranks.start_checked, layout, family, precision) == [True, True]
 
 
 def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
@@ -60,23 +64,34 @@ def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
         assert "set actor.parallel.cp=1" in message
 
 
-def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(tmp_path: Path):
-    batch = batch_with_values("llama")
-    chain = ("hsdp2x2", "dp4", "dp2tp2", "replicas2", "cp2tp2", "one", "cp2", "tp2sp", "hsdp2x2")
+@pytest.mark.parametrize(
+    ("family", "chain"),
+    [
+        ("llama", ("hsdp2x2", "dp4", "dp2tp2", "replicas2", "cp2tp2", "one", "cp2", "tp2sp", "hsdp2x2")),
+        ("qwen3_moe", ("ep2", "dp2", "tp2", "ep4", "one", "dp2ep2", "ep2tp2", "replicas2ep2", "cp2ep2", "ep2")),
+    ],
+)
+def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(
+    family: str, chain: tuple[str, ...], tmp_path: Path
+):
     folders = [tmp_path / f"{place}-{layout}" for place, layout in enumerate(chain)]
-    saved = on_ranks(tmp_path, 4, ranks.save, chain[0], batch, folders[0])[0]
+    saved = on_ranks(tmp_path, LAYOUTS[chain[0]][0], ranks.save, chain[0], family, folders[0])[0]
     assert any(np.abs(value).max() > 0 for name, value in saved.items() if name.endswith("/exp_avg"))
     for layout, *pair in zip(chain[1:], folders, folders[1:], strict=False):
-        found = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.load_and_save, layout, tuple(pair))[0]
+        found = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.load_and_save, layout, family, tuple(pair))[0]
         assert found.keys() == saved.keys()
         for name, value in saved.items():
             assert np.array_equal(found[name], value), (layout, name)
 
 
-@pytest.mark.parametrize("layout", ["hsdp2x2", "dp2cp2", "dp2tp2"])
-def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(layout: str, tmp_path: Path):
-    batch = batch_with_values("llama")
-    parts = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.export, layout, batch, tmp_path / "model")
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [("hsdp2x2", "llama"), ("dp2cp2", "llama"), ("dp2tp2", "llama"), ("dp2ep2", "mixtral"), ("ep2tp2", "qwen3_moe")],
+)
+def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(
+    layout: str, family: str, tmp_path: Path
+):
+    parts = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.export, layout, family, tmp_path / "model")
     stream = {name: value for part in parts for name, value in part.items()}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     weights = dict(model.named_parameters())
