@@ -70,8 +70,8 @@ def _experts_problem(config: Config, role: str, model: PreTrainedModel) -> str |
     shards = sizes["dp_shard"] * sizes["cp"] // ep
     if uneven := uneven_experts(language_model(model), shards):
         return (
-            f"has {uneven[0]} with rows of {uneven[1]} elements, which with {key}.ep={ep} have to be divisible by the "
-            f"{shards} ranks (dp_shard · cp / ep) that share them; change their number by {key}.dp_replicate, or set "
+            f"has {uneven[0]} with a second axis of {uneven[1]}, which with {key}.ep={ep} has to be divisible by the "
+            f"{shards} ranks (dp_shard · cp / ep) that share it; change their number by {key}.dp_replicate, or set "
             f"{key}.ep=1"
         )
     return None

@@ -108,3 +108,17 @@ def test_the_mesh_has_the_layouts_order(tmp_path: Path):
         expected = LAYOUT.coordinates(rank)
         assert place == {"dp_shard": expected["dp_shard"], "tp": expected["tp"]}
         assert total == (0 + 1 if rank < 2 else 2 + 3)
+
+
+def expert_group(_: object, rank: int) -> tuple[tuple[str, ...], list[int], list[int]]:
+    """Return the dimensions of a mesh of experts, and the ranks of this rank's groups."""
+    mesh = ParallelLayout(dp_shard=2, cp=2, tp=1, ep=2).expert_mesh("cpu")
+    groups = [dist.get_process_group_ranks(mesh[name].get_group()) for name in ("ep", "dp_shard")]
+    return tuple(mesh.mesh_dim_names or ()), *groups
+
+
+def test_neighbours_divide_experts_and_the_others_hold_the_same(tmp_path: Path):
+    for rank, (names, divide, same) in enumerate(on_ranks(tmp_path, 4, expert_group)):
+        assert names == ("dp_shard", "ep")
+        assert divide == ([0, 1] if rank < 2 else [2, 3])
+        assert same == [rank % 2, rank % 2 + 2]

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.schema import Config, Rollout
+from rlpack.config.schema import Config, Model, Rollout
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.models.adapters import add_adapters
 from rlpack.packing import Batching, make_plan
-from tests.builders import exported_weights, tiny_algorithm, tiny_config
+from tests.builders import MODEL, exported_weights, tiny_algorithm, tiny_config
 from tests.distributed import actors
 from tests.distributed.definition import difference, plain_model, scored, step_by_definition
 from tests.distributed.processes import on_ranks
@@ -143,6 +143,14 @@ KINDS = {
 }
 _ACTOR = KINDS["eight_bit"].actor.model_copy(update={"parallel": Parallel(dp_replicate=2)})
 KINDS["eight_bit_in_replicas"] = KINDS["eight_bit"].model_copy(update={"actor": _ACTOR})
+# Weights of a rank's experts large enough for 8 bits.
+_EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+KINDS["eight_bit_experts"] = KINDS["eight_bit"].model_copy(
+    update={
+        "model": Model(config=MODEL | _EXPERTS),
+        "actor": _ACTOR.model_copy(update={"parallel": Parallel(ep=2), "optimizer": Optimizer(name="adamw_8bit")}),
+    }
+)
 
 
 @pytest.mark.usefixtures("eight_bit")

@@ -27,12 +27,14 @@ from tests.distributed.layouts.truth import batch_with_values
 from tests.distributed.processes import on_ranks
 
 State = dict[str, np.ndarray]
+# Layouts, and the family of the model of each.
+FAMILIES = {"dp2": "llama", "hsdp2x2": "llama", "ep2": "qwen3_moe"}
 
 
 def actor_of(rank: int, layout: str, offload: Offload, *, seed: int = 0) -> tuple[ActorWorker, Any, RankContext]:
     """Return an actor, sharded layer by layer, whose gradients are clipped."""
     build.shard_model = partial(shard_model, small_bytes=0)
-    config = in_mode(config_of("llama", layout=layout), "packed")
+    config = in_mode(config_of(FAMILIES[layout], layout=layout), "packed")
     optimizer = config.actor.optimizer.model_copy(update={"max_grad_norm": 0.01})
     actor = config.actor.model_copy(update={"offload": offload, "optimizer": optimizer})
     config = config.model_copy(update={"actor": actor, "seed": config.seed + seed})
@@ -60,9 +62,9 @@ def loaded(mesh: Any, rank: int, layout: str, offload: Offload, folder: Path) ->
     return _state(actor)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "hsdp2x2"])
+@pytest.mark.parametrize("layout", FAMILIES)
 def test_training_saving_and_exporting_are_the_same_with_every_offload(layout: str, tmp_path: Path):
-    batch, size = batch_with_values("llama"), LAYOUTS[layout][0]
+    batch, size = batch_with_values(FAMILIES[layout]), LAYOUTS[layout][0]
     states: dict[Offload, State] = {}
     kinds: tuple[Offload, ...] = ("none", "optimizer", "parameters")
     for kind in kinds:

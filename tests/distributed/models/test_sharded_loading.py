@@ -1,7 +1,9 @@
 """Each rank reads its part of a model's files, and the parts are transformers' own weights."""
 
+import functools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.models.adapters import add_adapters
+from rlpack.models.expert_parallel import ExpertSplit, split_experts
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.open_model import open_causal_lm
 from rlpack.models.packed import PackedModel
@@ -22,6 +25,7 @@ from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
 from rlpack.models.tensor_parallel import FAMILIES as TENSOR_PARALLEL
 from rlpack.models.tensor_parallel import split_weights
+from rlpack.models.weight_files import WeightFiles
 from rlpack.models.weight_split import WeightSplit
 from rlpack.models.weight_stream import full_state_dict, head_state_dict, load_folder
 from rlpack.worker import RankContext
@@ -31,6 +35,8 @@ from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_
 from tests.distributed.processes import on_ranks
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "mixtral", "gpt_neox", "deepseek_v3", "phi3")
+EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+READ = WeightFiles.read
 # Of the models whose roles are built; tied, with rotary buffers of two kinds, and with stacked experts.
 BUILT = ("gemma3_text", "qwen3_moe")
 
@@ -106,17 +112,55 @@ def test_blocks_of_every_rank_are_the_weights_that_transformers_loads(tmp_path: 
         assert wrong == {family: [] for family in ("gemma3_text", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")}
 
 
+def recorded(files: WeightFiles, names: list[str], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Read a tensor, and add its name to the others."""
+    names.append(name)
+    return READ(files, name, dtype)
+
+
+def loaded_experts(_: DeviceMesh, rank: int, folder: str, tp: int) -> dict[str, list[str]]:
+    """Return in which weights each family differs from transformers' own loading if ranks divide experts."""
+    layout = ParallelLayout(dp_shard=4 // tp, tp=tp, ep=2)
+    dense, mesh = layout.weight_mesh("cpu"), layout.expert_mesh("cpu")
+    wrong = {}
+    for family in EXPERTS if tp == 1 else EXPERTS[:2]:
+        stored = open_causal_lm(Model(path=f"{folder}/{family}"), attention_name="eager")
+        policy = Policy(stored.model)
+        policy.expert_split = ExpertSplit(mesh)
+        split_experts(policy, policy.expert_split)
+        if tp > 1:
+            policy.weight_split = WeightSplit(dense["tp"])
+            split_weights(policy, policy.weight_split)
+        shard_model(policy, dense["dp_shard"], expert_mesh=mesh["dp_shard"], small_bytes=0)
+        read: list[str] = []
+        with patch.object(WeightFiles, "read", functools.partialmethod(recorded, read)):
+            stored.materialize(policy, "cpu")
+        numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
+        assert len(numbers) == 4 // (2 * tp)  # a rank reads its own experts alone
+        truth = AutoModelForCausalLM.from_pretrained(f"{folder}/{family}", dtype=torch.float32)
+        wrong[family] = differences(policy, truth)
+    return wrong
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_experts_of_every_rank_are_the_weights_that_transformers_loads(tmp_path: Path, tp: int):
+    for family in EXPERTS:
+        save(tmp_path, family)
+    for wrong in on_ranks(tmp_path, 4, loaded_experts, str(tmp_path), tp):
+        assert wrong == {family: [] for family in (EXPERTS if tp == 1 else EXPERTS[:2])}
+
+
 def role_config(path: str, **actor: Any) -> Config:
     sections = {"actor": Actor(**actor), "critic": Critic(), "reward_model": RewardModel(path=f"{path}-scores")}
     return tiny_config("ppo", model=Model(path=path), **sections)
 
 
-def built_roles(mesh: DeviceMesh, rank: int, folder: str, tp: int) -> list[str]:
+def built_roles(mesh: DeviceMesh, rank: int, folder: str, families: tuple[str, ...], tp: int, ep: int) -> list[str]:
     """Build every role with all checks; return the weights in which one differs from transformers' own loading."""
-    context = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size() // tp, tp=tp))
-    tokenizer, parallel = tiny_tokenizer(), Parallel(tp=tp)
+    context = RankContext(rank=rank, layout=ParallelLayout(dp_shard=mesh.size() // tp, tp=tp, ep=ep))
+    tokenizer, parallel = tiny_tokenizer(), Parallel(tp=tp, ep=ep)
     wrong = []
-    for family in BUILT:
+    for family in families:
         path = f"{folder}/{family}"
         truth = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for precision, checkpointing, offload in (
@@ -139,13 +183,15 @@ def built_roles(mesh: DeviceMesh, rank: int, folder: str, tp: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(tmp_path: Path, tp: int):
-    for family in BUILT:
+@pytest.mark.parametrize(("families", "tp", "ep"), [(BUILT, 1, 1), (BUILT, 2, 1), (BUILT[1:], 1, 2)])
+def test_every_role_of_a_stored_model_is_built_in_parts_and_passes_its_checks(
+    tmp_path: Path, families: tuple[str, ...], tp: int, ep: int
+):
+    for family in families:
         path = save(tmp_path, family, vocab_size=len(tiny_tokenizer()))
         scores = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
         scores.save_pretrained(f"{path}-scores")
-    assert on_ranks(tmp_path, 2, built_roles, str(tmp_path), tp) == [[], []]
+    assert on_ranks(tmp_path, 2, built_roles, str(tmp_path), families, tp, ep) == [[], []]
 
 
 def built_adapters(mesh: DeviceMesh, rank: int, path: str, tp: int) -> list[str]:

@@ -97,6 +97,14 @@ def test_a_size_that_is_no_count_is_refused(size: Any):
         ParallelLayout(tp=size)
 
 
+def test_expert_parallel_ranks_are_taken_from_the_others():
+    layout = ParallelLayout(dp_shard=2, cp=2, tp=2, ep=4)
+    assert layout.world_size == 8
+    assert layout.output_ranks == ParallelLayout(dp_shard=2, cp=2, tp=2).output_ranks
+    with pytest.raises(PlacementError, match="ep is 4; it has to divide dp_shard · cp, which is 6"):
+        ParallelLayout(dp_shard=3, cp=2, tp=4, ep=4)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replicas_of_a_data_rank_get_the_same_rows_and_each_row_comes_back_once(layout: ParallelLayout):
     replicas, ranks = group(layout)

@@ -69,6 +69,13 @@ def test_moments_in_8_bits_stay_on_as_many_ranks():
     actor = replicas.actor.model_copy(update={"parallel": Parallel(tp=2)})
     with pytest.raises(ConfigError, match=r"4 rank.s. with actor.parallel.tp=2 and .* written by 4 with tp=1; 8-bit"):
         check_same_run(replicas.model_dump(mode="json"), replicas.model_copy(update={"actor": actor}))
+    actor = replicas.actor.model_copy(update={"parallel": Parallel(ep=4)})
+    experts = replicas.model_copy(update={"actor": actor})
+    check_same_run(experts.model_dump(mode="json"), experts)
+    with pytest.raises(
+        ConfigError, match=r"4 rank.s. with actor.parallel.ep=1 and .* by 4 with ep=4; .*\.tp and \.ep as they were"
+    ):
+        check_same_run(experts.model_dump(mode="json"), replicas)
 
 
 def test_a_dataset_that_changed_since_the_checkpoint_is_refused(tmp_path):

@@ -111,6 +111,16 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
         ({"num_key_value_heads": 4}, 8, {"tp": 2, "cp": 4}, r"2 attention heads on each of the 2 ranks of .*cp=2"),
         (GPTJ, 2, {"tp": 2}, r"can't be run packed .* set actor\.parallel\.tp=1"),
         ({"model_type": "olmo2"}, 2, {"tp": 2}, r"tensor parallelism supports the model types gemma, .*; set .*\.tp=1"),
+        (MOE, 4, {"ep": 4}, r"\(mixtral\) has 6 experts, which is not divisible by actor.*\.ep \(4\); set .*\.ep=2"),
+        (MOE, 8, {"ep": 2, "tp": 2}, r"not divisible by .*\.ep \(2\) × actor.*\.tp \(2\); set actor.*\.ep=1"),
+        (
+            MOE,
+            6,
+            {"ep": 2},
+            r"experts.down_proj with a second axis of 32, .*\.ep=2 .* by the 3 ranks .*; change .*\.ep=1",
+        ),
+        ({}, 2, {"ep": 2}, r"\(qwen2\) has no stacked experts that the 2 ranks of actor.*\.ep could .*; set .*\.ep=1"),
+        (LLAMA4, 2, {"ep": 2}, r"can't be run packed"),
     ],
 )
 def test_ranks_that_share_weights_divide_them(model, ranks, parallel, message):
@@ -118,6 +128,16 @@ def test_ranks_that_share_weights_divide_them(model, ranks, parallel, message):
     shape = model if "n_embd" in model else {"model_type": "qwen2", **SIZES, "intermediate_size": 48} | model
     config = tiny_config(model=Model(config=shape), actor=actor, placement=placement)
     with pytest.raises(ModelError, match=message):
+        check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
+
+
+def test_experts_that_ranks_can_divide_pass():
+    layouts = (4, {"ep": 2}), (6, {"ep": 6}), (6, {"ep": 3, "tp": 2}), (12, {"ep": 2, "dp_replicate": 3})
+    for ranks, parallel in (*layouts, (2, {"ep": 2, "cp": 2})):
+        placement, actor = Placement(pools={"main": Pool(ranks=ranks)}), Actor(parallel=Parallel(**parallel))
+        config = tiny_config(
+            model=Model(config=MOE | {"hidden_size": 48, "intermediate_size": 48}), actor=actor, placement=placement
+        )
         check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
 
 
