@@ -1,6 +1,7 @@
 """Check that the ranks of a role can share a model's rows and weights, before any process starts."""
 
-from typing import cast
+from math import gcd
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
@@ -59,10 +60,10 @@ def _experts_problem(config: Config, role: str, model: PreTrainedModel) -> str |
     """Return why the ranks of `ep` can't divide a model's experts."""
     sizes = layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks)
     ep, tp, key = sizes["ep"], sizes["tp"], f"{role}.parallel"
-    modules = [module for _, module in expert_modules(language_model(model))]
-    if not modules:
+    counts = [cast(Any, module).num_experts for _, module in expert_modules(language_model(model))]
+    if not counts:
         return f"has no stacked experts that the {ep} ranks of {key}.ep could divide; set {key}.ep=1"
-    count = cast(int, modules[0].num_experts)
+    count = gcd(*counts)  # layers usually have equally many
     if count % (ep * tp):
         parts = f"{key}.ep ({ep})" if tp == 1 else f"{key}.ep ({ep}) × {key}.tp ({tp})"
         fitting = nearest_ep(config, role, count)

@@ -59,7 +59,10 @@ def nearest_size(config: Config, role: str, name: str, *multiples: int) -> int:
 
 
 def nearest_ep(config: Config, role: str, num_experts: int = 0) -> int:
-    """Return the `ep` nearest to the role's that divides dp_shard · cp, and with tp `num_experts`, if it isn't 0."""
+    """Return the `ep` nearest to the role's that fits.
+
+    It divides dp_shard · cp, and ep · tp divides `num_experts`, which is 0 while the model isn't known.
+    """
     sizes = layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks)
     ranks = sizes["dp_shard"] * sizes["cp"]
     fitting = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and num_experts % (ep * sizes["tp"]) == 0]

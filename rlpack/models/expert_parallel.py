@@ -88,7 +88,7 @@ class ExpertSplit:
         Experts compute the tokens of several ranks in one product, where a token's place may change its rounding.
         Ranks that compare such outputs, and then decide whether to go on, have to decide alike.
         """
-        outputs = outputs.contiguous()
+        outputs = outputs.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(outputs, src=0)
         return outputs
 

@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-# The families of layouts that divide experts; of the others, all but Mixtral.
+# Layouts that divide experts run these families; the others run all but Mixtral.
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
 # A loss over whole sequences, one over tokens with statistics of the step, and the default one.
 LOSSES: dict[str, dict[str, Any]] = {

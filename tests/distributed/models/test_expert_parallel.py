@@ -25,7 +25,7 @@ from tests.distributed.models.test_tensor_parallel import family_model, to_first
 from tests.distributed.processes import on_ranks
 
 # Of each way to route and to stack experts: with and without shared experts, dense layers and groups of experts.
-FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "granitemoe", "flex_olmo", "minimax_m2")
+FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "glm4_moe", "granitemoe", "olmoe", "minimax_m2")
 # Row i belongs to rank i.
 ROWS = [torch.tensor(row) for row in ([3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2])]
 SPLIT = ROWS[:2]

@@ -29,6 +29,15 @@ LFM2_MOE = {
     "initializer_range": 0.01,
 }
 LLAMA4 = {"model_type": "llama4_text", **SIZES, "num_local_experts": 2, "num_experts_per_tok": 1}
+# Its experts are stacked along another axis, in a module of its own.
+DBRX = {
+    "model_type": "dbrx",
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+}
 LONGROPE = {
     "model_type": "phi3",
     **SIZES,
@@ -120,12 +129,16 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
             r"experts.down_proj with a second axis of 32, .*\.ep=2 .* by the 3 ranks .*; change .*\.ep=1",
         ),
         ({}, 2, {"ep": 2}, r"\(qwen2\) has no stacked experts that the 2 ranks of actor.*\.ep could .*; set .*\.ep=1"),
-        (LLAMA4, 2, {"ep": 2}, r"can't be run packed"),
+        (DBRX, 2, {"ep": 2}, r"\(dbrx\) has no stacked experts that the 2 ranks of actor.*; set .*\.ep=1"),
     ],
 )
 def test_ranks_that_share_weights_divide_them(model, ranks, parallel, message):
     placement, actor = Placement(pools={"main": Pool(ranks=ranks)}), Actor(parallel=Parallel(**parallel))
-    shape = model if "n_embd" in model else {"model_type": "qwen2", **SIZES, "intermediate_size": 48} | model
+    shape = (
+        model
+        if {"n_embd", "d_model"} & model.keys()
+        else {"model_type": "qwen2", **SIZES, "intermediate_size": 48} | model
+    )
     config = tiny_config(model=Model(config=shape), actor=actor, placement=placement)
     with pytest.raises(ModelError, match=message):
         check_packing(config, "actor", build_meta_model(config.model, vocab_size=53))
