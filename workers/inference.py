@@ -19,6 +19,7 @@ from rlpack.models.inputs import equal_rows, to_model_inputs
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import Policy, TokenScores
+from rlpack.spans import span
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def compute_per_token(
     values, order = [torch.zeros(0, *width)], [np.zeros(0, dtype=np.int64)]
     for step in range(shard.num_steps):
         for view in shard.microbatches(step):
-            values.append(score(view))
+            with span("forward"):
+                values.append(score(view))
             order.append(view.index)
     reshard(model)
     scored = shard.keep(["response_mask"]).select(np.concatenate(order))

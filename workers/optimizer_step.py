@@ -17,6 +17,7 @@ from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import clip_grad_norm, set_gradient_sync
+from rlpack.spans import span
 from rlpack.worker import RankContext
 from rlpack.workers.loss import MicrobatchLoss
 
@@ -75,11 +76,14 @@ class OptimizerStepper:
         sums = MetricAccumulator()
         for number, view in enumerate(views, start=1):
             set_gradient_sync(model, last=number == len(views))
-            loss = microbatch_loss(view, number)
-            loss.value.backward()
+            with span("forward"):
+                loss = microbatch_loss(view, number)
+            with span("backward"):
+                loss.value.backward()
             sums.add(loss.metrics)
-        grad_norm = clip_grad_norm(model, self._settings.max_grad_norm)
-        metrics = sums.result() | self._apply(grad_norm, learning_rate)
+        with span("optimizer"):
+            grad_norm = clip_grad_norm(model, self._settings.max_grad_norm)
+            metrics = sums.result() | self._apply(grad_norm, learning_rate)
         return {f"{self._role}/{name}": value for name, value in metrics.items()}
 
     def save(self, folder: str) -> None:

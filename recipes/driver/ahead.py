@@ -128,7 +128,7 @@ class AheadQueue:
         if self._waiting is None and step.number < self._session.config.trainer.steps:
             self._waiting = self._context_of(step.number + 1, context.progress.prompts_consumed)
             draw = partial(self._waiting.context.lease.run, partial(self._draw, self._waiting.context))
-            self._waiting.call = BackgroundCall(draw, name=f"draw-{step.number + 1}")
+            self._waiting.call = BackgroundCall(draw, name="draw")
         return Batch(rollouts, as_scored)
 
     def drain(self) -> None:

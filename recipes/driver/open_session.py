@@ -23,6 +23,7 @@ from rlpack.recipes.driver.resume import check_same_prompts, checkpoint_to_resum
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import cache_splits, load_splits
 from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.spans import FOLDER, recorded_spans
 
 
 @contextmanager
@@ -56,6 +57,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
     with (
         run,
+        recorded_spans(directory / FOLDER, "driver"),
         Cluster(config.placement, config.job, run.log_path) as cluster,
         run.recording_failures(),
     ):

@@ -38,6 +38,7 @@ from rlpack.recipes.driver.resume import LoadedCheckpoint
 from rlpack.recipes.driver.splits import Split
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.canary import canary_tokens
+from rlpack.spans import span
 from rlpack.user_code import Interrupted
 from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
@@ -187,7 +188,7 @@ class Session:
             for number in range(self.progress.step + 1, total + 1):
                 began = time.perf_counter()
                 step = self.begin_step(number)
-                with step.lease, step.timer("step"):
+                with step.lease, step.timer("step", f"{phase} step {number}"):
                     yield step
                 self._commit(step, time.perf_counter() - began)
                 bar.advance()
@@ -228,7 +229,7 @@ class Session:
         """
         root = self.run.run_dir / "checkpoints" / self.progress.phase
         write = self.checkpoints.start if in_background else self.checkpoints.save
-        with self.run.timer("checkpoint"):
+        with self.run.timer("checkpoint"), span("checkpoint"):
             state = {
                 "progress": asdict(self.progress),
                 "config": without_secrets(self.config.model_dump(mode="json")),

@@ -19,6 +19,7 @@ from rlpack.batch.store import Lease
 from rlpack.packing import MicrobatchPlan
 from rlpack.packing.analysis.rank_loads import sequence_length_metrics
 from rlpack.recipes.driver.progress import Progress
+from rlpack.spans import span
 
 # A metric that is summed within an optimizer step is already a mean over tokens or rows, so steps are averaged.
 _OVER_STEPS = {"sum": np.mean, "max": np.max, "min": np.min}
@@ -31,11 +32,12 @@ class Timers:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add the time inside to `time/<name>_s`."""
+    def __call__(self, name: str, label: str | None = None) -> Iterator[None]:
+        """Add the time inside to `time/<name>_s`, and record it as the span `label`, or `name`."""
         began = time.perf_counter()
         try:
-            yield
+            with span(name if label is None else label):
+                yield
         finally:
             key = f"time/{name}_s"
             self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - began

@@ -26,10 +26,11 @@ examples:
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack evaluate runs/mine evaluate.samples=16                  pass@k and more, of the newest checkpoint
   rlpack report runs/mine                                        write runs/mine/report.html again
+  rlpack trace runs/mine                                         what each process did when, for ui.perfetto.dev
   rlpack serve runs/mine                                         its model behind an OpenAI-compatible URL (vLLM)
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
-_COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "serve", "simulate", "stop", "submit", "train")
+_COMMANDS = ("evaluate", "jobs", "logs", "plan", "report", "serve", "simulate", "stop", "submit", "trace", "train")
 _INTERRUPTED = 130
 _JOB_COMMANDS = (["submit"], ["jobs"], ["logs"], ["stop"])
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
@@ -55,8 +56,8 @@ def _command(arguments: list[str]) -> int:
         return run_command(arguments)
     parser = _parser()
     parsed = parser.parse_args(arguments)
-    if parsed.command == "report":
-        return _report(parsed.run_dir)
+    if parsed.command in ("report", "trace"):
+        return _report(parsed.run_dir) if parsed.command == "report" else _trace(parsed.run_dir, parsed.out)
     parser.print_help()
     return 0
 
@@ -83,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("stop", help="stop a job after its step, with a checkpoint")
     report = commands.add_parser("report", help="write a run's report.html again from its files")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
+    trace = commands.add_parser("trace", help="write what each process of a run did when, for ui.perfetto.dev")
+    trace.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
+    trace.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN_DIR/trace.json)")
     return parser
 
 
@@ -166,6 +170,24 @@ def _report(run_dir: Path) -> int:
     except ReportError as error:
         print_error("report", str(error))
         return 2
+    return 0
+
+
+def _trace(run_dir: Path, out: Path | None) -> int:
+    """Write the trace of a run, and print its path."""
+    from rlpack.cli.error_text import print_error
+    from rlpack.observe.errors import ReportError
+    from rlpack.observe.trace import write_trace
+
+    path = run_dir / "trace.json" if out is None else out
+    try:
+        processes = write_trace(run_dir, path)
+    except ReportError as error:
+        print_error("trace", str(error))
+        return 2
+    if unreadable := sum(one.unreadable for one in processes):
+        print(f"left out: {unreadable} lines that killed processes left unfinished")
+    print(f"{path}: open it at https://ui.perfetto.dev, which reads it in the browser")
     return 0
 
 

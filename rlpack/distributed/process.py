@@ -32,6 +32,7 @@ from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.malloc_settings import keep_freed_memory
 from rlpack.distributed.results import check_is_rows
 from rlpack.run_log import log_until_exit
+from rlpack.spans import FOLDER, record_until_exit, span
 from rlpack.user_code import describe_exception, import_user_module, text_of
 
 logger = logging.getLogger(__name__)
@@ -64,11 +65,13 @@ class RankProcess:
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def open_log(self, path: Path) -> None:
-        """Append this process's log records to a file; if it can't be opened, warn and continue."""
+        """Append this process's log records to a file, and record its spans next to it; a failure is only a warning."""
+        process = f"{self._context.pool}/{self._context.rank}"
         try:
-            log_until_exit(f"{self._context.pool}/{self._context.rank}", path)
+            log_until_exit(process, path)
         except OSError as error:
             logger.warning("rank %d of pool %s writes no log: %s", self._context.rank, self._context.pool, error)
+        record_until_exit(path.parent / FOLDER, process)
 
     def load_secrets(self, job: Submission) -> None:
         """Read the secrets that a run names, on this node."""
@@ -117,7 +120,7 @@ class RankProcess:
 
         `args` are separate arguments, because Ray replaces references by values only there.
         """
-        with _sendable_errors():
+        with _sendable_errors(), span(f"{role}.{method}"):
             return getattr(self._roles[role], method)(*args, **kwargs)
 
     def execute(self, role: str, method: str, kwargs: dict[str, Any], *args: Any) -> None:
@@ -130,7 +133,7 @@ class RankProcess:
         Raises:
             DataError: it returns anything else.
         """
-        with _sendable_errors():
+        with _sendable_errors(), span(f"{role}.{method}"):
             result = getattr(self._roles[role], method)(*args, **kwargs)
         offloaded, payloads = offload(check_is_rows(result, f"{type(self._roles[role]).__name__}.{method}"))
         if payloads:

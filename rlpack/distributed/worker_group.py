@@ -51,6 +51,7 @@ from rlpack.distributed.layout import ParallelLayout
 from rlpack.distributed.results import check_columns, restored
 from rlpack.distributed.usage import Usage
 from rlpack.packing import Batching, Cost, MicrobatchPlan, PackingError, make_plan
+from rlpack.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +168,15 @@ class WorkerGroup(Generic[W]):
         Raises:
             PackingError: the batch cannot be planned; a group exceeds the budget or spans optimizer steps, for example.
         """
-        return make_plan(
-            _token_counts(batch),
-            self.batching,
-            dp_size=self.dp_size,
-            mini_batch_size=self.mini_batch_size if mini_batches else None,
-            groups=batch["group_ids"].numpy() if whole_groups else None,
-            cost=self._cost,
-        )
+        with span(f"plan {self.role}"):
+            return make_plan(
+                _token_counts(batch),
+                self.batching,
+                dp_size=self.dp_size,
+                mini_batch_size=self.mini_batch_size if mini_batches else None,
+                groups=batch["group_ids"].numpy() if whole_groups else None,
+                cost=self._cost,
+            )
 
     def with_plan(self, plan: MicrobatchPlan) -> Self:
         """Return this group with `plan` used for its sharded calls.

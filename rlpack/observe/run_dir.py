@@ -16,6 +16,7 @@ from rlpack.observe.errors import RunDirectoryError
 from rlpack.path_suggestions import kind_of
 from rlpack.run_log import is_log_of_node
 from rlpack.safe_files import parse_json
+from rlpack.spans import FOLDER as SPANS
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _LONGEST_PATH = 3800
 # Files that a run reads or writes; the lock is checked separately.
 _FILES = (CONFIG, METRICS, SAMPLES, LENGTHS, PICTURE, REPORT, LOG, WANDB_ID)
 # Files that a run which never started, or Hydra, leaves in a directory without a run.
-_HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, ".hydra", "logs", "multirun.yaml"})
+_HARMLESS = frozenset({LOCK, LOG, REPORT, EVENTS, "wandb", WANDB_ID, SPANS, ".hydra", "logs", "multirun.yaml"})
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -66,6 +67,7 @@ def remove_unstarted_run(run_dir: Path) -> None:
             *filter(is_log_of_node, run_dir.iterdir()),
         ):
             path.unlink(missing_ok=True)
+        shutil.rmtree(run_dir / SPANS, ignore_errors=True)
         shutil.rmtree(run_dir / CHECKPOINTS, ignore_errors=True)  # a frozen policy, and incomplete saves
         if not any(run_dir.iterdir()):
             run_dir.rmdir()

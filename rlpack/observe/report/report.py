@@ -21,6 +21,7 @@ from rlpack.observe.report.packing_picture import packing_picture
 from rlpack.observe.report.plan_record import TITLES, PlanRecord, read_plan
 from rlpack.observe.report.plot_style import SETTINGS, svg
 from rlpack.observe.report.summary import summarize
+from rlpack.observe.report.timeline import LAST_BYTES, Timeline, timeline_figure
 from rlpack.observe.run_dir import (
     LENGTHS,
     METRICS,
@@ -33,6 +34,7 @@ from rlpack.observe.run_dir import (
 )
 from rlpack.observe.sinks import read_records
 from rlpack.observe.text import shortened, visible
+from rlpack.observe.trace import read_spans
 
 NUM_SAMPLES = 8
 SAMPLE_CHARACTERS = 600
@@ -80,6 +82,7 @@ def write_report(run_dir: Path) -> Path:
             *_curve_sections(records),
             _packing_section(run_dir, plans),
             _figure_section("Time by part of a step", "", plots.time_by_part(records)),
+            _timeline_section(run_dir),
             _figure_section(
                 "Training health", "Metrics of the policy's training and generation.", plots.policy_health(records)
             ),
@@ -163,6 +166,15 @@ def _figure_section(title: str, text: str, figure: Figure | None) -> str:
     data = base64.b64encode(svg(figure).encode()).decode()
     image = f'<img alt="{_text(title)}" src="data:image/svg+xml;base64,{data}">'
     return f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p>{image}</section>"
+
+
+def _timeline_section(run_dir: Path) -> str:
+    """Return the timeline of the last steps; empty without spans."""
+    try:
+        timeline = Timeline.of(read_spans(run_dir, last_bytes=LAST_BYTES))
+    except ReportError:
+        return ""
+    return "" if timeline is None else _figure_section("Timeline", timeline.text(), timeline_figure(timeline))
 
 
 def _samples_section(path: Path) -> str:

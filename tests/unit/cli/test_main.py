@@ -89,8 +89,8 @@ def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("rlpack ", "evaluate jobs logs plan report serve simulate stop submit train"),
-        ("rlpack tr", "train"),
+        ("rlpack ", "evaluate jobs logs plan report serve simulate stop submit trace train"),
+        ("rlpack tra", "trace train"),
         ("rlpack train recipe=g", "recipe=grpo recipe=gspo"),
         ("rlpack train model=tiny trainer.st", "trainer.steps="),
         ("rlpack train placement.po", "placement.pools."),

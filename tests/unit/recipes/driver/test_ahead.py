@@ -133,7 +133,7 @@ def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publicati
         began.set()
         queue.publish(step)
         assert not queue.is_drawing
-    assert engines.threads == ["MainThread", "draw-2", "draw-3"]
+    assert engines.threads == ["MainThread", "draw", "draw"]
 
 
 def test_a_step_logs_the_metrics_of_its_own_batch_and_commits_its_position(tmp_path: Path, publications: Any):

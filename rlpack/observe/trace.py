@@ -1,0 +1,197 @@
+"""`rlpack trace`: the spans of all processes of a run as one trace, in Chrome's JSON format, which Perfetto opens."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rlpack.observe.errors import ReportError
+from rlpack.spans import FOLDER
+
+DRIVER, MAIN_THREAD = "driver", "MainThread"
+_STEP = "train step "
+# Shorter gaps between calls are the driver's own work between them.
+_LEAST_IDLE_US = 1000
+
+Kind = Literal["generation", "scoring", "log-probs", "update", "weights", "checkpoint", "other"]
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("generate", "advance"), "generation"),
+    "score": "scoring",
+    **dict.fromkeys(("logprobs", "values", "kl_sums"), "log-probs"),
+    "train_step": "update",
+    **dict.fromkeys(("export_bucket", "load_bucket", "publish", "canary_logprobs", "finish_transfer"), "weights"),
+    **dict.fromkeys(("save", "start_save", "save_is_done", "finish_save", "load"), "checkpoint"),
+}
+
+
+class Span(NamedTuple):
+    """What a thread did.
+
+    Attributes:
+        name: what it was.
+        begin_us: when it began, in microseconds since the epoch.
+        duration_us: how long it took, in microseconds.
+        thread: name of the thread.
+    """
+
+    name: str
+    begin_us: int
+    duration_us: int
+    thread: str
+
+    @property
+    def end_us(self) -> int:
+        """Return when it ended."""
+        return self.begin_us + self.duration_us
+
+    @property
+    def kind(self) -> Kind:
+        """Return what kind of call of a role it is.
+
+        >>> Span("actor.train_step", 0, 1, "MainThread").kind
+        'update'
+        """
+        return _KINDS.get(self.name.rpartition(".")[2], "other")
+
+
+@dataclass(frozen=True)
+class ProcessSpans:
+    """The spans of one process.
+
+    Attributes:
+        process: `driver`, or pool and rank.
+        pid: its process id on its host.
+        host: name of its host.
+        spans: by their beginning, longer ones first.
+        unreadable: lines that were cut off, which a killed process leaves.
+    """
+
+    process: str
+    pid: int
+    host: str
+    spans: tuple[Span, ...]
+    unreadable: int = 0
+
+    def outermost(self, thread: str) -> list[Span]:
+        """Return the spans of a thread that lie in no other one, in order."""
+        found: list[Span] = []
+        for span in self.spans:
+            if span.thread == thread and (not found or span.begin_us >= found[-1].end_us):
+                found.append(span)
+        return found
+
+
+def read_spans(run_dir: Path, *, last_bytes: int | None = None) -> list[ProcessSpans]:
+    """Return the spans of a run's processes: the driver first, then ranks by name.
+
+    A run that was resumed has several processes of the same name.
+
+    Args:
+        run_dir: the run's directory.
+        last_bytes: read only so many bytes at the end of each file; None for all.
+
+    Raises:
+        ReportError: there are none.
+    """
+    processes: dict[Path, ProcessSpans] = {}
+    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+        found = _read_file(path, last_bytes)
+        if found is None:
+            continue
+        newest = path.with_name(path.name.replace(".old.jsonl", ".jsonl"))
+        known = processes.get(newest)
+        if known is not None:
+            found = ProcessSpans(
+                *(found.process, found.pid, found.host),
+                _in_order([*known.spans, *found.spans]),
+                known.unreadable + found.unreadable,
+            )
+        processes[newest] = found
+    if not processes:
+        raise ReportError(f"{run_dir} contains no {FOLDER}/*.jsonl; give the directory of a run of `rlpack train`")
+    return sorted(processes.values(), key=lambda one: (one.process != DRIVER, one.process, _begin(one)))
+
+
+def train_steps(processes: Sequence[ProcessSpans]) -> list[Span]:
+    """Return the steps of the recipe, as the driver recorded them, in order."""
+    steps = [span for one in processes if one.process == DRIVER for span in one.spans if span.name.startswith(_STEP)]
+    return sorted(steps, key=lambda step: step.begin_us)
+
+
+def write_trace(run_dir: Path, path: Path) -> list[ProcessSpans]:
+    """Write the trace of a run, and return its processes.
+
+    Raises:
+        ReportError: the run has no spans, or the file can't be written.
+    """
+    processes = read_spans(run_dir)
+    try:
+        path.write_text(json.dumps({"traceEvents": list(_events(processes))}), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"the trace can't be written to {path}: {error}") from error
+    return processes
+
+
+def _events(processes: Sequence[ProcessSpans]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace: names of processes and threads, spans, and when ranks were idle."""
+    steps, names = train_steps(processes), Counter[str]()
+    for number, one in enumerate(processes, start=1):
+        names[one.process] += 1
+        again = f" ({names[one.process]})" if names[one.process] > 1 else ""
+        label = f"{one.process}{again}, process {one.pid} on {one.host}"
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        threads = {name: place for place, name in enumerate(dict.fromkeys(span.thread for span in one.spans), start=1)}
+        for name, place in threads.items():
+            yield {"ph": "M", "name": "thread_name", "pid": number, "tid": place, "args": {"name": name}}
+        idle = [] if one.process == DRIVER else idle_spans(one, steps)
+        for span in [*one.spans, *idle]:
+            event = {"ph": "X", "name": span.name, "cat": span.kind, "ts": span.begin_us, "dur": span.duration_us}
+            yield event | {"pid": number, "tid": threads[span.thread]}
+
+
+def idle_spans(process: ProcessSpans, steps: Sequence[Span]) -> list[Span]:
+    """Return when a rank's main thread ran no call, within the steps; gaps under a millisecond are left out."""
+    calls, idle = process.outermost(MAIN_THREAD), []
+    if not calls:
+        return []
+    for step in steps:
+        if step.begin_us > calls[-1].end_us or step.end_us < calls[0].begin_us:
+            continue  # another process of this name ran then
+        inside = [call for call in calls if call.end_us > step.begin_us and call.begin_us < step.end_us]
+        borders = [step.begin_us, *(border for call in inside for border in (call.begin_us, call.end_us)), step.end_us]
+        gaps = zip(borders[::2], borders[1::2], strict=True)
+        idle += [Span("idle", begin, end - begin, MAIN_THREAD) for begin, end in gaps if end - begin >= _LEAST_IDLE_US]
+    return idle
+
+
+def _read_file(path: Path, last_bytes: int | None) -> ProcessSpans | None:
+    """Return the spans in a file, or in its last bytes; None without a readable head."""
+    spans: list[Span] = []
+    unreadable = 0
+    with path.open("rb") as lines:
+        try:
+            value = json.loads(lines.readline())
+            head = (str(value["process"]), int(value["pid"]), str(value["host"]))
+        except (ValueError, TypeError, KeyError):
+            return None
+        if last_bytes is not None and path.stat().st_size - last_bytes > lines.tell():
+            lines.seek(path.stat().st_size - last_bytes)
+            lines.readline()  # the rest of a line
+        for line in lines:
+            try:
+                name, begin, duration, thread = json.loads(line)
+                spans.append(Span(str(name), int(begin), int(duration), str(thread)))
+            except (ValueError, TypeError):
+                unreadable += 1
+    return ProcessSpans(*head, _in_order(spans), unreadable)
+
+
+def _in_order(spans: Sequence[Span]) -> tuple[Span, ...]:
+    return tuple(sorted(spans, key=lambda span: (span.begin_us, -span.duration_us)))
+
+
+def _begin(process: ProcessSpans) -> int:
+    return process.spans[0].begin_us if process.spans else 0

@@ -1,0 +1,129 @@
+"""The trace of a run, from files as processes leave them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlpack.cli.main import main
+from rlpack.observe.errors import ReportError
+from rlpack.observe.report.timeline import Timeline, timeline_figure
+from rlpack.observe.trace import idle_spans, read_spans, train_steps, write_trace
+
+MS = 1000
+DRIVER = [["train step 1", 0, 100 * MS, "MainThread"], ["train step 2", 100 * MS, 100 * MS, "MainThread"]]
+TRAINER = [
+    ["forward", 10 * MS, 20 * MS, "MainThread"],
+    ["actor.train_step", 10 * MS, 60 * MS, "MainThread"],
+    ["reward.score", 30 * MS, 10 * MS, "background-reward"],
+    ["actor.train_step", 110 * MS, 40 * MS, "MainThread"],
+]
+ENGINE = [["rollout.generate", 50 * MS, 40 * MS, "MainThread"], ["rollout.load_bucket", 195 * MS, 5 * MS, "MainThread"]]
+
+
+def write(run_dir: Path, name: str, process: str, spans: list[list[object]], tail: str = "") -> None:
+    (run_dir / "spans").mkdir(exist_ok=True)
+    head = {"process": process, "pid": 7, "host": "node"}
+    text = "".join(json.dumps(line) + "\n" for line in [head, *spans])
+    (run_dir / "spans" / f"{name}.jsonl").write_text(text + tail)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write(tmp_path, "a", "main/0", TRAINER)
+    write(tmp_path, "b", "engines/0", ENGINE)
+    write(tmp_path, "c", "driver", DRIVER)
+    return tmp_path
+
+
+def test_the_driver_comes_first_and_spans_are_in_order(run_dir: Path):
+    processes = read_spans(run_dir)
+    assert [one.process for one in processes] == ["driver", "engines/0", "main/0"]
+    # The outer span of two that begin together comes first, which viewers need to nest them.
+    assert [span.name for span in processes[2].spans[:2]] == ["actor.train_step", "forward"]
+    assert [span.name for span in processes[2].outermost("MainThread")] == ["actor.train_step", "actor.train_step"]
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_counted(run_dir: Path):
+    write(run_dir, "a", "main/0", TRAINER, tail='["actor.tra')
+    assert [(one.unreadable, len(one.spans)) for one in read_spans(run_dir)] == [(0, 2), (0, 2), (1, 4)]
+
+
+def test_the_end_of_a_long_file_can_be_read_alone(run_dir: Path):
+    long = [["forward", number * MS, MS, "MainThread"] for number in range(1000)]
+    write(run_dir, "a", "main/0", long)
+    spans = read_spans(run_dir, last_bytes=1000)[2].spans
+    assert 10 < len(spans) < 40
+    assert [list(span) for span in spans] == long[-len(spans) :]
+
+
+def test_the_older_file_of_a_process_belongs_to_it(run_dir: Path):
+    write(run_dir, "a.old", "main/0", [["actor.save", 0, MS, "MainThread"]])
+    processes = read_spans(run_dir)
+    assert len(processes) == 3
+    assert [span.name for span in processes[2].spans][:2] == ["actor.save", "actor.train_step"]
+
+
+def test_idle_is_what_lies_between_calls_within_the_steps(run_dir: Path):
+    processes = read_spans(run_dir)
+    steps = train_steps(processes)
+    found = [(span.begin_us // MS, span.end_us // MS) for span in idle_spans(processes[2], steps)]
+    assert found == [(0, 10), (70, 100), (100, 110), (150, 200)]
+    found = [(span.begin_us // MS, span.end_us // MS) for span in idle_spans(processes[1], steps)]
+    assert found == [(0, 50), (90, 100), (100, 195)]
+
+
+def test_the_file_has_every_span_once_with_process_and_thread_names(run_dir: Path):
+    write_trace(run_dir, run_dir / "trace.json")
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    spans = [e for e in events if e["ph"] == "X" and e["name"] != "idle"]
+    assert processes[3] == "main/0, process 7 on node"
+    expected = {"driver": DRIVER, "engines/0": ENGINE, "main/0": TRAINER}
+    for number, label in processes.items():
+        own = [[e["name"], e["ts"], e["dur"], names[e["pid"], e["tid"]]] for e in spans if e["pid"] == number]
+        assert sorted(own) == sorted(expected[label.partition(",")[0]])
+
+
+def test_a_resumed_run_has_two_processes_of_one_name(run_dir: Path):
+    write(run_dir, "d", "main/0", [["actor.load", 300 * MS, MS, "MainThread"]])
+    write_trace(run_dir, run_dir / "trace.json")
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    labels = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert [label.partition(",")[0] for label in labels] == ["driver", "engines/0", "main/0", "main/0 (2)"]
+
+
+def test_the_timeline_says_how_busy_processes_were_and_what_overlapped(run_dir: Path):
+    timeline = Timeline.of(read_spans(run_dir))
+    assert timeline is not None
+    # 45 of 200 ms; 100 of 200 ms; generation from 50 to 90 ms, updates from 10 to 70 ms.
+    assert "busy: engines/0 22%, main/0 50%." in timeline.text()
+    assert timeline.text().endswith("Log-probs and updates ran during 50% of generation.")
+    rows = timeline_figure(timeline).axes[0].get_yticklabels()
+    assert [label.get_text() for label in rows] == ["engines/0", "main/0"]
+
+
+def test_a_run_without_steps_has_no_timeline(tmp_path: Path):
+    write(tmp_path, "a", "main/0", TRAINER)
+    assert Timeline.of(read_spans(tmp_path)) is None
+
+
+def test_the_command_names_the_file_and_what_it_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    write(run_dir, "a", "main/0", TRAINER, tail='["actor.tra')
+    assert main(["trace", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert f"{run_dir / 'trace.json'}: open it at https://ui.perfetto.dev" in out
+    assert "left out: 1 lines that killed processes left unfinished" in out
+
+
+def test_a_folder_without_spans_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ReportError, match=r"contains no spans/\*\.jsonl"):
+        read_spans(tmp_path)
+    assert main(["trace", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("rlpack trace: ")
+
+
+def test_a_file_that_cannot_be_written_is_one_error(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["trace", str(run_dir), "--out", str(run_dir / "missing" / "trace.json")]) == 2
+    assert "the trace can't be written to" in capsys.readouterr().err
