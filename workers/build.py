@@ -174,23 +174,22 @@ def _shard_and_check(
     if stored is None:
         _check(model, config, role, device, len(tokenizer), classifier)
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
-        _shard(model, config, role, context, settings.precision)
+        divide_weights(model, config, role, context, settings.precision)
     else:
         in_precision = copy.deepcopy(model)  # without weights; FSDP2 can't change the precision of a sharded model
         weights_device = "cpu" if settings.offload == "parameters" else device
-        stored.materialize(_shard(model, config, role, context, "fp32"), device, weights_device)
+        stored.materialize(divide_weights(model, config, role, context, "fp32"), device, weights_device)
         if isinstance(model, Policy):
             model.measure_outputs()
         _check(model, config, role, device, len(tokenizer), classifier)
         reshard(model)
         if settings.precision != "fp32":
-            share_weights(model, _shard(in_precision, config, role, context, settings.precision))
+            share_weights(model, divide_weights(in_precision, config, role, context, settings.precision))
             if isinstance(in_precision, Policy) and isinstance(model, Policy):
                 in_precision.output_map = model.output_map
             model = in_precision
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split and layout.cp > 1 else None
-    if layout.cp > 1:
-        model.split = RowSplit.of_group(layout.device_mesh(context.device)["cp"].get_group(), layout.tp)
+    share_rows(model, context)
     if whole is not None:
         check_split(model, whole, device, len(tokenizer), role=role)
     if settings.isolation_check:
@@ -200,7 +199,7 @@ def _shard_and_check(
     return model
 
 
-def _shard(model: M, config: Config, role: str, context: RankContext, precision: Literal["fp32", "bf16"]) -> M:
+def divide_weights(model: M, config: Config, role: str, context: RankContext, precision: Literal["fp32", "bf16"]) -> M:
     """Divide a model's weights among the ranks, in place, and return the model."""
     layout, mesh, expert_mesh = context.layout, context.layout.weight_mesh(context.device), None
     if layout.ep > 1:
@@ -228,6 +227,13 @@ def _sharding_dimensions(mesh: DeviceMesh) -> DeviceMesh:
     """Return the dimensions of a mesh of weights that FSDP uses."""
     names = mesh.mesh_dim_names or ()
     return mesh[tuple(name for name in ("dp_replicate", "dp_shard") if name in names)]
+
+
+def share_rows(model: PackedModel, context: RankContext) -> None:
+    """Have a model run its part of each row, where ranks share the tokens of a row."""
+    layout = context.layout
+    if layout.cp > 1:
+        model.split = RowSplit.of_group(layout.device_mesh(context.device)["cp"].get_group(), layout.tp)
 
 
 def _check(

@@ -10,7 +10,9 @@ Letters: B rows, H heads, L positions of a row or a segment, D head size, T = BÂ
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,9 @@ NAME = "rlpack"
 # result. Any other may, so it is refused unless it is None or False.
 _APPLIED = frozenset({"scaling", "dropout", "sliding_window", "softcap", "packed", "is_causal"})
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "return_dict", "position_embeddings"})
+
+# The device whose kernels run on tensors without values; None for the tensors' own device.
+_simulated_device: ContextVar[str | None] = ContextVar("simulated_device", default=None)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,16 @@ class _Options:
     dropout: float
     window: int | None
     softcap: float | None
+
+
+@contextmanager
+def kernels_of(device_type: str) -> Iterator[None]:
+    """Choose the kernels of a device, `cpu` or `cuda`, inside the context, for tensors that have no values."""
+    token = _simulated_device.set(device_type)
+    try:
+        yield
+    finally:
+        _simulated_device.reset(token)
 
 
 def register() -> None:
@@ -203,9 +218,15 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, Segments, _Options], Tensor]
 
 def _varlen_kernel(query: Tensor, rules: _Options) -> _Kernel | None:
     """Return a varlen kernel that supports the inputs, or None to attend segment by segment."""
-    if query.device.type != "cuda" or query.dtype not in {torch.float16, torch.bfloat16} or query.shape[-1] > 256:
+    simulated = _simulated_device.get()
+    if (
+        (simulated or query.device.type) != "cuda"
+        or query.dtype not in {torch.float16, torch.bfloat16}
+        or query.shape[-1] > 256
+    ):
         return None
-    if importlib.util.find_spec("flash_attn") is not None:
+    # flash-attn can't be simulated; torch's kernel keeps the same tensors.
+    if simulated is None and importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn
     # torch's varlen kernel supports neither a soft cap nor dropout.
     return None if rules.softcap is not None or rules.dropout > 0 else _torch_varlen

@@ -45,6 +45,7 @@ class ExpertSplit:
         num_ranks: their number.
         num_parts: into how many parts the experts are divided.
         part: the part of this rank.
+        is_balanced: whether to assume that all experts get equally many tokens, which counts memory without values.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -60,6 +61,7 @@ class ExpertSplit:
         self.num_parts = self.mesh.size()
         self._tensor_rank = self.mesh.get_local_rank("tp") if "tp" in names else 0
         self._tensor_ranks = self.num_parts // self.num_ranks
+        self.is_balanced = False
         self.part = dist.get_rank(self.group) * self._tensor_ranks + self._tensor_rank
 
     def own_pairs(self, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -81,6 +83,27 @@ class ExpertSplit:
         sent = first[:, None] * num_experts + torch.arange(num_experts, device=experts.device)
         counts = torch.searchsorted(ordered, sent, right=True) - torch.searchsorted(ordered, sent)
         return order, counts
+
+    def route(self, experts: Tensor, num_experts: int) -> tuple[Tensor, list[int], list[int], Tensor]:
+        """Return what this rank sends and receives; the ranks exchange counts.
+
+        Args:
+            experts: of each pair, int64 [T · k].
+            num_experts: of a part.
+
+        Returns:
+            Indices of the pairs that it sends, int64 [P]; numbers of rows for each rank, and from each rank; and the
+            expert of each row that it receives, among its own, int64 [R].
+        """
+        own = torch.arange(num_experts, device=experts.device).repeat(self.num_ranks)
+        if self.is_balanced:
+            rows = [-(-len(experts) // self.num_parts)] * self.num_ranks
+            total = sum(rows)
+            return experts[:total], rows, rows, own.repeat(-(-total // len(own)))[:total]
+        pairs, counts = self.own_pairs(experts, num_experts)
+        received_counts = exchange(counts, self.group)  # [ranks, experts]
+        sent, received = counts.sum(1).tolist(), received_counts.sum(1).tolist()
+        return pairs, sent, received, own.repeat_interleave(received_counts.flatten(), output_size=sum(received))
 
     def same(self, outputs: Tensor) -> Tensor:
         """Return the first rank's copy of outputs that differ between ranks by rounding; a collective of all ranks.
@@ -158,12 +181,9 @@ def _exchanged(
     """
     (num_tokens, width), top_k = states.shape, index.shape[1]
     num_experts = cast(int, module.num_experts)
-    pairs, counts = split.own_pairs(index.flatten(), num_experts)
-    received_counts = exchange(counts, split.group)  # [ranks, experts]
-    sent, received = counts.sum(1).tolist(), received_counts.sum(1).tolist()
+    pairs, sent, received, own = split.route(index.flatten(), num_experts)
     rows = _exchange_rows(states[pairs // top_k], sent, received, split.group)
-    own = torch.arange(num_experts, device=index.device).repeat(split.num_ranks)
-    outputs = _apply(module, forward, rows, own.repeat_interleave(received_counts.flatten(), output_size=sum(received)))
+    outputs = _apply(module, forward, rows, own)
     outputs = _exchange_rows(outputs, received, sent, split.group)
     weighted = outputs * weights.flatten()[pairs][:, None]
     # Every pair has its own row, so the sum over the experts of a token has always the same order.
@@ -219,3 +239,8 @@ def _exchange_rows_operator(rows: Tensor, sent: Sequence[int], received: Sequenc
     whole = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(whole, rows, list(received), list(sent), group=group_of_name(name))
     return whole
+
+
+@_exchange_rows_operator.register_fake
+def _simulated_exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Tensor:
+    return rows.new_empty(sum(received), *rows.shape[1:])

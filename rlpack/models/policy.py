@@ -91,14 +91,33 @@ class Policy(PackedModel):
         own = self.own_places(inputs, sources)
         targets, sources = targets[own], sources[own] - self.own_slots(inputs).start
         labels = inputs.input_ids.flatten()[inputs.slots[targets]]
-        head, rule = output_head(self.model), self.output_map
-        hidden = hidden.index_select(0, sources)
+        states = hidden.index_select(0, sources)
+        logprobs, entropies = self.score_states(states, labels, temperature=temperature, entropy=entropy)
+        zeros = logprobs.new_zeros(inputs.num_tokens)
+        scores = TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
+        if self.split is None or self.split.group is None:
+            return scores
+        # Copies, because FSDP2's hooks on outputs don't survive operations in place on views.
+        return TokenScores(*(score.clone() for score in self.split.total(torch.stack(scores)).unbind()))
+
+    def score_states(
+        self, states: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of labels by the output layer, and entropies: both fp32 [P].
+
+        Args:
+            states: of the slots before the labels, after the last norm: [P, d].
+            labels: int64 [P].
+            temperature: of the distribution.
+            entropy: whether to compute entropies.
+        """
+        rule = self.output_map
         if rule.hidden_scale != 1.0:
-            hidden = hidden * rule.hidden_scale
-        weight, bias, part = self._output_layer(head)
-        logprobs, entropies = linear_logprobs(
+            states = states * rule.hidden_scale
+        weight, bias, part = self._output_layer(output_head(self.model))
+        return linear_logprobs(
             # Some models keep the sum over layers, and so the hidden state, in fp32.
-            hidden.to(weight.dtype),
+            states.to(weight.dtype),
             weight,
             labels,
             # cap·tanh(scale·x / cap) / temperature has its scale in the other two numbers.
@@ -109,12 +128,6 @@ class Policy(PackedModel):
             entropy=entropy,
             part=part,
         )
-        zeros = logprobs.new_zeros(inputs.num_tokens)
-        scores = TokenScores(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropies))
-        if self.split is None or self.split.group is None:
-            return scores
-        # Copies, because FSDP2's hooks on outputs don't survive operations in place on views.
-        return TokenScores(*(score.clone() for score in self.split.total(torch.stack(scores)).unbind()))
 
     def _output_layer(self, head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
         """Return weight and bias of the logits that are used, or this rank's rows of them and its place."""

@@ -100,5 +100,5 @@ def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, which its views share."""
-    return local_part(tensor).untyped_storage().data_ptr()
+    """Return what identifies a tensor's memory, which its views share; tensors without values have no address."""
+    return local_part(tensor).untyped_storage()._cdata

@@ -35,6 +35,9 @@ NO_WAITS = {"_CURRENT.get", "HydraConfig.get", "process.poll"}
 
 # Calls without an argument for a deadline, by the reason why they end.
 BOUNDED = {
+    "the value of a context variable": {
+        "rlpack/models/attention.py: _simulated_device.get()",
+    },
     "the result of a role's call: `RayRanks` waits for it by placement.call_timeout_s": {
         "rlpack/distributed/worker_group.py: self.submit(method, *args, **kwargs).result()",
         "rlpack/distributed/worker_group.py: pending.result()",

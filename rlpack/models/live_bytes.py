@@ -1,0 +1,137 @@
+"""Count the bytes of tensors while they live, by what they are for.
+
+Fake tensors (`torch._subclasses.FakeTensor`) have shapes and no memory, so the count of a model of any size takes
+seconds. Storages are counted, not tensors: a view costs nothing, and a storage that FSDP resizes counts by its size.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What a storage is for. `backward` is what the backward pass allocates: gradients once it has ended.
+Use = Literal["weights", "optimizer", "activations", "output_layer", "gathered", "gradients", "backward"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations return, from their first operation until they are freed.
+
+    Gathered weights and sums of gradients are told by FSDP2's own operators; all other storages are for what `use`
+    says when they are made.
+
+    Attributes:
+        use: of storages that are made now.
+        now: live bytes by use.
+        at_peak: the same when their sum was largest.
+        most: the most live bytes of each use, which needn't be at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.use: Use = "weights"
+        self.now: Counter[Use] = Counter()
+        self.at_peak: Counter[Use] = Counter()
+        self.most: Counter[Use] = Counter()
+        self._total = self._peak = 0
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Use]] = {}
+
+    def __enter__(self) -> "LiveBytes":
+        """Also follow FSDP2, which frees and allocates weights by resizing their storages."""
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = self._resize(storage, size)
+            self._add(storage, "gathered")
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop counting."""
+        torch.UntypedStorage.resize_ = self._resize  # pyright: ignore[reportAttributeAccessIssue]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count what it returns."""
+        kwargs = kwargs or {}
+        outputs = _grouped_product(*args) if func is torch.ops.aten._grouped_mm.default else func(*args, **kwargs)
+        for output in tree_leaves(outputs):
+            # DTensors have no memory of their own; operations on their parts follow.
+            if isinstance(output, Tensor) and not isinstance(output, DTensor):
+                self._add(output.untyped_storage(), None)
+        for tensor, use in _of_fsdp(func, args, kwargs, outputs):
+            self._add(tensor.untyped_storage(), use)
+        if self._total > self._peak:
+            self._peak, self.at_peak = self._total, self.now.copy()
+        return outputs
+
+    @contextmanager
+    def using(self, use: Use) -> Iterator[None]:
+        """Count storages that are made inside the context for a use."""
+        before, self.use = self.use, use
+        try:
+            yield
+        finally:
+            self.use = before
+
+    def count(self, tensor: Tensor, use: Use) -> None:
+        """Count a tensor that exists."""
+        self._add(tensor.untyped_storage(), use)
+
+    def end_backward(self) -> None:
+        """Count what is left of the backward pass as gradients."""
+        for key, (reference, size, use) in self._live.items():
+            if use == "backward":
+                self._live[key] = reference, size, "gradients"
+        self.now["gradients"] += self.now.pop("backward", 0)
+
+    def _add(self, storage: torch.UntypedStorage, use: Use | None) -> None:
+        """Count a storage; count a known one again if its size or its use has changed."""
+        key, size = id(storage), storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            if known[1] == size and use in (None, known[2]):
+                return
+            self._remove(key)
+            use = use or known[2]
+        use = use or self.use
+        self._live[key] = weakref.ref(storage, lambda _: self._remove(key)), size, use
+        self.now[use] += size
+        self.most[use] = max(self.most[use], self.now[use])
+        self._total += size
+
+    def _remove(self, key: int) -> None:
+        _, size, use = self._live.pop(key)
+        self.now[use] -= size
+        self._total -= size
+
+
+def _grouped_product(left: Tensor, right: Tensor, ends: Tensor | None = None, *rest: Any) -> Tensor:
+    """Return a tensor with the shape of the product of experts; torch's rule for fake tensors takes bf16 alone."""
+    if left.ndim == 2 and right.ndim == 2:
+        assert ends is not None, "groups of a shared axis have ends"
+        return left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
+    shape = [left.shape[-2], right.shape[-1]]
+    return left.new_empty([left.shape[0], *shape] if left.ndim == right.ndim == 3 else shape)
+
+
+def _of_fsdp(func: Any, args: Any, kwargs: Any, outputs: Any) -> Iterator[tuple[Tensor, Use]]:
+    """Yield the tensors of FSDP2's operators: gathered weights, and gradients before and after their sum."""
+    name = func.name().partition(".")[0]
+    if name == "fsdp::all_gather_copy_in":
+        for tensor in outputs:
+            yield tensor, "gathered"
+    elif name in {"fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}:
+        out = kwargs.get("out", args[-1])
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            yield tensor, "gradients" if name == "fsdp::chunk_cat" else "gathered"
+    elif "reduce_scatter" in name and isinstance(args[0], Tensor) and args[0].ndim == 1:
+        yield args[0], "gradients"

@@ -1,0 +1,203 @@
+"""The memory of a rank, by running its code on tensors without values.
+
+A training step runs as on a rank: FSDP2 gathers weights and sums gradients, ranks of tensor and context parallelism
+exchange tokens, and activations are kept or recomputed. Tensors have shapes and no memory (torch's fake tensors), and
+other ranks don't exist (`rlpack.models.fake_ranks`), so that this takes seconds for a model of any size. What lives at
+one time is counted (`rlpack.models.live_bytes`), not computed from formulas that would repeat the code.
+
+Differences from a run: padded rows count as a packed row of as many slots; the output layer scores all tokens; all
+experts get equally many tokens; clipping and metrics are left out, which take numbers per weight or per token;
+optimizer state and the temporary tensors of the optimizer's step are computed.
+
+Letters: T slots of a microbatch, d hidden size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rlpack.config.sections.compute import Offload
+from rlpack.config.sections.optimization import Optimizer
+from rlpack.models.attention import Segments, kernels_of
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.inputs import ModelInputs
+from rlpack.models.live_bytes import LiveBytes, Use
+from rlpack.models.offloaded_adamw import BUCKET_BYTES
+from rlpack.models.packed import PackedModel
+from rlpack.models.parallel import reshard, set_gradient_sync
+from rlpack.models.parts import allocate, local_part
+from rlpack.models.policy import Policy
+
+# Sizes of a rank's part of a weight from which torchao keeps moments in 8 bits, and its blocks of one scale each.
+_LEAST_8BIT, _BLOCK = 4096, 256
+
+
+@dataclass(frozen=True)
+class SimulatedMicrobatch:
+    """The largest microbatch of a role.
+
+    Attributes:
+        slots: of all ranks that share it (cp).
+        longest: tokens of a row; all rows have this length, but for the last.
+    """
+
+    slots: int
+    longest: int
+
+    def inputs(self) -> ModelInputs:
+        """Return a packed row."""
+        rest = self.slots % self.longest
+        lengths = [self.longest] * (self.slots // self.longest) + [rest] * (rest > 0)
+        ids = torch.zeros(1, self.slots, dtype=torch.int64)
+        return ModelInputs(ids, ids.clone(), Segments.from_lengths(lengths), ids.flatten(), torch.tensor(lengths))
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The bytes of a role's model on one rank.
+
+    Attributes:
+        weights: this rank's part, and buffers.
+        optimizer: state of the optimizer; 0 if the role is not trained.
+        gradients: this rank's part after a step, which is kept until the next.
+        at_peak: what lives when a pass over microbatches takes the most, weights and optimizer included, by its use.
+        most: the most of each use, which needn't be at one time.
+        step: the most that lives in the optimizer's step.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    at_peak: Mapping[Use, int]
+    most: Mapping[Use, int]
+    step: int
+
+    @property
+    def kept(self) -> int:
+        """Return the bytes that live between two steps."""
+        return self.weights + self.optimizer + self.gradients
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that live at one time."""
+        return max(sum(self.at_peak.values()), self.step, self.kept)
+
+
+def simulate_update(
+    model: PackedModel,
+    microbatch: SimulatedMicrobatch,
+    settings: Optimizer,
+    *,
+    several: bool,
+    entropy: bool,
+    device: str,
+) -> ModelMemory:
+    """Return the memory of an optimizer step.
+
+    Args:
+        model: on the meta device, split over the ranks of a process group (`call_on_fake_rank`), and not used
+            afterwards.
+        microbatch: each one of the step.
+        settings: of the optimizer.
+        several: whether the step has several microbatches, whose gradients are added up.
+        entropy: whether entropies are computed, too.
+        device: `cpu` or `cuda`, whose kernels are simulated.
+    """
+    trained = [local_part(weight) for weight in model.parameters() if weight.requires_grad]
+    state = sum(optimizer_bytes(part, settings) for part in trained)
+    with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        _allocate(model, live)
+        model.train()
+        for last in (False, True) if several else (True,):
+            set_gradient_sync(model, last)
+            _backward(model, microbatch, live, entropy=entropy)
+        weights, gradients = live.now["weights"], live.now["gradients"]
+        at_peak: dict[Use, int] = {**live.at_peak, "optimizer": state}
+        most = dict(live.most)
+    step = weights + gradients + state + step_bytes(trained, settings, model.offload)
+    return ModelMemory(weights, state, gradients, at_peak, most, step)
+
+
+def simulate_forward(model: PackedModel, microbatch: SimulatedMicrobatch, *, device: str) -> ModelMemory:
+    """Return the memory of a forward pass without gradients; arguments are those of `simulate_update`."""
+    with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, torch.no_grad():
+        _allocate(model, live)
+        model.eval()
+        _forward(model, microbatch, live, entropy=False)
+        reshard(model)
+        return ModelMemory(live.now["weights"], 0, 0, dict(live.at_peak), dict(live.most), 0)
+
+
+def optimizer_bytes(part: Tensor, settings: Optimizer) -> int:
+    """Return the bytes of the optimizer's state for a rank's part of a weight: two moments."""
+    size = part.numel()
+    if settings.name == "adamw_8bit" and size >= _LEAST_8BIT and size % _BLOCK == 0:
+        return 2 * (size + 4 * size // _BLOCK)
+    return 8 * size
+
+
+def step_bytes(parts: list[Tensor], settings: Optimizer, offload: Offload) -> int:
+    """Return the bytes of the temporary tensors of an optimizer step, in fp32.
+
+    AdamW on many weights at once holds the square roots of all second moments; if moments are in host memory, also the
+    moments of a bucket; in 8 bits, about four tensors of the size of a weight; the fused step of the CPU holds none.
+    """
+    sizes = [4 * part.numel() for part in parts]
+    largest = max(sizes, default=0)
+    if settings.name == "adamw_8bit":
+        return 4 * largest
+    if offload == "parameters":
+        return 0
+    return min(sum(sizes), max(BUCKET_BYTES // 2, largest)) * 3 if offload == "optimizer" else sum(sizes)
+
+
+def _allocate(model: PackedModel, live: LiveBytes) -> None:
+    """Replace weights and buffers on the meta device by fake tensors of a CPU, and count them."""
+    allocate(model, "cpu")
+    if model.expert_split is not None:
+        model.expert_split.is_balanced = True
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.count(local_part(tensor), "weights")
+
+
+def _backward(model: PackedModel, microbatch: SimulatedMicrobatch, live: LiveBytes, *, entropy: bool) -> None:
+    """Run forward and backward."""
+    with live.using("activations"):
+        loss = _forward(model, microbatch, live, entropy=entropy)
+    with live.using("output_layer"):
+        loss.backward()
+    live.end_backward()
+
+
+def _forward(model: PackedModel, microbatch: SimulatedMicrobatch, live: LiveBytes, *, entropy: bool) -> Tensor:
+    """Return a number that depends on the outputs for all tokens, f32 []; its backward pass sets `live.use`."""
+
+    def run() -> Tensor:
+        with live.using("activations"):
+            hidden = model.hidden_states(microbatch.inputs())
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: _start_backward(live))
+        with live.using("output_layer"):
+            return _outputs(model, hidden, entropy=entropy)
+
+    # FSDP2's hooks run with a module's call; `model.run` would have ranks of tensor parallelism keep all tokens.
+    cast(Any, model).forward = run
+    return model()
+
+
+def _start_backward(live: LiveBytes) -> None:
+    """Note that the backward pass of the output layer has ended, and that of the layers begins."""
+    live.use = "backward"
+
+
+def _outputs(model: PackedModel, hidden: Tensor, *, entropy: bool) -> Tensor:
+    """Return the sum of a model's outputs for hidden states [T, d]."""
+    if isinstance(model, ScalarHeadModel):
+        return model.head(hidden.to(model.head.weight.dtype)).float().sum()
+    labels = torch.zeros(len(hidden), dtype=torch.int64)
+    logprobs, entropies = cast(Policy, model).score_states(hidden.index_select(0, labels), labels, entropy=entropy)
+    return logprobs.sum() + entropies.sum()
