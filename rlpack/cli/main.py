@@ -21,6 +21,8 @@ examples:
   rlpack train model=pretrained model.path=Qwen/Qwen3-0.6B data=jsonl data.source=prompts.jsonl
   rlpack train trainer.steps=50 --cfg job                        show the config, run nothing
   rlpack train seed=1,2,3 --multirun                             one run for each seed
+  rlpack train recipe=sft --dry-run                              estimate memory, and whether it fits; run nothing
+  rlpack plan --suggest recipe=sft placement=eight_gpus          layouts and memory switches that fit, fastest first
   rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
   rlpack simulate lognormal --rows-per-rank 16 --ranks 64,16384  expected step times on larger clusters
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
@@ -150,9 +152,11 @@ def _exit_if_ray_hangs(code: int) -> None:
 
 def _plan(arguments: list[str]) -> int:
     """Run a planning command, whose parser imports NumPy."""
-    from rlpack.cli import plan_commands
+    from rlpack.cli import plan_commands, suggest
     from rlpack.cli.plan_options import parsers
 
+    if arguments[0] == "plan" and suggest.is_for_config(arguments[1:]):
+        return suggest.suggest(arguments[1:])
     plan, simulate = parsers()
     if arguments[0] == "plan":
         return plan_commands.plan_command(plan.parse_args(arguments[1:]))

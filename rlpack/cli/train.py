@@ -27,7 +27,8 @@ from omegaconf import DictConfig
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.errors import DataError
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.cli.environment import check_environment
+from rlpack.cli.dry_run import estimate, split_options
+from rlpack.cli.environment import check_code, check_environment
 from rlpack.cli.error_text import print_error
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
@@ -84,21 +85,27 @@ class Job:
 def train(arguments: list[str]) -> int:
     """Compose, validate and run the jobs of `arguments` (Hydra's overrides and flags); return the exit code.
 
-    The first job that fails ends a sweep.
+    With `--dry-run` their memory is estimated instead. The first job that fails ends a sweep.
     """
     hide_progress_bars()
+    is_dry, memory_gb = False, None
     if os.getcwd() not in sys.path:  # users keep their recipes, roles and rewards there
         sys.path.append(os.getcwd())
     try:
+        is_dry, memory_gb, arguments = split_options(arguments)
         jobs = with_run_dirs(compose_jobs(arguments), datetime.now())
         for job in jobs:
-            check_environment(job.config, os.environ)
+            # Optional packages and secrets are needed only where the run starts.
+            (check_code if is_dry else check_environment)(job.config, os.environ)
             with UserCode("code that the configuration names"):  # any that isn't guarded with its key
-                check_first(job.config)
-            load_secrets(job.config.job, os.environ)
+                check_first(job.config, starts=not is_dry)
+            if not is_dry:
+                load_secrets(job.config.job, os.environ)
     except (ValueError, CheckpointError, UserCodeError) as error:
         return report_failure(error) if isinstance(error, ValueError) else _refuse(error)
     log_to_console()
+    if is_dry:
+        return _estimate(jobs, memory_gb)
     for job in jobs:
         if job.number is not None:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
@@ -108,6 +115,18 @@ def train(arguments: list[str]) -> int:
             if code := run(job.config):
                 return code
     return 0
+
+
+def _estimate(jobs: Sequence[Job], memory_gb: float | None) -> int:
+    """Print the memory of jobs instead of running them, and return the exit code."""
+    labels = ["" if job.number is None else f"job {job.number + 1} of {len(jobs)} ({job.overrides})" for job in jobs]
+    try:
+        for job in jobs:
+            for warning in config_warnings(job.config, job.given):
+                log.warning("%s", warning)
+        return estimate(zip(labels, (job.config for job in jobs), strict=True), memory_gb)
+    except Exception as error:  # noqa: BLE001 - every error becomes a message and an exit code, as in a run
+        return report_failure(error)
 
 
 def how_to_resume(config: Config) -> str:

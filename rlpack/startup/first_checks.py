@@ -12,8 +12,12 @@ from rlpack.startup.same_run import check_resumed
 from rlpack.startup.weight_patterns import check_weight_patterns
 
 
-def check_first(config: Config) -> None:
+def check_first(config: Config, *, starts: bool = True) -> None:
     """Raise on a mistake that is found without importing PyTorch; the cheapest checks come first.
+
+    Args:
+        config: the configuration.
+        starts: whether the run starts here; otherwise neither this machine nor a cluster has to hold its pools.
 
     Raises:
         ConfigError: a resumed run differs from its checkpoint, or there are too few prompts.
@@ -24,8 +28,9 @@ def check_first(config: Config) -> None:
         ModelError: the folder of a model or tokenizer is incomplete or damaged, transformers can't build the model, or
             a pattern matches none of its weights.
     """
-    check_machine(config, most_gpus())
-    check_cluster(config)
+    if starts:
+        check_machine(config, most_gpus())
+        check_cluster(config)
     check_resumed(config)
     check_role_sources(config)
     check_function_sources(config)

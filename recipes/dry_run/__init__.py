@@ -1,0 +1,10 @@
+"""`rlpack train --dry-run` and `rlpack plan --suggest`: what a run would take, without Ray and without weights.
+
+- `role_memory`: the memory of a role's model on one rank, by simulating a step.
+- `batch_plan`: the plan of a run's first batch.
+- `engine_memory`: what generation takes.
+- `run_memory`: sums over the roles of a pool, and the limits.
+- `changes`: single keys that lower a run's memory.
+- `memory_report`: the text.
+- `estimate_run`: the command; `suggest_layouts`: the search.
+"""

@@ -1,0 +1,102 @@
+"""The plan of a run's first batch: its microbatches, and the largest one.
+
+Lengths are those of the data. Responses don't exist yet, so each counts with `rollout.max_new_tokens`, the most that
+it can have.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import gpus_per_rank, role_batching
+from rlpack.config.schema import Config
+from rlpack.data.prompts import Prompts
+from rlpack.data.sampler import prompt_positions
+from rlpack.models.cpu_products import rounded_rows
+from rlpack.models.memory_simulation import SimulatedMicrobatch
+from rlpack.packing import Cost, MicrobatchPlan, make_plan
+from rlpack.recipes.dry_run.role_memory import is_trained, role_layout
+
+
+@dataclass(frozen=True)
+class TypicalBatch:
+    """The sequences of a step.
+
+    Attributes:
+        lengths: tokens of each, int64 [B].
+        source: where they come from, for the report.
+        longest: most tokens that a sequence of the run can have, as far as it is known.
+    """
+
+    lengths: np.ndarray
+    source: str
+    longest: int
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """How a role runs the batch.
+
+    Attributes:
+        plan: of the batch.
+        microbatch: the largest one that a step may have.
+        several: whether an optimizer step has several microbatches.
+    """
+
+    plan: MicrobatchPlan
+    microbatch: SimulatedMicrobatch
+    several: bool
+
+    @property
+    def per_step(self) -> int:
+        """Return the most microbatches of a rank in an optimizer step."""
+        return max(len(self.plan.microbatches(0, step)) for step in range(self.plan.num_steps))
+
+    @property
+    def fill(self) -> float:
+        """Return the share of slots that hold a token."""
+        return 1.0 - self.plan.metrics.waste_ratio
+
+
+def first_batch(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> TypicalBatch:
+    """Return the sequences of the first step."""
+    trainer = config.trainer
+    _, rows = prompt_positions(config.seed, len(prompts), 0, trainer.prompts_per_step)
+    if not recipe_of(config).generates:
+        lengths = prompts.demonstrations(rows, tokenizer)["input_ids"].lengths.numpy()
+        return TypicalBatch(lengths, "prompts and demonstrations of the first batch", int(lengths.max()))
+    response = config.rollout.max_new_tokens
+    lengths = prompts.input_ids.select(rows).lengths.numpy() + response
+    source = f"prompts of the first batch, and responses of rollout.max_new_tokens ({response})"
+    longest = int(prompts.input_ids.lengths.max()) + response
+    return TypicalBatch(np.repeat(lengths, trainer.group_size), source, longest)
+
+
+def role_plan(config: Config, role: str, batch: TypicalBatch, cost: Cost | None) -> RolePlan:
+    """Return a role's plan of a batch.
+
+    Raises:
+        PackingError: a sequence is longer than the token budget.
+    """
+    layout, trained = role_layout(config, role), is_trained(config, role)
+    batching = layout.align(role_batching(config, role))
+    mini_batch_size = config.trainer.mini_batch_size if trained else None
+    plan = make_plan(batch.lengths, batching, dp_size=layout.dp_size, mini_batch_size=mini_batch_size, cost=cost)
+    rows = -(-min(batch.lengths.size, mini_batch_size or batch.lengths.size) // layout.dp_size)
+    if batching.mode == "fixed":
+        rows = min(rows, batching.micro_batch_size)
+    multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
+    width = -(-batch.longest // multiple) * multiple
+    slots = min(batching.max_tokens or rows * width, rows * width)
+    if not gpus_per_rank(config, role):
+        slots = rounded_rows(slots)
+    several = max(len(plan.microbatches(0, step)) for step in range(plan.num_steps)) > 1
+    return RolePlan(plan, SimulatedMicrobatch(slots, min(batch.longest, slots)), several)
+
+
+def plans_of(config: Config, roles: list[str], batch: TypicalBatch, cost: Cost) -> Mapping[str, RolePlan]:
+    """Return the plans of roles; those whose model isn't the policy's balance tokens, as in a run."""
+    return {role: role_plan(config, role, batch, None if role == "reward_model" else cost) for role in roles}

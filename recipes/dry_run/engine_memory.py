@@ -1,0 +1,66 @@
+"""What generation takes on a rank of the role rollout: the engine's weights, and its keys and values.
+
+`hf` has a whole fp32 copy of the policy, and while it generates, keys and values of the rows that run at once. vLLM on
+GPUs takes a share of the device, whatever the model; on CPUs and with `rollout.kv_cache_gb`, weights and a cache of a
+given size.
+"""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from rlpack.config.roles import gpus_per_rank, longest_rollout, shares_gpus, sleep_level
+from rlpack.config.schema import Config
+from rlpack.rollout.vllm.arguments import Shape, engine_arguments
+
+# vLLM's own share of a GPU, and rlpack's where the engine shares the GPU with other roles.
+_WHOLE_GPU, _SHARED_GPU = 0.9, 0.5
+# Models below this size have a second copy of their weights while they generate (`rlpack.rollout.fused_linear`).
+_PREPARED_BYTES = 2**30
+# A buffer of keys and values has room for this many times its tokens (`rlpack.rollout.kv_cache`).
+_ROOM = 1.5
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The bytes of an engine on each device of a rank.
+
+    Attributes:
+        weights: what it always has.
+        cache: what it has in addition while it generates.
+        host: what it moves to host memory while it sleeps.
+        sleeps: whether it frees weights and cache while other roles work.
+    """
+
+    weights: int
+    cache: int
+    host: int = 0
+    sleeps: bool = False
+
+
+def engine_memory(config: Config, model: PreTrainedModel, rows: int, device_bytes: int) -> EngineMemory:
+    """Return the memory of the engine of `rollout.engine`.
+
+    Args:
+        config: the whole configuration.
+        model: the policy, on the meta device.
+        rows: that a rank generates in a step.
+        device_bytes: memory of its device.
+    """
+    numbers = sum(weight.numel() for weight in model.parameters())
+    shape, longest, gpus = Shape.of(model.config), longest_rollout(config), int(gpus_per_rank(config, "rollout"))
+    running = min(rows, config.rollout.max_num_seqs)
+    if config.rollout.engine == "hf":
+        weights = 4 * numbers
+        prepared = weights if not gpus and weights < _PREPARED_BYTES else 0
+        return EngineMemory(weights, int(_ROOM * shape.cache_bytes(running * longest, "fp32")) + prepared)
+    dtype = config.rollout.dtype or config.actor.precision
+    weights = numbers * (2 if dtype == "bf16" else 4) // max(1, gpus)
+    settings = config.rollout
+    arguments = engine_arguments(settings, shape, model="", dtype=dtype, max_length=longest, gpus=gpus)
+    asleep = sleep_level(config)
+    kept = {"host": weights if asleep == 1 else 0, "sleeps": asleep > 0}
+    if "kv_cache_memory_bytes" in arguments:
+        return EngineMemory(weights, int(arguments["kv_cache_memory_bytes"]) // max(1, gpus), **kept)
+    share = settings.vllm.get("gpu_memory_utilization", _SHARED_GPU if shares_gpus(config) else _WHOLE_GPU)
+    return EngineMemory(weights, max(0, int(share * device_bytes) - weights), **kept)

@@ -1,0 +1,213 @@
+"""`rlpack train --dry-run`: check a configuration, plan its first batch, and estimate its memory; run nothing."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlpack.config.layout_sizes import layout_problems
+from rlpack.config.roles import (
+    gpus_per_rank,
+    is_builtin,
+    optimizers,
+    pool_of,
+    role_compute,
+    role_parallel,
+    started_roles,
+)
+from rlpack.config.schema import Config
+from rlpack.data.prompts import Prompts
+from rlpack.distributed.errors import PlacementError, in_units
+from rlpack.models.errors import ModelError
+from rlpack.models.flops import sequence_cost
+from rlpack.models.memory_simulation import ModelMemory
+from rlpack.packing import PackingError
+from rlpack.recipes.driver.splits import load_splits
+from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, first_batch, plans_of
+from rlpack.recipes.dry_run.changes import smaller, with_value
+from rlpack.recipes.dry_run.engine_memory import EngineMemory, engine_memory
+from rlpack.recipes.dry_run.memory_report import batch_lines, change_lines, memory_lines, verdict
+from rlpack.recipes.dry_run.role_memory import MODEL_ROLES, role_layout, role_memory
+from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offload, run_memory
+from rlpack.recipes.preflight.config_checks import check_before_start
+from rlpack.recipes.preflight.split_checks import split_sizes_problem
+from rlpack.startup.machine import check_machine
+
+# Memory of a GPU where there is none to ask, as `rlpack plan` assumes.
+ASSUMED_GPU_BYTES = 80_000_000_000
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """The memory that a run may take.
+
+    Attributes:
+        device: of a GPU, in bytes.
+        host: of the machine, if all ranks run on it.
+        assumed: whether the GPU's is assumed.
+    """
+
+    device: int
+    host: int | None
+    assumed: bool = False
+
+    @classmethod
+    def of(cls, config: Config, memory_gb: float | None) -> "MemoryLimits":
+        """Return the limits of a configuration; `memory_gb` is that of a GPU, or of the machine for ranks on CPUs."""
+        gpus = torch.cuda.device_count()
+        on_gpu = any(gpus_per_rank(config, role) for role in started_roles(config))
+        host: int | None = None
+        with contextlib.suppress(PlacementError):
+            check_machine(config, gpus)
+            host = psutil.virtual_memory().total if config.placement.address is None else None
+        given = None if memory_gb is None else int(memory_gb * 1e9)
+        if not on_gpu and given is not None:
+            return cls(0, given)
+        if given is not None:
+            return cls(given, host)
+        device = torch.cuda.get_device_properties(0).total_memory if gpus else ASSUMED_GPU_BYTES
+        return cls(device, host, assumed=on_gpu and not gpus)
+
+
+@dataclass
+class Estimator:
+    """Estimates a run and variants of it, which share tokenizer, data and model.
+
+    Attributes:
+        tokenizer: the policy's.
+        prompts: training split.
+        model: the policy without weights.
+        limits: of memory.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Prompts
+    model: PreTrainedModel
+    limits: MemoryLimits
+    _batch: TypicalBatch | None = None
+    _models: dict[tuple[Any, ...], ModelMemory] = field(default_factory=dict)
+
+    def batch(self, config: Config) -> TypicalBatch:
+        """Return the first batch."""
+        if self._batch is None:
+            self._batch = first_batch(config, self.tokenizer, self.prompts)
+        return self._batch
+
+    def plans(self, config: Config) -> Mapping[str, RolePlan]:
+        """Return the plans of all roles with models.
+
+        Raises:
+            PackingError: a sequence is longer than a token budget.
+        """
+        return plans_of(config, model_roles(config), self.batch(config), sequence_cost(self.model))
+
+    def memory(self, config: Config) -> RunMemory:
+        """Return the memory of a run."""
+        roles: dict[str, RoleMemory] = {}
+        for role, each in self.plans(config).items():
+            model = self._model(config, role, each)
+            roles[role] = RoleMemory(model, role_offload(config, role), self._whole(config, role))
+        tokens = int(self.batch(config).lengths.sum())
+        limits = {"device_limit": self.limits.device, "host_limit": self.limits.host}
+        return run_memory(config, roles, self._engine(config), tokens, **limits)
+
+    def problem(self, config: Config) -> str | None:
+        """Return why a variant's layout can't run; None if it can."""
+        for problem in layout_problems(config):
+            return problem
+        roles = (role for role in model_roles(config) if role in ("actor", "reference", "critic"))
+        return next((found for role in roles if (found := split_sizes_problem(config, role, self.model))), None)
+
+    def _model(self, config: Config, role: str, plan: RolePlan) -> ModelMemory:
+        """Return the memory of a role's model; variants that it doesn't depend on share it."""
+        read = role_layout(config, role), role_compute(config, role), role_parallel(config, role), config.actor.lora
+        key = role, *map(repr, read), repr(optimizers(config).get(f"{role}.optimizer")), plan.microbatch, plan.several
+        if key not in self._models:
+            self._models[key] = role_memory(config, role, self.tokenizer, plan.microbatch, several=plan.several)
+        return self._models[key]
+
+    def _whole(self, config: Config, role: str) -> int:
+        """Return the bytes of a new model, which every rank builds whole before it is sharded."""
+        is_new = config.model.path is None and not (role == "critic" and config.critic.path is not None)
+        if not is_new or role == "reward_model":
+            return 0
+        return 4 * sum(weight.numel() for weight in self.model.parameters())
+
+    def _engine(self, config: Config) -> EngineMemory | None:
+        """Return the memory of the engine; None for a recipe that doesn't generate, or an engine of the user's."""
+        if "rollout" not in started_roles(config):
+            return None
+        ranks = config.placement.pools[pool_of(config, "rollout")].ranks
+        rows = -(-self.batch(config).lengths.size // ranks)
+        return engine_memory(config, self.model, rows, self.limits.device)
+
+
+def model_roles(config: Config) -> list[str]:
+    """Return the started roles with models, whose classes are rlpack's own."""
+    return [role for role in started_roles(config) if role in MODEL_ROLES and is_builtin(role)]
+
+
+def open_estimator(config: Config, memory_gb: float | None) -> Estimator:
+    """Read the data, run the preflight checks, and return an estimator.
+
+    The devices of the pools needn't be on this machine.
+
+    Args:
+        config: the whole configuration.
+        memory_gb: as of `MemoryLimits.of`.
+
+    Raises:
+        ValueError: what a run would refuse before it starts.
+    """
+    tokenizer, prompts, held_out = load_splits(config)
+    # An address keeps the preflight checks from comparing the pools with this machine; nothing is contacted.
+    placement = config.placement.model_copy(update={"address": config.placement.address or "dry-run"})
+    elsewhere = config.model_copy(update={"placement": placement})
+    model = check_before_start(elsewhere, tokenizer, prompts, held_out)
+    return Estimator(tokenizer, prompts, model, MemoryLimits.of(config, memory_gb))
+
+
+def main(config: Config, memory_gb: float | None, show: Callable[[str], None]) -> bool:
+    """Show the estimate of a run, and return whether it fits.
+
+    Raises:
+        ValueError: what a run would refuse before it starts.
+    """
+    gc.enable()  # tensors in cycles would otherwise count as live
+    estimator = open_estimator(config, memory_gb)
+    plans = estimator.plans(config)
+    numbers = sum(weight.numel() for weight in estimator.model.parameters())
+    show(f"model: {estimator.model.config.model_type}, {numbers / 1e6:,.1f} M parameters")
+    for line in batch_lines(config, estimator.batch(config), plans):
+        show(line)
+    memory = estimator.memory(config)
+    for line in memory_lines(memory):
+        show(line)
+    if estimator.limits.assumed:
+        show(f"there is no GPU here: {in_units(ASSUMED_GPU_BYTES)} are assumed for each (--memory-gb)")
+    show(verdict(memory))
+    if memory.excess <= 0:
+        return True
+    for line in change_lines(memory, list(_changes(config, estimator, memory.excess))):
+        show(line)
+    return False
+
+
+def _changes(config: Config, estimator: Estimator, before: int) -> Iterator[tuple[str, RunMemory]]:
+    """Yield single changes that lower the memory, and the memory after each; of a key, up to the first that fits."""
+    enough = set()
+    for key, value in smaller(config, estimator.batch(config).longest):
+        changed = with_value(config, key, value)
+        if key in enough or estimator.problem(changed) is not None:
+            continue
+        with contextlib.suppress(PackingError, ModelError):
+            memory = estimator.memory(changed)
+            if memory.excess <= 0:
+                enough.add(key)
+            if memory.excess < before:
+                yield f"{key}={value}", memory

@@ -1,0 +1,118 @@
+"""The text of a dry run."""
+
+from collections.abc import Iterator, Mapping
+
+from rlpack.cli.tables import table
+from rlpack.config.layout_sizes import layout_sizes
+from rlpack.config.roles import pool_of
+from rlpack.config.schema import Config
+from rlpack.distributed.errors import in_units
+from rlpack.models.live_bytes import Use
+from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch
+from rlpack.recipes.dry_run.run_memory import CONTEXT_BYTES, PROCESS_BYTES, PoolMemory, RunMemory
+
+# What a microbatch takes in addition to what a role keeps.
+_PARTS: Mapping[Use, str] = {
+    "activations": "activations of a microbatch",
+    "output_layer": "output layer",
+    "gathered": "gathered weights",
+    "backward": "backward pass",
+}
+
+
+def batch_lines(config: Config, batch: TypicalBatch, plans: Mapping[str, RolePlan]) -> Iterator[str]:
+    """Yield the lines about the batch and the plans of roles."""
+    lengths = batch.lengths
+    yield (
+        f"batch: {lengths.size:,} sequences of {int(lengths.min()):,} to {int(lengths.max()):,} tokens, "
+        f"{int(lengths.sum()):,} in all ({batch.source})"
+    )
+    for role, each in plans.items():
+        ranks = config.placement.pools[pool_of(config, role)].ranks
+        sizes = " × ".join(f"{name} {size}" for name, size in layout_sizes(config, role, ranks).items() if size > 1)
+        steps, count = each.plan.num_steps, each.per_step
+        yield (
+            f"{role}: {ranks} rank{'s' * (ranks > 1)}{f' ({sizes})' if sizes else ''}; {steps} "
+            f"optimizer step{'s' * (steps > 1)} of {count} microbatch{'es' * (count > 1)} per rank, {each.fill:.1%} of "
+            f"the slots filled; the largest counts with {each.microbatch.slots:,} slots"
+        )
+
+
+def memory_lines(memory: RunMemory) -> Iterator[str]:
+    """Yield the tables of all pools, and the sums."""
+    for pool in memory.pools:
+        yield ""
+        kind = "a GPU each" if pool.on_gpu else "on CPUs"
+        yield f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {kind}; on the first rank"
+        yield from _pool_lines(pool)
+    yield ""
+    yield f"object store: {in_units(memory.store)} for the batch, and weights on their way to engines"
+    limit = "" if memory.host_limit is None else f" of {in_units(memory.host_limit)}"
+    yield f"host memory: {in_units(memory.host)}{limit}, all ranks and the object store together"
+    if memory.uncounted:
+        yield f"not counted: the roles {', '.join(memory.uncounted)}"
+
+
+def _pool_lines(pool: PoolMemory) -> Iterator[str]:
+    if pool.roles:
+        yield table(["", *pool.roles], list(_rows(pool)))
+    if (engine := pool.engine) is not None:
+        asleep = ", freed while other roles work" if engine.sleeps else ""
+        yield (
+            f"engine: {in_units(engine.weights)} of weights, {in_units(engine.cache)} more while it generates{asleep}"
+        )
+    outside = f"{in_units(CONTEXT_BYTES)}" if pool.on_gpu else f"{in_units(PROCESS_BYTES)}"
+    what = "CUDA context and libraries" if pool.on_gpu else "Python and its libraries"
+    limit = f" of {in_units(pool.limit)}" if pool.on_gpu and pool.limit is not None else ""
+    yield (
+        f"a rank: {in_units(pool.kept)} kept, {in_units(pool.peak)}{limit} at the peak, of which {outside} "
+        f"are assumed for {what}"
+    )
+    if pool.on_gpu:
+        yield f"a rank's host memory: {in_units(pool.host)}"
+
+
+def _rows(pool: PoolMemory) -> Iterator[list[str]]:
+    """Yield the rows of a pool's table."""
+    roles = list(pool.roles.values())
+    yield _row("weights", [role.model.weights for role in roles])
+    yield _row("gradients", [role.model.gradients for role in roles])
+    yield _row("optimizer state", [role.model.optimizer for role in roles])
+    for use, name in _PARTS.items():
+        yield _row(name, [role.model.most.get(use, 0) for role in roles])
+    extra = [max(0, role.model.most.get("gradients", 0) - role.model.gradients) for role in roles]
+    yield _row("gradients before they are summed", extra)
+    yield _row("temporary in the optimizer step", [max(0, role.model.step - role.model.kept) for role in roles])
+    if any(role.start for role in roles):
+        yield _row("start: the whole new model", [role.start for role in roles])
+    if any(role.host for role in roles):
+        yield _row("of these in host memory", [role.host for role in roles])
+    yield _row("most at one time", [role.peak for role in roles])
+
+
+def _row(name: str, sizes: list[int]) -> list[str]:
+    return [name, *(in_units(size) if size else "-" for size in sizes)]
+
+
+def verdict(memory: RunMemory) -> str:
+    """Return whether a run fits."""
+    problems = list(memory.problems())
+    return f"it does not fit: {'; '.join(problems)}" if problems else "it fits"
+
+
+def change_lines(memory: RunMemory, changes: list[tuple[str, RunMemory]]) -> Iterator[str]:
+    """Yield the changes of single keys that make a run fit, or if there is none, those that help most."""
+    fitting = [change for change in changes if change[1].excess <= 0]
+    yield "each of these alone makes it fit:" if fitting else "none of these alone makes it fit:"
+    shown = fitting or sorted(changes, key=lambda change: change[1].excess)
+    for override, changed in shown:
+        yield f"  {override}  ({_size(memory, changed)})"
+    if not shown:
+        yield "  nothing can be changed for this model and these ranks; use more ranks or a smaller model"
+
+
+def _size(before: RunMemory, after: RunMemory) -> str:
+    """Describe the memory that was short, after a change."""
+    short = [pool.name for pool in before.pools if pool.on_gpu and pool.limit is not None and pool.peak > pool.limit]
+    peaks = [pool for pool in after.pools if pool.name in short]
+    return ", ".join(f"{in_units(pool.peak)} of a GPU" for pool in peaks) or f"{in_units(after.host)} of the host"

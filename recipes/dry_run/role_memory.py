@@ -1,0 +1,105 @@
+"""The memory of a role's model on one rank, by simulating a step on tensors without values.
+
+The model is divided by the functions that ranks call (`rlpack.workers.build`), so every layout counts as it runs.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlpack.config.layout_sizes import layout_sizes
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import gpus_per_rank, optimizers, pool_of, role_compute
+from rlpack.config.schema import Config, Model
+from rlpack.data.tokenization import pad_id
+from rlpack.distributed.context import RankContext
+from rlpack.distributed.layout import ParallelLayout
+from rlpack.models import attention
+from rlpack.models.fake_ranks import call_on_fake_rank
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.loading import build_meta_classifier, build_meta_model, check_classifier, linear_head
+from rlpack.models.memory_simulation import ModelMemory, SimulatedMicrobatch, simulate_forward, simulate_update
+from rlpack.models.optimizers import freeze
+from rlpack.models.packed import PackedModel, language_model
+from rlpack.models.policy import Policy
+from rlpack.workers.build import divide_weights, set_trained_weights, share_rows
+
+# Built-in roles that run a model which ranks share.
+MODEL_ROLES = ("actor", "critic", "reference", "reward_model")
+
+
+def role_layout(config: Config, role: str) -> ParallelLayout:
+    """Return how the ranks of a role divide rows and the model."""
+    return ParallelLayout(**layout_sizes(config, role, config.placement.pools[pool_of(config, role)].ranks))
+
+
+def is_trained(config: Config, role: str) -> bool:
+    """Return whether the recipe trains a role."""
+    return role in recipe_of(config).trains
+
+
+def role_memory(
+    config: Config, role: str, tokenizer: PreTrainedTokenizerBase, microbatch: SimulatedMicrobatch, *, several: bool
+) -> ModelMemory:
+    """Return the memory of a role's model on the first rank, whose parts are never smaller than those of others.
+
+    Args:
+        config: the whole configuration.
+        role: one of `MODEL_ROLES`.
+        tokenizer: the policy's.
+        microbatch: the largest one.
+        several: whether an optimizer step has several microbatches.
+    """
+    layout, settings = role_layout(config, role), role_compute(config, role)
+    device = "cuda" if gpus_per_rank(config, role) else "cpu"
+
+    def simulate() -> ModelMemory:
+        context = RankContext(pool_of(config, role), 0, layout, "cpu")
+        model = _without_values(meta_model(config, role, tokenizer))
+        model.checkpoint_activations(settings.gradient_checkpointing, role)
+        divide_weights(model, config, role, context, settings.precision)
+        share_rows(model, context)
+        if not is_trained(config, role):
+            return simulate_forward(model, microbatch, device=device)
+        optimizer = optimizers(config)[f"{role}.optimizer"]
+        # Losses of the policy read entropies, if only for a metric.
+        return simulate_update(model, microbatch, optimizer, several=several, entropy=role == "actor", device=device)
+
+    return call_on_fake_rank(0, layout.world_size, simulate)
+
+
+def meta_model(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> PackedModel:
+    """Return a role's model without values, with adapters and frozen weights, as a rank builds it before sharding."""
+    if role == "reward_model":
+        path = config.reward_model.path
+        assert path is not None, "a reward model is started only with a path"
+        classifier = _packing(build_meta_classifier(check_classifier(config.reward_model, tokenizer), path))
+        return ScalarHeadModel(language_model(classifier), linear_head(classifier))
+    section, key = config.model, "model.path"
+    if role == "critic" and config.critic.path is not None:
+        section, key = Model(path=config.critic.path, revision=config.critic.revision), "critic.path"
+    lm = _packing(build_meta_model(section, vocab_size=len(tokenizer), pad_token_id=pad_id(tokenizer), key=key))
+    if role == "critic":
+        critic = ScalarHeadModel(language_model(lm))
+        freeze(critic.pattern_root, config.critic.optimizer, "critic.optimizer")
+        return critic
+    if role == "actor":
+        set_trained_weights(lm, config.actor, seed=config.seed)
+    return Policy(lm, chunk=role_compute(config, role).logprob_chunk)
+
+
+def _packing(model: PreTrainedModel) -> PreTrainedModel:
+    """Have a model use the attention of packed rows."""
+    attention.register()
+    model.config._attn_implementation = attention.NAME
+    return model
+
+
+def _without_values(model: PackedModel) -> PackedModel:
+    """Move weights that have values, such as those of new adapters and heads, to the meta device."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not weight.is_meta:
+                empty = torch.empty_like(weight, device="meta")
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=weight.requires_grad))
+    return model

@@ -1,0 +1,196 @@
+"""The memory of a run: of each role on a rank, of the roles of a pool together, and whether it fits.
+
+Roles of a pool share their ranks' processes and work one at a time. So a rank holds what all of its roles keep between
+their calls, and in addition what one call takes at its peak.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rlpack.batch.fields import FIELDS
+from rlpack.config.roles import gpus_per_rank, is_builtin, pool_of, pools_in_use, role_compute, started_roles
+from rlpack.config.schema import Config
+from rlpack.config.sections.compute import Offload
+from rlpack.distributed.errors import in_units
+from rlpack.models.memory_simulation import ModelMemory
+from rlpack.recipes.dry_run.engine_memory import EngineMemory
+
+# Memory of a rank's process before it has a model: Python with PyTorch, transformers, Ray and rlpack.
+PROCESS_BYTES = 400_000_000
+# Memory of a GPU that PyTorch's allocator doesn't count: the CUDA context, and buffers of NCCL and cuBLAS.
+CONTEXT_BYTES = 1_000_000_000
+# Buckets of weights that are on their way to the engines at one time, and their size.
+_BUCKETS, _BUCKET_BYTES = 2, 2**28
+# Columns of a batch, which are in the object store.
+_COLUMNS = ("input_ids", "response_mask")
+_SAMPLED = ("rollout_logprobs", "policy_version", "logprobs")
+_OF_ROLES = {"reference": ("reference_logprobs",), "critic": ("values", "advantages", "returns")}
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """The bytes of a role on a rank.
+
+    Attributes:
+        model: of its model.
+        offload: what GPUs keep in host memory; `none` on CPUs.
+        start: additional bytes while its model is built.
+    """
+
+    model: ModelMemory
+    offload: Offload = "none"
+    start: int = 0
+
+    @property
+    def host(self) -> int:
+        """Return the bytes that are in host memory next to a GPU."""
+        memory = self.model
+        return {"none": 0, "optimizer": memory.optimizer, "parameters": memory.kept}[self.offload]
+
+    @property
+    def kept(self) -> int:
+        """Return the bytes on the device between two calls."""
+        return self.model.kept - self.host
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes on the device during a call."""
+        memory, parts = self.model, self.model.at_peak
+        passes = sum(parts.values())
+        if self.offload != "parameters":
+            return max(passes - self.host, memory.step - self.host, self.kept)
+        # Sums of gradients go to host memory; until the last microbatch, whole gradients add up on the device.
+        return passes - memory.weights - memory.optimizer - min(parts.get("gradients", 0), memory.gradients)
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """The bytes of a rank of a pool.
+
+    Attributes:
+        name: of the pool.
+        ranks: their number.
+        on_gpu: whether each rank has a GPU.
+        limit: memory of the rank's GPU, or of the machine for all ranks on CPUs; None if it isn't known.
+        roles: of its roles with models.
+        engine: of the role rollout, if it is in this pool.
+    """
+
+    name: str
+    ranks: int
+    on_gpu: bool
+    limit: int | None
+    roles: Mapping[str, RoleMemory]
+    engine: EngineMemory | None
+
+    @property
+    def kept(self) -> int:
+        """Return the bytes on the device that live between all calls."""
+        asleep = self.engine is None or self.engine.sleeps
+        return sum(role.kept for role in self.roles.values()) + (
+            0 if asleep or self.engine is None else self.engine.weights
+        )
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes on the device at one time."""
+        calls = [
+            0,
+            *(role.peak - role.kept for role in self.roles.values()),
+            *(role.start for role in self.roles.values()),
+        ]
+        if self.engine is not None:
+            calls.append(self.engine.cache + (self.engine.weights if self.engine.sleeps else 0))
+        return self.kept + max(calls) + (CONTEXT_BYTES if self.on_gpu else PROCESS_BYTES)
+
+    @property
+    def host(self) -> int:
+        """Return the bytes of host memory of a rank; of one on a CPU, everything."""
+        if not self.on_gpu:
+            return self.peak
+        asleep = self.engine.host if self.engine is not None else 0
+        return PROCESS_BYTES + asleep + sum(role.host for role in self.roles.values())
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of a run.
+
+    Attributes:
+        pools: in use.
+        store: bytes of batches and weights in the object stores of all nodes.
+        host_limit: memory of the machine that all ranks run on; None if they don't run on this one.
+        uncounted: roles of users, whose memory isn't known.
+    """
+
+    pools: tuple[PoolMemory, ...]
+    store: int
+    host_limit: int | None
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def host(self) -> int:
+        """Return the host memory of all ranks and of the object store."""
+        return self.store + sum(pool.ranks * pool.host for pool in self.pools)
+
+    @property
+    def excess(self) -> int:
+        """Return by how many bytes the memory that is short of most exceeds its limit; 0 or less if all fits."""
+        over = [pool.peak - pool.limit for pool in self.pools if pool.on_gpu and pool.limit is not None]
+        over += [self.host - self.host_limit] if self.host_limit is not None else []
+        return max(over, default=0)
+
+    def problems(self) -> Iterator[str]:
+        """Yield what doesn't fit."""
+        for pool in self.pools:
+            if pool.on_gpu and pool.limit is not None and pool.peak > pool.limit:
+                yield f"pool {pool.name} needs {in_units(pool.peak)} of each GPU, which has {in_units(pool.limit)}"
+        if self.host_limit is not None and self.host > self.host_limit:
+            yield (
+                f"all ranks together need {in_units(self.host)} of host memory, and the machine has "
+                f"{in_units(self.host_limit)}"
+            )
+
+
+def run_memory(
+    config: Config,
+    roles: Mapping[str, RoleMemory],
+    engine: EngineMemory | None,
+    tokens: int,
+    *,
+    device_limit: int | None,
+    host_limit: int | None,
+) -> RunMemory:
+    """Return the memory of a run.
+
+    Args:
+        config: the whole configuration.
+        roles: with models.
+        engine: of the role rollout, None without it.
+        tokens: of a batch.
+        device_limit: memory of a GPU.
+        host_limit: memory of the machine, None if ranks run on others.
+    """
+    pools = []
+    for name, pool in pools_in_use(config).items():
+        on_gpu = pool.gpus_per_rank > 0
+        own = {role: memory for role, memory in roles.items() if pool_of(config, role) == name}
+        generates = engine if engine is not None and pool_of(config, "rollout") == name else None
+        limit = device_limit if on_gpu else host_limit
+        pools.append(PoolMemory(name, pool.ranks, on_gpu, limit, own, generates))
+    others = tuple(role for role in started_roles(config) if not is_builtin(role))
+    return RunMemory(tuple(pools), store_bytes(config, tokens, engine), host_limit, others)
+
+
+def store_bytes(config: Config, tokens: int, engine: EngineMemory | None) -> int:
+    """Return the bytes of a batch's tokens in the object store, and of weights on their way to the engines."""
+    names = _COLUMNS + (_SAMPLED if engine is not None else ())
+    for role in started_roles(config):
+        names += _OF_ROLES.get(role, ())
+    width = sum(dtype.itemsize for name in names if (dtype := FIELDS[name].dtype) is not None)
+    return tokens * width + (0 if engine is None else min(engine.weights, _BUCKETS * _BUCKET_BYTES))
+
+
+def role_offload(config: Config, role: str) -> Offload:
+    """Return what a role's GPUs keep in host memory."""
+    return role_compute(config, role).offload if gpus_per_rank(config, role) else "none"

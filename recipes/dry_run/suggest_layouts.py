@@ -1,0 +1,206 @@
+"""`rlpack plan --suggest`: layouts, memory switches and token budgets that fit, fastest first.
+
+Candidates are ordered by modeled time, and the memory of each is estimated in this order, until a few fit. The time
+counts FLOPs and a fixed time for each microbatch (`rlpack.packing.analysis.simulation`). It knows neither network nor
+kernels, so candidates of equal time are ordered by what they exchange: tensor parallelism exchanges most.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rlpack.cli.tables import table
+from rlpack.config.roles import gpus_per_rank, pool_of, role_batching
+from rlpack.config.schema import Config
+from rlpack.config.sections.parallelism import Parallel
+from rlpack.distributed.errors import in_units
+from rlpack.models.errors import ModelError
+from rlpack.models.flops import sequence_cost
+from rlpack.packing import PackingError
+from rlpack.packing.analysis.simulation import MEMORY_MARGIN, Device, forecast
+from rlpack.recipes.dry_run.batch_plan import RolePlan, role_plan
+from rlpack.recipes.dry_run.changes import MAX_TP, with_value
+from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, open_estimator
+from rlpack.recipes.dry_run.run_memory import RunMemory
+
+# Checkpointing and offloading from the least saved memory to the most.
+_KINDS, _OFFLOADS = ("none", "selective", "full"), ("none", "optimizer", "parameters")
+# Token budgets relative to the configured one.
+_BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
+# Suggestions printed, and estimates of memory made to find them.
+_MOST, _TRIES = 3, 80
+# FLOPs with full recomputation, relative to those without: forward runs twice.
+_RECOMPUTED = 4.0 / 3.0
+# Defaults of the sustained speed of a device, in TFLOPS.
+_GPU_TFLOPS, _CPU_TFLOPS = 400.0, 0.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A variant of the configuration.
+
+    Attributes:
+        config: the variant.
+        values: of the keys that are set.
+        plan: of the first batch.
+        seconds: modeled time of its updates.
+    """
+
+    config: Config
+    values: dict[str, Any]
+    plan: RolePlan
+    seconds: float
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Return the sizes of the layout."""
+        return tuple(self.values[f"actor.parallel.{name}"] for name in ("dp_replicate", "cp", "tp"))
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Return what candidates are ordered by: time, then what they exchange and copy."""
+        replicas, cp, tp = self.layout
+        offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
+        return round(self.seconds, 3), _OFFLOADS.index(offload), tp, cp, _KINDS.index(kind), -replicas
+
+    @property
+    def thrift(self) -> tuple[float, ...]:
+        """Return numbers, each of which lowers the memory as it grows."""
+        replicas, cp, tp = self.layout
+        offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
+        slots = self.plan.microbatch.slots / cp
+        return tp, _KINDS.index(kind), _OFFLOADS.index(offload), -replicas, -slots, -int(self.plan.several)
+
+    def takes_more(self, other: "Candidate") -> bool:
+        """Return whether this takes at least the memory of another."""
+        return all(mine <= its for mine, its in zip(self.thrift, other.thrift, strict=True))
+
+
+def main(
+    config: Config,
+    memory_gb: float | None,
+    tflops: float | None,
+    overhead_ms: float,
+    show: Callable[[str], None],
+) -> bool:
+    """Show the fastest variants that fit, with their overrides; return whether there is one.
+
+    Raises:
+        ValueError: what a run would refuse before it starts.
+    """
+    gc.enable()  # tensors in cycles would otherwise count as live
+    estimator = open_estimator(config, memory_gb)
+    limits = estimator.limits
+    host = None if limits.host is None else int(limits.host * (1 - MEMORY_MARGIN))
+    estimator.limits = MemoryLimits(int(limits.device * (1 - MEMORY_MARGIN)), host)
+    tflops = tflops or (_GPU_TFLOPS if gpus_per_rank(config, "actor") else _CPU_TFLOPS)
+    ordered = sorted(candidates(config, estimator, tflops, overhead_ms), key=lambda each: each.order)
+    suggested = list(_fitting(ordered, estimator))
+    ranks = config.placement.pools[pool_of(config, "actor")].ranks
+    show(
+        f"{len(ordered):,} variants of the actor's layout on {ranks} ranks, its memory switches and its budget; time "
+        f"assumes {tflops:g} TFLOPS a device and {overhead_ms:g} ms a microbatch, and knows neither network nor "
+        f"kernels: measure the best few. {MEMORY_MARGIN:.0%} of {_limit(limits, config)} stays free."
+    )
+    if not suggested:
+        show("none fits; use more ranks, a smaller model, adapters (actor.lora.rank) or shorter rows")
+        return False
+    show(table(["", "time s", "microbatches", "slots", "memory"], list(_rows(suggested))))
+    for number, (candidate, _) in enumerate(suggested, 1):
+        show(f"{number}: " + " ".join(f"{key}={value}" for key, value in candidate.values.items()))
+    return True
+
+
+def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms: float) -> Iterator[Candidate]:
+    """Yield all variants whose layout divides ranks and model, and whose budget holds the longest row."""
+    cost, batch = sequence_cost(estimator.model), estimator.batch(config)
+    seen, can_run = set(), dict[Parallel, bool]()
+    for values in _variants(config):
+        changed = config
+        for key, value in values.items():
+            changed = with_value(changed, key, value)
+        layout = changed.actor.parallel
+        if layout not in can_run:
+            can_run[layout] = estimator.problem(changed) is None
+        if not can_run[layout]:
+            continue
+        with contextlib.suppress(PackingError):
+            plan = role_plan(changed, "actor", batch, cost)
+            identity = (*list(values.values())[:-1], plan.microbatch.slots)
+            if identity in seen or (role_batching(changed, "actor").max_tokens or batch.longest) < batch.longest:
+                continue
+            seen.add(identity)
+            shared = values["actor.parallel.cp"] * values["actor.parallel.tp"]
+            more = _RECOMPUTED if values["actor.gradient_checkpointing"] == "full" else 1.0
+            device = Device(flops_per_s=tflops * 1e12 * shared / more, overhead_s=overhead_ms / 1e3)
+            yield Candidate(changed, values, plan, forecast(plan.plan, cost, device).step_s)
+
+
+def _variants(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield the values of the keys that are searched; the token budget is the last one."""
+    ranks = config.placement.pools[pool_of(config, "actor")].ranks
+    offloads = ("none", "optimizer") if gpus_per_rank(config, "actor") else ("none",)
+    budget = config.batching.max_tokens if config.batching.mode != "fixed" else None
+    budgets = [None] if budget is None else sorted({max(1, int(budget * factor)) for factor in _BUDGETS}, reverse=True)
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    for replicas, cp, tp in product(divisors, divisors, [size for size in divisors if size <= MAX_TP]):
+        if ranks % (replicas * cp * tp):
+            continue
+        sizes = {"dp_replicate": replicas, "dp_shard": -1, "cp": cp, "tp": tp}
+        for kind, offload, tokens in product(_KINDS, offloads, budgets):
+            values = {f"actor.parallel.{name}": size for name, size in sizes.items()}
+            values |= {"actor.gradient_checkpointing": kind}
+            values |= {"actor.offload": offload} if len(offloads) > 1 else {}
+            yield values | ({} if tokens is None else {"batching.max_tokens": tokens})
+
+
+def _fitting(ordered: list[Candidate], estimator: Estimator) -> Iterator[tuple[Candidate, RunMemory]]:
+    """Yield the first candidates that fit, one of each layout.
+
+    Of candidates with the same tp and checkpointing, the one with the least memory comes first: if it doesn't fit, none
+    of them does.
+    """
+    least = {each.thrift[:2]: each for each in sorted(ordered, key=lambda each: each.thrift[2:])}
+    too_large: list[Candidate] = []
+    layouts: set[tuple[int, ...]] = set()
+    tries = 0
+    for candidate in ordered:
+        for each in (least[candidate.thrift[:2]], candidate):
+            if candidate.layout in layouts or any(candidate.takes_more(other) for other in too_large):
+                break
+            if tries == _TRIES or len(layouts) == _MOST:
+                return
+            tries += 1
+            memory = _memory(each, estimator)
+            if memory is None or memory.excess > 0:
+                too_large.append(each)
+            elif each is candidate:
+                layouts.add(candidate.layout)
+                yield candidate, memory
+
+
+def _memory(candidate: Candidate, estimator: Estimator) -> RunMemory | None:
+    """Return the memory of a candidate; None if another role can't run with what it inherits."""
+    try:
+        return estimator.memory(candidate.config)
+    except (ModelError, PackingError):
+        return None
+
+
+def _rows(suggested: list[tuple[Candidate, RunMemory]]) -> Iterator[list[str]]:
+    for number, (candidate, memory) in enumerate(suggested, 1):
+        pool = next(each for each in memory.pools if "actor" in each.roles)
+        microbatches = candidate.plan.plan.counts.shape[1]
+        size = in_units(pool.peak if pool.on_gpu else memory.host)
+        slots = f"{candidate.plan.microbatch.slots:,}"
+        yield [f"{number}", f"{candidate.seconds:.3g}", f"{microbatches:,}", slots, size]
+
+
+def _limit(limits: MemoryLimits, config: Config) -> str:
+    """Describe the memory of a device."""
+    if gpus_per_rank(config, "actor"):
+        return f"{in_units(limits.device)} of a GPU{' (assumed; --memory-gb)' if limits.assumed else ''}"
+    return "the machine's memory" if limits.host is None else f"{in_units(limits.host)} of the machine"

@@ -1,0 +1,68 @@
+"""`rlpack plan --suggest key=value …`: layouts, memory switches and budgets for a configuration that fit."""
+
+import importlib
+import os
+from collections.abc import Sequence
+
+from rlpack.cli.dry_run import DOES_NOT_FIT, leaving_on_interrupt, positive_number
+from rlpack.config.errors import ConfigError
+from rlpack.user_code import UserCode
+
+_SUGGEST = "--suggest"
+_NUMBERS = ("--memory-gb", "--tflops", "--overhead-ms")
+_SEARCH = "rlpack.recipes.dry_run.suggest_layouts"
+
+
+def is_for_config(arguments: Sequence[str]) -> bool:
+    """Return whether `rlpack plan` is given overrides, or nothing, instead of lengths."""
+    if _SUGGEST not in arguments:
+        return False
+    previous = ""
+    for word in arguments:
+        if not word.startswith("-") and previous not in _NUMBERS and "=" not in word:
+            return False
+        previous = word
+    return True
+
+
+def suggest(arguments: Sequence[str]) -> int:
+    """Print suggestions for the configuration of the overrides, and return the exit code: 0 if anything fits."""
+    # Composing imports Hydra, which the other planning commands don't need.
+    from rlpack.cli.environment import check_code
+    from rlpack.cli.train import compose_jobs, report_failure
+    from rlpack.startup.first_checks import check_first
+
+    try:
+        numbers, overrides = _split(arguments)
+        jobs = compose_jobs(overrides)
+        if len(jobs) != 1:
+            raise ConfigError([f"rlpack plan {_SUGGEST} takes one configuration, not a sweep or one of Hydra's flags"])
+        config = jobs[0].config
+        check_code(config, os.environ)
+        with leaving_on_interrupt("plan"), UserCode("code that the configuration names"):
+            check_first(config, starts=False)
+            search = importlib.import_module(_SEARCH).main
+            overhead_ms = numbers.get("--overhead-ms", 10.0)
+            fits = search(config, numbers.get("--memory-gb"), numbers.get("--tflops"), overhead_ms, print)
+    except Exception as error:  # noqa: BLE001 - every error becomes a message and an exit code
+        return report_failure(error, "plan")
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, float], list[str]]:
+    """Return the options with numbers, and the overrides.
+
+    Raises:
+        ConfigError: an option has no effect here, or no number above 0.
+    """
+    numbers, overrides = {}, []
+    words = iter(arguments)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if name in _NUMBERS:
+            numbers[name] = positive_number(name, value if has_value else next(words, ""))
+        elif word.startswith("--") and word != _SUGGEST:
+            raise ConfigError([f"{name} has no effect with {_SUGGEST} and overrides; use {', '.join(_NUMBERS)}"])
+        elif word != _SUGGEST:
+            overrides.append(word)
+    return numbers, overrides

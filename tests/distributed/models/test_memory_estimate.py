@@ -1,0 +1,20 @@
+"""The memory that a dry run estimates, against what PyTorch's allocator reports of real training steps."""
+
+import pytest
+
+from benchmarks.memory_estimate import Size, compare
+
+SIZE = Size(hidden=512, layers=8, tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        *((name, 0.02) for name in ("fp32", "selective", "full", "lora", "bf16", "two microbatches")),
+        # gloo has buffers of its own for what ranks exchange.
+        *((name, 0.1) for name in ("dp2", "tp2", "cp2")),
+    ],
+)
+def test_the_estimate_is_the_measured_peak(name: str, tolerance: float):
+    peak = compare(name, SIZE)
+    assert peak["estimate"] == pytest.approx(peak["measured"], rel=tolerance)

@@ -1,0 +1,218 @@
+"""Dry runs: what they print and return, and that they read no weights and start nothing."""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.parallelism import Parallel
+from rlpack.config.sections.value_models import Critic
+from rlpack.data.tokenization import character_tokenizer
+from rlpack.models.errors import ModelError
+from rlpack.models.memory_simulation import ModelMemory
+from rlpack.packing import Batching
+from rlpack.recipes.dry_run.changes import smaller, with_value
+from rlpack.recipes.dry_run.estimate_run import MemoryLimits, main, open_estimator
+from rlpack.recipes.dry_run.memory_report import change_lines, verdict
+from rlpack.recipes.dry_run.run_memory import PoolMemory, RoleMemory, RunMemory
+from tests.builders import tiny_config
+
+DATA = Data(generator={"train_size": 32, "validation_size": 4}, completion_column="demonstration", max_prompt_tokens=64)
+TRAINER = Trainer(prompts_per_step=8, group_size=4, mini_batch_size=16)
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+GB = 1e9
+
+
+def config(recipe: str = "sft", **sections: Any) -> Config:
+    actor = Actor(isolation_check=False)
+    sizes = {"data": DATA, "trainer": TRAINER, "actor": actor, "batching": Batching(max_tokens=256)}
+    sizes |= {"rollout": Rollout(max_new_tokens=32), "algorithm": Algorithm(kl_coef=0.1)}
+    return tiny_config(recipe, **(sizes | sections))
+
+
+def gpus(count: int, **options: Any) -> Placement:
+    return Placement(pools={"main": Pool(ranks=count, gpus_per_rank=1.0)}, **options)
+
+
+def test_every_role_with_a_model_is_counted_and_nothing_is_left(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(config("ppo", critic=Critic()), None, print)
+    shown = capsys.readouterr().out
+    (header,) = [line for line in shown.splitlines() if line.split() == ["actor", "critic", "reference"]]
+    assert header
+    assert "8 prompts" not in shown
+    assert re.search(r"batch: 32 sequences of \d+ to \d+ tokens", shown)
+    assert re.search(r"^actor: 2 ranks \(dp_shard 2\); 2 optimizer steps of \d+ microbatch", shown, re.MULTILINE)
+    assert "engine: " in shown
+    assert shown.splitlines()[-1] == "it fits"
+    assert not dist.is_initialized()
+    assert not ray.is_initialized()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_70_billion_parameters_on_64_gpus_take_a_64th_each():
+    actor = Actor(
+        isolation_check=False, precision="bf16", gradient_checkpointing="full", parallel=Parallel(tp=8, dp_shard=8)
+    )
+    large = config(model=Model(config=LLAMA_70B), actor=actor, placement=gpus(64), batching=Batching(max_tokens=4096))
+    estimator = open_estimator(large, 80)
+    memory = estimator.memory(large)
+    (pool,) = memory.pools
+    model = pool.roles["actor"].model
+    layer = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+    vocabulary = estimator.model.config.vocab_size
+    numbers = 80 * layer + 2 * vocabulary * 8192
+    assert model.weights == pytest.approx(4 * numbers / 64, rel=0.01)
+    assert model.gradients == pytest.approx(4 * numbers / 64, rel=0.01)
+    assert model.optimizer == pytest.approx(8 * numbers / 64, rel=0.01)
+    # Gathered at once, in bf16: a layer, its copy before it is cut up, and the next one; each over the 8 ranks of tp.
+    assert 2 * layer / 8 < model.most["gathered"] < 4 * 2 * layer / 8
+    # The inputs of 80 layers in bf16, of this rank's part of the tokens.
+    tokens = estimator.plans(large)["actor"].microbatch.slots
+    assert model.most["activations"] > 80 * 2 * 8192 * tokens / 8
+    assert pool.roles["actor"].peak < 25 * GB
+    # A new model is built whole on each rank, which no GPU holds; one with a path is read in parts.
+    assert pool.peak > 4 * numbers
+    assert memory.excess > 0
+
+
+def test_what_does_not_fit_names_keys_that_help(capsys: pytest.CaptureFixture[str]):
+    shape = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    large = config(
+        model=Model(config=shape),
+        placement=gpus(2, address="auto"),
+        batching=Batching(max_tokens=8192),
+        trainer=Trainer(prompts_per_step=400),
+    )
+    assert main(large, 80, print)
+    capsys.readouterr()
+    assert not main(large, 2.2, print)
+    shown = capsys.readouterr().out
+    assert re.search(r"it does not fit: pool main needs [\d.]+ GB of each GPU, which has 2.2 GB", shown)
+    assert "each of these alone makes it fit:" in shown
+    assert re.search(r"^  actor.gradient_checkpointing=full  \([\d.]+ GB of a GPU\)$", shown, re.MULTILINE)
+    assert "batching.max_tokens=4096" in shown
+
+
+def test_if_no_change_is_enough_the_best_ones_are_named():
+    def run(size: int) -> RunMemory:
+        kept = ModelMemory(size, 0, 0, {"weights": size}, {"weights": size}, 0)
+        pool = PoolMemory("main", 2, on_gpu=True, limit=2 * 10**9, roles={"actor": RoleMemory(kept)}, engine=None)
+        return RunMemory((pool,), store=0, host_limit=None)
+
+    assert verdict(run(5 * 10**9)) == "it does not fit: pool main needs 6 GB of each GPU, which has 2 GB"
+    changes = [("actor.precision=bf16", run(4 * 10**9)), ("a.b=1", run(3 * 10**9))]
+    assert list(change_lines(run(5 * 10**9), changes)) == [
+        "none of these alone makes it fit:",
+        "  a.b=1  (4 GB of a GPU)",
+        "  actor.precision=bf16  (5 GB of a GPU)",
+    ]
+
+
+def test_ranks_on_cpus_share_the_memory_of_the_machine(capsys: pytest.CaptureFixture[str]):
+    assert not main(config(), 0.5, print)
+    assert "all ranks together need" in capsys.readouterr().out
+    assert main(config(), 2, print)
+    assert MemoryLimits.of(config(placement=gpus(4)), None).assumed
+    assert MemoryLimits.of(config(), None).host is not None
+
+
+def test_no_weight_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shape = AutoConfig.for_model(**LLAMA_70B, vocab_size=128)
+    shape.architectures = ["LlamaForCausalLM"]
+    shape.num_hidden_layers = 4
+    shape.save_pretrained(tmp_path)
+    header, end = {}, 0
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(shape).state_dict()
+    for name, weight in weights.items():
+        size = 4 * weight.numel()
+        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:  # 14 GB, of which only the header is on the disk
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    stored = config(model=Model(path=str(tmp_path), tokenizer=_tokenizer(tmp_path)), placement=gpus(2, address="auto"))
+    before = path.stat().st_blocks
+    assert not main(stored, 20, print)
+    assert "start: the whole new model" not in capsys.readouterr().out
+    assert path.stat().st_blocks == before
+
+
+def _tokenizer(folder: Path) -> str:
+    alphabet = "".join(map(chr, range(32, 127))) + "\n"
+    character_tokenizer(alphabet).save_pretrained(folder / "tokenizer")
+    return str(folder / "tokenizer")
+
+
+def test_a_problem_that_a_run_would_refuse_is_refused():
+    wrong = config(actor=Actor(isolation_check=False, lora=Lora(rank=2, targets=("*.nothing",))))
+    with pytest.raises(ModelError, match=r"actor\.lora\.targets"):
+        main(wrong, None, print)
+
+
+def test_ranks_that_divide_experts_gather_fewer_weights():
+    shape = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    models = []
+    for ep in (1, 2):
+        actor = Actor(isolation_check=False, parallel=Parallel(ep=ep), gradient_checkpointing="selective")
+        given = config(model=Model(config=shape), actor=actor, placement=gpus(2))
+        (pool,) = open_estimator(given, 80).memory(given).pools
+        models.append(pool.roles["actor"].model)
+    assert models[0].weights == pytest.approx(models[1].weights, rel=0.01)
+    assert models[1].peak > models[1].kept
+
+
+def test_changes_set_keys_and_keep_the_rest():
+    before = config(placement=gpus(8), actor=Actor(parallel=Parallel(dp_replicate=2)))
+    changes = dict[str, list[Any]]()
+    for key, value in smaller(before, longest=100):
+        changes.setdefault(key, []).append(value)
+    assert changes == {
+        "actor.gradient_checkpointing": ["selective", "full"],
+        "batching.max_tokens": [128],
+        "actor.precision": ["bf16"],
+        "actor.offload": ["optimizer", "parameters"],
+        "actor.parallel.dp_replicate": [1],
+        "actor.parallel.tp": [2, 4],
+        "actor.optimizer.name": ["adamw_8bit"],
+        "actor.lora.rank": [16],
+    }
+    changed = with_value(before, "batching.max_tokens", 128)
+    assert changed.batching == Batching(max_tokens=128)
+    assert changed.model_copy(update={"batching": before.batching}) == before
+
+
+def test_offloaded_state_counts_as_host_memory():
+    sizes = {}
+    for offload in ("none", "optimizer", "parameters"):
+        actor = Actor(isolation_check=False, offload=offload, optimizer=Optimizer())
+        given = config(actor=actor, placement=gpus(2))
+        (pool,) = open_estimator(given, 80).memory(given).pools
+        role = pool.roles["actor"]
+        sizes[offload] = role.kept, role.host
+        total = role.model.kept
+        assert sum(sizes[offload]) == total
+    assert sizes["none"][1] == 0
+    assert sizes["optimizer"][1] == role.model.optimizer == 2 * role.model.gradients
+    assert sizes["parameters"][0] == 0
