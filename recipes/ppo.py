@@ -34,6 +34,7 @@ from rlpack.recipes.driver.critic_stages import (
 from rlpack.recipes.driver.draws import draw_rollouts
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.off_policy import correct_off_policy
 from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import (
     add_loss_weights,
@@ -63,6 +64,7 @@ def train(session: Session) -> None:
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)
+        rollouts = correct_off_policy(session, step, rollouts, plan)
         rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
         rollouts = score(step, rollouts)
         critic_plan = session.critic.plan(rollouts, mini_batches=True)

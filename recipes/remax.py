@@ -25,6 +25,7 @@ from rlpack.recipes.driver.draws import Batch
 from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.evaluation import evaluate
+from rlpack.recipes.driver.off_policy import correct_off_policy
 from rlpack.recipes.driver.open_session import open_session
 from rlpack.recipes.driver.policy_stages import (
     collect_reference_logprobs,
@@ -71,6 +72,7 @@ def train(session: Session) -> None:
         reference = submit_reference_logprobs(session, rollouts)
         plan = session.actor.plan(rollouts, mini_batches=True)
         rollouts = compute_old_logprobs(session, step, rollouts, plan)
+        rollouts = correct_off_policy(session, step, rollouts, plan)
         rollouts = collect_reference_logprobs(session, step, rollouts, plan, reference)
         rollouts = score(step, rollouts)
         rollouts = compute_advantages(session, step, rollouts, plan)

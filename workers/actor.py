@@ -1,5 +1,6 @@
 """The actor role: the policy that is trained."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -11,11 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
+from rlpack.algorithms.correction import importance_weights, kept_tokens, mismatch_sums
 from rlpack.algorithms.kl import KLEstimator, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.config.schema import Actor, Config
+from rlpack.config.sections.correction_settings import Correction
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.model_export import export_model
@@ -93,6 +96,32 @@ class ActorWorker(SteppedRole):
         mask, own, reference = (shard[name] for name in ("response_mask", "logprobs", "reference_logprobs"))
         kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
         return shard.keep([]).union({"kl_sum": row_sums(kl, mask)})
+
+    @sharded(reads=("response_mask", "logprobs", "rollout_logprobs"), mini_batches=True)
+    def correct(self, shard: BatchedDataDict, settings: Correction) -> BatchedDataDict:
+        """Compare `logprobs` with `rollout_logprobs`, and return what `settings` make of it.
+
+        Returns:
+            The sums of `rlpack.algorithms.correction.mismatch_sums`; with weights, `importance_weights` f32 [T],
+            `weight_sum` and `weight_squares` f64 [B] and `weights_bounded`, how many tokens' weights were truncated or
+            set to 0, f64 [B]; with criteria of rejection, `kept_mask` bool [T] and `kept_tokens` int64 [B].
+        """
+        mask, own, sampled = (shard[name] for name in ("response_mask", "logprobs", "rollout_logprobs"))
+        columns: dict[str, Any] = {**mismatch_sums(own.values, sampled.values, mask)}
+        if settings.weights != "none":
+            bounds = {"level": settings.weights, "upper": settings.upper, "lower": settings.lower}
+            weights = importance_weights(own.values, sampled.values, mask, **bounds)
+            free = importance_weights(own.values, sampled.values, mask, level=settings.weights, upper=math.inf)
+            columns |= {
+                "importance_weights": mask.with_values(weights),
+                "weight_sum": row_sums(weights, mask),
+                "weight_squares": row_sums(weights.double().square(), mask),
+                "weights_bounded": row_sums(weights != free, mask),
+            }
+        if settings.reject:
+            kept = mask.with_values(kept_tokens(own.values, sampled.values, mask, settings.bounds))
+            columns |= {"kept_mask": kept, "kept_tokens": kept.count_nonzero()}
+        return shard.keep([]).union(columns)
 
     @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, needs_whole_groups=needs_whole_groups)
     def train_step(

@@ -141,7 +141,8 @@ class PolicyGradientLoss(LogprobLoss):
         """Return the columns that the loss reads: with a KL term also the reference's log-probs."""
         reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
         old = "rollout_logprobs" if self.on_policy else "logprobs"
-        return (*_COMMON, old, "advantages", *reference)
+        weights = ("importance_weights",) if self.algorithm.correction.weights != "none" else ()
+        return (*_COMMON, old, "advantages", *weights, *reference)
 
     def with_kl_coef(self, coefficient: float) -> "PolicyGradientLoss":
         """Return this loss with another weight of the KL term."""
@@ -190,7 +191,10 @@ class PolicyGradientLoss(LogprobLoss):
         tokens = self._tokens(scores.logprobs, rows)
         entropy = torch.where(tokens.mask, scores.entropy, 0.0)
         policy = self.evaluate(tokens, statistics)
-        loss = policy_loss = (weight * policy.token_losses).sum()
+        token_losses = policy.token_losses
+        if settings.correction.weights != "none":
+            token_losses = response_values(rows, "importance_weights", weight) * token_losses
+        loss = policy_loss = (weight * token_losses).sum()
         metrics = {"policy_loss": policy_loss.detach(), "entropy": (token_weight * entropy.detach()).sum()}
         metrics |= _policy_metrics(policy, token_weight)
         if settings.kl_coef > 0:

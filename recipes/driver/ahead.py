@@ -125,6 +125,8 @@ class AheadQueue:
         context, rollouts = self._taken.context, self._taken.drawn()
         step.advance(prompts_consumed=context.progress.prompts_consumed)
         step.metrics |= context.metrics | context.timer.as_metrics()
+        step.lag = self._lag(rollouts, step.number)
+        step.metrics["rollout/lag"] = float(step.lag)
         if self._waiting is None and step.number < self._session.config.trainer.steps:
             self._waiting = self._context_of(step.number + 1, context.progress.prompts_consumed)
             draw = partial(self._waiting.context.lease.run, partial(self._draw, self._waiting.context))
@@ -189,7 +191,6 @@ class AheadQueue:
             begun, self._waiting = self._waiting, None
             begun.drawn()
         assert begun.context.number == step.number, "batches are taken in order"
-        self._check_versions(begun.drawn(), step.number)
         self._taken = begun
 
     def _context_of(self, number: int, prompts_consumed: int) -> _Begun:
@@ -211,8 +212,12 @@ class AheadQueue:
             self._is_checked = True
         return scored
 
-    def _check_versions(self, rollouts: BatchedDataDict, number: int) -> None:
-        """Raise unless every sampled token has a version in [newest - lead, newest]."""
+    def _lag(self, rollouts: BatchedDataDict, number: int) -> int:
+        """Return how many policy versions the oldest token is behind the newest.
+
+        Raises:
+            StalenessError: a token has a version outside [newest - lead, newest].
+        """
         versions = self._session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
         sampled, newest = versions[versions >= 0], self._session.rollout_weights.version
         if sampled.numel() and not newest - self._lead <= sampled.min() <= sampled.max() <= newest:
@@ -220,6 +225,7 @@ class AheadQueue:
                 f"the batch of step {number} has tokens of the policy versions {sampled.min()} to {sampled.max()}; "
                 f"with trainer.lead={self._lead} they have to be from {newest - self._lead} to {newest}, the newest"
             )
+        return newest - int(sampled.min()) if sampled.numel() else 0
 
     def _restore(self, folder: Path) -> None:
         """Take over the batch in a checkpoint, and the number of the newest policy version."""

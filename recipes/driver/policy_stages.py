@@ -43,6 +43,9 @@ def compute_old_logprobs(
         plan: the actor's plan for these rows, in mini-batches. The update follows the same plan, so that both share
             microbatches.
     """
+    if session.config.algorithm.correction.bypass:
+        tokens = planned_response_lengths(rollouts, plan, session.store)
+        return rollouts.union({"logprobs": rollouts["rollout_logprobs"], "response_tokens": tokens})
     if not needs_old_logprobs(session, rollouts, plan):
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
@@ -53,22 +56,24 @@ def compute_old_logprobs(
     if "entropy_sum" in old:  # a user's actor may not measure it
         tokens = old["response_tokens"].sum().clamp(min=1)
         step.metrics["actor/old_entropy"] = (old["entropy_sum"].sum() / tokens).item()
-    session.logprob_gap_limit.check(gap, rollouts.union(old), session.store, step.number)
+    if step.lag == 0:  # an older policy has other log-probs
+        session.logprob_gap_limit.check(gap, rollouts.union(old), session.store, step.number)
     return rollouts.union(old.keep(["logprobs", "response_tokens"]))
 
 
 def needs_old_logprobs(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> bool:
     """Return whether log-probs have to be computed in a pass before the update.
 
-    A batch with several optimizer steps needs the pass. With a single step, the step's own log-probs are the old ones
-    and the ratio is 1. The pass is then needed only if the KL term is in the rewards, an advantage function reads
-    `kl_sum`, the KL is measured on responses that are not trained on, or adapters have dropout, which is off in the
-    pass.
+    A batch with several optimizer steps needs the pass, and so does off-policy correction. With a single step, the
+    step's own log-probs are the old ones and the ratio is 1. The pass is then needed only if the KL term is in the
+    rewards, an advantage function reads `kl_sum`, the KL is measured on responses that are not trained on, or adapters
+    have dropout, which is off in the pass.
     """
     config = session.config
     return (
         plan.num_steps > 1
         or config.trainer.updates_per_batch > 1
+        or config.algorithm.correction.measures
         or config.actor.lora.dropout > 0
         or reward_kl_coef(session) > 0
         or (session.reference is not None and ("trains" in rollouts or _reads_kl_sum(config.algorithm)))
@@ -143,7 +148,7 @@ def add_loss_weights(
     that counts are added to `prompts_trained`.
     """
     trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
-    counts = rollouts["response_tokens"].where(trains, 0)
+    counts = rollouts["kept_tokens" if "kept_tokens" in rollouts else "response_tokens"].where(trains, 0)
     prompts = rollouts["group_ids"][counts > 0].unique().numel()
     step.advance(prompts_trained=step.progress.prompts_trained + prompts)
     step.metrics["prompts_trained"] = step.progress.prompts_trained
@@ -182,6 +187,8 @@ def update_actor(
     Per-token advantages are normalized by `advantage_moments`, if given.
     """
     trainer, optimizer = session.config.trainer, session.config.actor.optimizer
+    if "kept_mask" in rollouts:  # rejected tokens don't train; all else was computed over the whole responses
+        rollouts = rollouts.drop(["response_mask"]).union({"response_mask": rollouts["kept_mask"]})
     has_kl = session.reference is not None and session.config.algorithm.kl_placement == "loss"
     loss = PolicyGradientLoss(
         session.config.algorithm,
@@ -200,7 +207,7 @@ def update_actor(
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
-    if loss.on_policy and (gap := step.metrics.get("rollout/logprob_gap")) is not None:
+    if loss.on_policy and step.lag == 0 and (gap := step.metrics.get("rollout/logprob_gap")) is not None:
         scored = None
         if session.logprob_gap_limit.is_fatal(gap):  # measured again, after the update, to name rows and tokens
             scored = rollouts.union(actor.run(ActorWorker.logprobs, rollouts).keep(["logprobs", "logprob_gap"]))

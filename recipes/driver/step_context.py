@@ -59,6 +59,7 @@ class StepContext:
         timer: `with step.timer("generate"):` measures a part of the step.
         plan: the actor's plan to keep for the packing picture, if any.
         work: FLOPs of the step's calls, by role and method.
+        lag: policy versions between the oldest token of the step's batch and the newest.
     """
 
     number: int
@@ -68,6 +69,7 @@ class StepContext:
     timer: Timers = field(default_factory=Timers)
     plan: MicrobatchPlan | None = None
     work: dict[tuple[str, str], float] = field(default_factory=dict)
+    lag: int = 0
 
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""

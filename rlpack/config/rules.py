@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlpack.config.addresses import address_problems
 from rlpack.config.ahead_rules import ahead_problems
+from rlpack.config.correction_rules import correction_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
@@ -370,6 +371,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     engine_problems,
     function_name_problems,
     _kl,
+    correction_problems,
     _cut_alike,
     _optimizer,
     _offload,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rlpack.config.sections.compute import Compute, RoleCompute
+from rlpack.config.sections.correction_settings import Correction
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.reward_sources import Judge, Reward
@@ -120,6 +121,7 @@ class Algorithm(Section):
         default=10000.0, description="Responses over which kl_coef changes by at most a fifth."
     )
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
+    correction: Correction = Correction()
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = Field(
         default="token_mean", description="How token losses are aggregated."
     )

@@ -51,6 +51,28 @@ METRICS: dict[str, Metric] = {
     "rollout/response_tokens_mean": Metric("tokens", "Mean length of the responses."),
     "rollout/response_tokens_max": Metric("tokens", "Length of the longest response."),
     "rollout/truncated_fraction": Metric("fraction", "Responses cut off at rollout.max_new_tokens."),
+    "rollout/lag": Metric(
+        "versions",
+        "How many policy versions the oldest token of the batch is behind the newest (trainer.lead). Above 0, "
+        "rollout/logprob_gap has no limit.",
+    ),
+    "mismatch/kl": Metric(
+        "nats",
+        "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "
+        "log μ - log π (algorithm.correction; so are all metrics mismatch/*).",
+    ),
+    "mismatch/k3": Metric("nats", "The same by the k3 estimator, which is never negative."),
+    "mismatch/chi2": Metric("1", "χ² divergence of tokens, the mean of (π / μ)² less 1; the exponent is at most 20."),
+    "mismatch/gap": Metric("nats", "Mean absolute difference of both log-probs."),
+    "mismatch/largest_gap": Metric("nats", "Largest absolute difference of both log-probs."),
+    "mismatch/perplexity_ratio": Metric("1", "Perplexity of responses under π over that under μ, the mean over rows."),
+    "mismatch/weight_mean": Metric("1", "Mean importance weight of the response tokens."),
+    "mismatch/effective_share": Metric(
+        "fraction", "Effective sample size of the importance weights, as a share of the tokens."
+    ),
+    "mismatch/weights_bounded": Metric("fraction", "Tokens whose importance weight was truncated, or set to 0."),
+    "mismatch/rejected_tokens": Metric("tokens", "Response tokens that algorithm.correction.reject left out."),
+    "mismatch/rejected_rows": Metric("rows", "Responses of which algorithm.correction.reject left out every token."),
     "rollout/repeated_rows": Metric(
         "rows", "Responses that were generated again from the same seeds, because an engine failed (vllm)."
     ),
@@ -159,6 +181,7 @@ METRICS: dict[str, Metric] = {
     "time/drain_s": Metric(
         "s", "Waiting for the next batch before weights are published (trainer.lead); its part of time/step_s is lost."
     ),
+    "time/correction_s": Metric("s", "Importance weights and rejection (algorithm.correction)."),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
     "time/checkpoint_s": Metric(

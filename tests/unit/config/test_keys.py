@@ -5,7 +5,10 @@ from rlpack.config.keys import find, unknown_key_problem, walk
 from rlpack.config.usual_names import USUAL_NAMES
 
 # Sections that only those read who choose the recipe, the role or the command that they belong to.
-CHOSEN = ("actor.lora.", "actor.parallel.", "critic.", "dapo.", "job.", "judge.", "reference.", "reward_model.")
+CHOSEN = (
+    *("actor.lora.", "actor.parallel.", "algorithm.correction.", "critic.", "dapo.", "job.", "judge."),
+    *("reference.", "reward_model."),
+)
 
 
 def test_what_everybody_reads_stays_within_a_budget_of_120_keys_and_a_chosen_section_within_32():

@@ -1,0 +1,151 @@
+"""Off-policy correction: importance weights, rejection, and measures of how far two policies are apart.
+
+Responses are sampled by μ, the generation engine at the policy version that it had; they train π_old, the trainer's
+policy before the update. The two differ by rounding, and by updates if batches are drawn ahead. With
+d = log π_old − log μ at a sampled token, the weight exp(d) corrects the loss of that token (Yao et al. 2025, "Your
+efficient RL framework secretly brings you off-policy RL training"; decoupled PPO, Hilton et al. 2021,
+arXiv:2110.00641). Definitions follow verl's `rollout_correction`. d, or its sum, is clamped to ±20 before it is
+exponentiated. Nothing here has a gradient.
+
+Letters: T tokens, B rows. Columns may be anything outside the mask.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlpack.algorithms.aggregation import row_sums
+from rlpack.algorithms.policy_loss import MAX_LOG_RATIO
+from rlpack.batch.ragged import Ragged
+
+Level = Literal["token", "sequence"]
+
+
+def importance_weights(
+    logprobs: Tensor, sampled: Tensor, mask: Ragged, *, level: Level, upper: float, lower: float | None = None
+) -> Tensor:
+    """Return the weight of each token, f32 [T], 0 outside the mask.
+
+    `token` weighs each token by its own ratio, `sequence` all tokens of a row by the product of the row's ratios.
+    Without `lower`, a weight above `upper` becomes `upper` (truncated importance sampling). With it, weights outside
+    [lower, upper] become 0 (IcePop, Ling Team 2025, arXiv:2510.18855).
+
+    >>> mask = Ragged.from_rows([[True, True]], torch.bool)
+    >>> old, sampled = torch.tensor([0.5, 0.9]).log(), torch.tensor([0.25, 0.1]).log()
+    >>> importance_weights(old, sampled, mask, level="token", upper=4.0)
+    tensor([2., 4.])
+    >>> importance_weights(old, sampled, mask, level="token", upper=4.0, lower=0.5)
+    tensor([2., 0.])
+
+    Args:
+        logprobs: log π_old, [T].
+        sampled: log μ, [T].
+        mask: response tokens, bool, B rows.
+        level: whose ratio is the weight.
+        upper: largest weight.
+        lower: smallest weight that is kept; None truncates instead.
+    """
+    difference = _differences(logprobs, sampled, mask)
+    if level == "sequence":
+        difference = row_sums(difference, mask)[mask.segment_ids]
+    weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if lower is None:
+        weights = weights.clamp(max=upper)
+    else:
+        weights = torch.where((weights >= lower) & (weights <= upper), weights, 0.0)
+    return torch.where(mask.values, weights, 0.0).float()
+
+
+def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mapping[str, tuple[float, float]]) -> Tensor:
+    """Return the response tokens that all criteria keep, bool [T].
+
+    With d clamped to ±20: k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. `token_*` judges each token, `seq_sum_*`,
+    `seq_mean_*` and `seq_max_*` whole rows by the sum, mean or maximum over their tokens; `seq_max_k1` drops a row if
+    k1 of any token lies outside. k1 has to lie between the logarithms of both bounds; k2 and k3 may be at most the
+    upper one.
+
+    >>> mask = Ragged.from_rows([[True, True], [True]], torch.bool)
+    >>> old, sampled = torch.tensor([0.5, 0.5, 0.5]).log(), torch.tensor([0.5, 0.1, 0.5]).log()
+    >>> kept_tokens(old, sampled, mask, {"token_k2": (0.0, 0.5)}).tolist()
+    [True, False, True]
+    >>> kept_tokens(old, sampled, mask, {"seq_max_k2": (0.0, 0.5)}).tolist()
+    [False, False, True]
+
+    Args:
+        logprobs: log π_old, [T].
+        sampled: log μ, [T].
+        mask: response tokens, bool, B rows.
+        criteria: lower and upper bound by criterion, such as `seq_mean_k1`; only k1 has a lower one. Those of k1 are
+            of the ratio μ / π_old, those of k2 and k3 in nats.
+    """
+    difference = _differences(logprobs, sampled, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    values = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.exp() - 1 - difference}
+    counts = row_sums(torch.ones_like(difference), mask).clamp(min=1)
+    kept = mask.values.clone()
+    for criterion, (lower, upper) in criteria.items():
+        level, _, estimator = criterion.rpartition("_")
+        value = values[estimator]
+        if level in ("seq_sum", "seq_mean"):
+            value = row_sums(value, mask) / (1.0 if level == "seq_sum" else counts)
+        outside = value > (math.log(upper) if estimator == "k1" else upper)
+        if estimator == "k1":
+            outside |= value < math.log(lower)
+        if level == "seq_max":
+            outside = row_sums(outside, mask) > 0
+        kept &= ~(outside if level == "token" else outside[mask.segment_ids])
+    return kept
+
+
+def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, Tensor]:
+    """Return what `mismatch_metrics` needs of each row: sums over its response tokens, f64 [B] each.
+
+    `mismatch_difference` is Σ d, `_gap` Σ |d|, `_largest` max |d|, `_k3` Σ (exp(d) − 1 − d), `_square` Σ exp(d)²; d is
+    clamped to ±20 in the last two.
+    """
+    difference = _differences(logprobs, sampled, mask)
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    largest = difference.new_zeros(mask.num_rows)
+    largest = largest.scatter_reduce(0, mask.segment_ids, difference.abs(), "amax")
+    return {
+        "mismatch_difference": row_sums(difference, mask),
+        "mismatch_gap": row_sums(difference.abs(), mask),
+        "mismatch_largest": largest,
+        "mismatch_k3": row_sums(bounded.exp() - 1 - bounded, mask),
+        "mismatch_square": row_sums((2 * bounded).exp(), mask),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, float]:
+    """Return how far π_old is from μ, over the tokens of some rows, by the metrics' names; {} without tokens.
+
+    - `mismatch/kl` = −mean d, the k1 estimate of KL(μ ‖ π_old), and `k3` its non-negative estimate;
+    - `mismatch/chi2` = mean exp(2 d) − 1, the χ² divergence of tokens;
+    - `mismatch/gap` = mean |d|, and `largest_gap` its maximum;
+    - `mismatch/perplexity_ratio`: of π_old over μ, the mean over rows of exp(−mean d).
+
+    Args:
+        sums: of `mismatch_sums`, f64 [B].
+        tokens: response tokens of each row, int64 [B].
+    """
+    total, rows = tokens.sum().item(), tokens > 0
+    if not total:
+        return {}
+    means = (sums["mismatch_difference"] / tokens.clamp(min=1))[rows]
+    return {
+        "mismatch/kl": -(sums["mismatch_difference"].sum().item() / total),
+        "mismatch/k3": sums["mismatch_k3"].sum().item() / total,
+        "mismatch/chi2": sums["mismatch_square"].sum().item() / total - 1.0,
+        "mismatch/gap": sums["mismatch_gap"].sum().item() / total,
+        "mismatch/largest_gap": sums["mismatch_largest"].max().item(),
+        "mismatch/perplexity_ratio": (-means).clamp(max=MAX_LOG_RATIO).exp().mean().item(),
+    }
+
+
+def _differences(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> Tensor:
+    """Return d, f64 [T]; 0 outside the mask."""
+    # `where` first: outside the mask, a column may be infinite or NaN.
+    own, other = (torch.where(mask.values, column, 0.0).double() for column in (logprobs, sampled))
+    return own - other

@@ -1,0 +1,42 @@
+"""Rules of off-policy correction (`algorithm.correction`)."""
+
+from collections.abc import Iterator
+
+from rlpack.config.recipes import recipe_of
+from rlpack.config.schema import Config
+from rlpack.config.sections.correction_settings import CRITERIA, bounds_of
+
+_KEY = "algorithm.correction"
+
+
+def correction_problems(config: Config) -> Iterator[str]:
+    """Yield why responses can't be corrected as configured."""
+    correction, rollout = config.algorithm.correction, config.rollout
+    if not recipe_of(config).generates or not (correction.measures or correction.bypass):
+        return
+    if correction.bypass and correction.measures:
+        yield (
+            f"{_KEY}.bypass takes the sampler's log-probs as the old ones, so there is nothing to weigh or reject; set "
+            f"{_KEY}.weights=none and {_KEY}.reject={{}}, or {_KEY}.bypass=false"
+        )
+    if correction.bypass and config.algorithm.kl_placement == "reward":
+        yield (
+            f"{_KEY}.bypass skips the old log-probs, which algorithm.kl_placement=reward needs; set "
+            f"{_KEY}.bypass=false or algorithm.kl_placement=loss"
+        )
+    if rollout.top_k > 0 or rollout.top_p < 1:
+        yield (
+            f"{_KEY} compares probabilities of the sampler and the trainer, but with rollout.top_k={rollout.top_k} and "
+            f"rollout.top_p={rollout.top_p:g} the sampler's are those of a part of the vocabulary, which would bias "
+            f"every ratio; set rollout.top_k=0 and rollout.top_p=1, or leave {_KEY} out"
+        )
+    if correction.lower is not None and correction.lower > correction.upper:
+        yield f"{_KEY}.lower ({correction.lower:g}) exceeds {_KEY}.upper ({correction.upper:g}); lower it"
+    for name, value in correction.reject.items():
+        if name not in CRITERIA:
+            yield f"{_KEY}.reject has the criterion {name!r}; choose from {', '.join(CRITERIA)}"
+            continue
+        try:
+            bounds_of(name, value)
+        except ValueError as error:
+            yield f"{_KEY}.reject.{name} is {value}; {error}"

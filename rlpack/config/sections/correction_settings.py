@@ -1,0 +1,76 @@
+"""The section of off-policy correction."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from rlpack.config.sections.section import Positive, Section
+
+# Names of criteria, as in verl; `seq_max_k1` is ours.
+CRITERIA = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
+
+
+class Correction(Section):
+    """Correct for responses of another policy: an older one, or an engine that rounds differently.
+
+    The formulas are in `rlpack.algorithms.correction`.
+    """
+
+    weights: Literal["none", "token", "sequence"] = Field(
+        default="none",
+        description="Multiply each token's policy loss by an importance weight: its own ratio π_old / μ, or the "
+        "product over its response. μ is the policy that sampled.",
+    )
+    upper: Positive = Field(default=2.0, description="Largest importance weight; larger ones are truncated to it.")
+    lower: Positive | None = Field(
+        default=None,
+        description="Smallest importance weight; if set, weights outside [lower, upper] become 0 instead (IcePop).",
+    )
+    reject: dict[str, float | list[float]] = Field(
+        default_factory=dict,
+        description="Leave out what diverges too far, by criterion: token, seq_sum, seq_mean or seq_max, then _k1, _k2 "
+        "or _k3. A bound of k2 and k3 is the largest divergence in nats; that of k1 is a range of the ratio μ / π_old, "
+        "as [lower, upper], or one number u for [1/u, u].",
+    )
+    bypass: bool = Field(
+        default=False,
+        description="Take the sampler's own log-probs as the old ones. The policy loss then clips the ratio to the "
+        "policy that sampled, and the pass over old log-probs is skipped.",
+    )
+
+    @property
+    def measures(self) -> bool:
+        """Whether the correction compares old log-probs with the sampler's."""
+        return self.weights != "none" or bool(self.reject)
+
+    @property
+    def bounds(self) -> dict[str, tuple[float, float]]:
+        """Return lower and upper bound of each criterion in `reject`; see `bounds_of`."""
+        return {name: bounds_of(name, value) for name, value in self.reject.items()}
+
+
+def bounds_of(criterion: str, value: float | Sequence[float]) -> tuple[float, float]:
+    """Return lower and upper bound of a criterion.
+
+    Bounds of `k1` are two numbers, or one number u for [1 / u, u]. For `k2` and `k3` it is one number; the lower bound
+    is then 0.
+
+    >>> bounds_of("seq_mean_k1", 2.0), bounds_of("token_k3", 0.5)
+    ((0.5, 2.0), (0.0, 0.5))
+
+    Raises:
+        ValueError: the value is not of this form.
+    """
+    numbers = [value] if isinstance(value, int | float) else list(value)
+    if not numbers or len(numbers) > 2 or not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise ValueError("it takes one or two positive numbers")
+    if not criterion.endswith("k1"):
+        if len(numbers) > 1:
+            raise ValueError("it takes one number, the largest divergence in nats")
+        return 0.0, numbers[0]
+    lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
+    if lower > upper:
+        raise ValueError(f"its lower bound {lower:g} exceeds the upper one, {upper:g}")
+    return lower, upper

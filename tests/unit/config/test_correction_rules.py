@@ -1,0 +1,51 @@
+"""What `algorithm.correction` can't be combined with."""
+
+from typing import Any
+
+import pytest
+
+from rlpack.config.correction_rules import correction_problems
+from rlpack.config.schema import Algorithm, Rollout
+from rlpack.config.sections.correction_settings import Correction
+from tests.builders import tiny_config
+
+
+def problems(rollout: dict[str, Any] | None = None, **correction: Any) -> list[str]:
+    algorithm = Algorithm(correction=Correction(**correction))
+    return list(correction_problems(tiny_config(algorithm=algorithm, rollout=Rollout(**(rollout or {})))))
+
+
+def test_the_default_and_every_mode_alone_are_fine():
+    assert problems() == []
+    assert problems(weights="token") == problems(weights="sequence", lower=0.5) == problems(bypass=True) == []
+    assert problems(reject={"seq_mean_k1": [0.99, 1.01], "token_k3": 0.5}) == []
+
+
+@pytest.mark.parametrize("rollout", [{"top_k": 5}, {"top_p": 0.9}])
+def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
+    assert problems(rollout) == []
+    for correction in ({"weights": "token"}, {"reject": {"token_k2": 1.0}}, {"bypass": True}):
+        (problem,) = problems(rollout, **correction)
+        assert "would bias every ratio; set rollout.top_k=0 and rollout.top_p=1" in problem
+
+
+@pytest.mark.parametrize(
+    ("correction", "text"),
+    [
+        ({"weights": "token", "lower": 3.0}, "correction.lower (3) exceeds algorithm.correction.upper (2)"),
+        ({"bypass": True, "weights": "token"}, "there is nothing to weigh or reject; set"),
+        ({"reject": {"seq_k1": 1.0}}, "has the criterion 'seq_k1'; choose from token_k1, token_k2"),
+        ({"reject": {"token_k1": [2.0, 1.0]}}, "reject.token_k1 is [2.0, 1.0]; its lower bound 2 exceeds the upper"),
+        ({"reject": {"token_k2": [0.1, 1.0]}}, "reject.token_k2 is [0.1, 1.0]; it takes one number"),
+        ({"reject": {"seq_sum_k3": 0.0}}, "reject.seq_sum_k3 is 0.0; it takes one or two positive numbers"),
+    ],
+)
+def test_values_that_make_no_correction_are_named(correction: dict[str, Any], text: str):
+    (problem,) = problems(**correction)
+    assert text in problem
+
+
+def test_bypass_needs_the_kl_term_in_the_loss():
+    algorithm = Algorithm(correction=Correction(bypass=True), kl_coef=0.1, kl_placement="reward")
+    (problem,) = correction_problems(tiny_config(algorithm=algorithm))
+    assert "skips the old log-probs, which algorithm.kl_placement=reward needs" in problem

@@ -1,0 +1,159 @@
+"""Off-policy correction from the driver's columns to the loss, against the sums over kept tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Algorithm, Trainer
+from rlpack.config.sections.correction_settings import Correction
+from rlpack.models.policy import TokenScores
+from rlpack.recipes.driver.off_policy import correct_off_policy
+from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, update_actor
+from rlpack.recipes.driver.session import Session
+from rlpack.rollout.errors import LogprobGapError
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import PolicyGradientLoss
+from tests.builders import tiny_rollouts
+from tests.unit.recipes.driver.sessions import session_of, set_group
+
+SIZES = [(2, 4), (3, 9), (1, 2), (2, 5)]
+
+
+class Updates:
+    """An actor whose old log-probs are given, and which keeps what its update gets."""
+
+    def __init__(self, folder: Path, correction: Correction, old: torch.Tensor) -> None:
+        algorithm = Algorithm(correction=correction, aggregation="token_mean")
+        self.session: Session = session_of(folder, algorithm=algorithm, trainer=Trainer(updates_per_batch=1))
+        self.old = old
+        self.batches: list[tuple[BatchedDataDict, PolicyGradientLoss]] = []
+        self.scored = 0
+        set_group(self.session, "actor", logprobs=self.logprobs, correct=self.correct, train_step=self.train_step)
+
+    def logprobs(self, batch: BatchedDataDict) -> BatchedDataDict:
+        self.scored += 1
+        mask = batch["response_mask"]
+        rows = {"response_tokens": mask.count_nonzero(), "logprob_gap": torch.zeros(len(SIZES)).double()}
+        return batch.keep([]).union({"logprobs": mask.with_values(self.old), **rows})
+
+    def correct(self, batch: BatchedDataDict, settings: Correction) -> BatchedDataDict:
+        actor: Any = None  # the method reads no state
+        return ActorWorker.correct(actor, batch, settings)
+
+    def train_step(self, batch: BatchedDataDict, loss: PolicyGradientLoss, rate: float) -> list[dict[str, float]]:
+        self.batches.append((batch, loss))
+        return [{"actor/skipped_steps": 0.0}]
+
+    def run(self, rollouts: BatchedDataDict) -> dict[str, float]:
+        """Take one step; return its metrics."""
+        step = self.session.begin_step(1)
+        plan = self.session.actor.plan(rollouts, mini_batches=True)
+        rollouts = compute_old_logprobs(self.session, step, rollouts, plan)
+        rollouts = correct_off_policy(self.session, step, rollouts, plan)
+        rollouts = compute_advantages(self.session, step, rollouts, plan)
+        update_actor(self.session, step, rollouts, plan)
+        return step.metrics
+
+    def loss(self, logprobs: torch.Tensor) -> float:
+        """Return the loss of the last update for these log-probs of the policy."""
+        batch, loss = self.batches[-1]
+        scores = TokenScores(logprobs, torch.zeros_like(logprobs))
+        return loss(scores, batch).value.item()
+
+
+def rollouts_and_old() -> tuple[BatchedDataDict, torch.Tensor]:
+    """Return scored rollouts, and old log-probs that differ from the sampler's by up to 0.5."""
+    rollouts = tiny_rollouts(SIZES).union(
+        {"rewards": torch.tensor([0.0, 1.0, 3.0, 0.5]), "valid": torch.ones(len(SIZES), dtype=torch.bool)}
+    )
+    sampled = rollouts["rollout_logprobs"].values
+    noise = torch.rand(sampled.shape, generator=torch.Generator().manual_seed(3)) - 0.5
+    return rollouts, torch.where(rollouts["response_mask"].values, sampled + noise, 0.0)
+
+
+def test_without_correction_nothing_is_added(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(), old)
+    metrics = updates.run(rollouts)
+    assert not [name for name in metrics if name.startswith("mismatch/")]
+    assert updates.scored == 0  # the single update needs no pass before it
+    assert not {"importance_weights", "kept_mask"} & set(updates.batches[0][0])
+
+
+TOKENS, ROWS = {"token_k1": [0.8, 1.25]}, {"seq_mean_k1": [0.99, 1.1]}
+
+
+@pytest.mark.parametrize(
+    ("weights", "reject"),
+    [
+        *(("token", {}), ("token", TOKENS), ("token", ROWS)),
+        *(("sequence", {}), ("sequence", TOKENS), ("sequence", ROWS)),
+        *(("none", TOKENS), ("none", ROWS)),
+    ],
+)
+def test_the_loss_is_the_weighted_mean_over_kept_tokens(tmp_path: Path, weights: Any, reject: dict[str, Any]):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(weights=weights, upper=1.2, reject=reject), old)
+    metrics = updates.run(rollouts)
+    mask, sampled = rollouts["response_mask"], rollouts["rollout_logprobs"].values
+    new = torch.where(mask.values, old + 0.1, 0.0)
+    advantages = updates.batches[0][0]["advantages"]
+    total, count, rejected = 0.0, 0, 0
+    for row, tokens in enumerate(mask.rows()):
+        inside = slice(int(mask.offsets[row]), int(mask.offsets[row + 1]))
+        d = (old - sampled)[inside][tokens].double()
+        weight = {"none": torch.ones_like(d), "token": d.exp(), "sequence": d.sum().exp().expand_as(d)}[weights]
+        weight = weight if weights == "none" else weight.clamp(max=1.2)
+        ratio = (new - old)[inside][tokens].double().exp()
+        advantage = advantages[row].double()
+        losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        kept = torch.ones_like(d, dtype=torch.bool)
+        if "token_k1" in reject:
+            kept = ((-d).exp() >= 0.8) & ((-d).exp() <= 1.25)
+        elif reject:
+            kept = kept & (0.99 <= (-d.mean()).exp() <= 1.1)
+        total += (weight * losses)[kept].sum().item()
+        count += int(kept.sum())
+        rejected += int((~kept).sum())
+    assert updates.loss(new) == pytest.approx(total / count, rel=1e-5, abs=1e-7)
+    if reject:
+        assert metrics["mismatch/rejected_tokens"] == rejected > 0
+        assert count > 0
+    elif weights != "none":
+        assert 0 < metrics["mismatch/weights_bounded"] < 1
+
+
+def test_a_batch_that_is_rejected_whole_has_a_loss_of_zero(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(reject={"seq_max_k2": 1e-9}), old)
+    metrics = updates.run(rollouts)
+    assert updates.loss(old) == 0.0
+    assert (metrics["mismatch/rejected_rows"], metrics["prompts_trained"]) == (4.0, 0)
+
+
+def test_bypass_clips_against_the_sampler_and_skips_the_pass(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(bypass=True), old)
+    updates.run(rollouts)
+    assert updates.scored == 0
+    batch, loss = updates.batches[0]
+    assert torch.equal(batch["logprobs"].values, rollouts["rollout_logprobs"].values)
+    assert not loss.on_policy
+
+
+def test_responses_of_an_older_policy_have_no_limit_on_the_gap(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    updates = Updates(tmp_path, Correction(weights="token"), old)
+    gaps = {"logprob_gap": torch.full((len(SIZES),), 1e3).double()}
+    given = updates.logprobs
+    set_group(updates.session, "actor", logprobs=lambda batch: given(batch).drop(["logprob_gap"]).union(gaps))
+    step = updates.session.begin_step(1)
+    plan = updates.session.actor.plan(rollouts, mini_batches=True)
+    with pytest.raises(LogprobGapError):
+        compute_old_logprobs(updates.session, step, rollouts, plan)
+    step.lag = 1
+    compute_old_logprobs(updates.session, step, rollouts, plan)
+    assert step.metrics["rollout/logprob_gap"] > 100
