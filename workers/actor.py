@@ -196,10 +196,13 @@ class ActorWorker(SteppedRole):
         statistics = self._statistics(views, loss) if loss.needs_statistics else None
         seed = (self._seed, self._stepper.steps_taken, self.context.rank)
 
-        def microbatch_loss(view: MicrobatchView, number: int) -> MicrobatchLoss:
-            return loss(self._scores(view, loss, (*seed, number)), view.rows, statistics)
+        def forward(view: MicrobatchView, number: int) -> TokenScores:
+            return self._scores(view, loss, (*seed, number))
 
-        return self._stepper.step(views, microbatch_loss, learning_rate)
+        def microbatch_loss(scores: TokenScores, view: MicrobatchView) -> MicrobatchLoss:
+            return loss(scores, view.rows, statistics)
+
+        return self._stepper.step(views, forward, microbatch_loss, learning_rate)
 
     def _scores(self, view: MicrobatchView, loss: LogprobLoss, seed: tuple[int, ...]) -> TokenScores:
         """Return scores of the trained tokens, with gradient; `seed` seeds the adapters' dropout."""

@@ -31,7 +31,9 @@ from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.parallel import reshard, shard_model
 from rlpack.models.parts import share_weights
+from rlpack.models.pipeline_parallel import cut_model, meta_copy
 from rlpack.models.policy import Policy
+from rlpack.models.stage_link import StageLink
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_split import WeightSplit
@@ -170,7 +172,7 @@ def _shard_and_check(
     settings, device, layout = role_compute(config, role), context.torch_device, context.layout
     model.checkpoint_activations(settings.gradient_checkpointing, role)
     whole: list[Tensor] | None = None
-    checks_split = settings.isolation_check and layout.cp * layout.tp * layout.ep > 1
+    checks_split = settings.isolation_check and layout.cp * layout.tp * layout.ep * layout.pp > 1
     if stored is None:
         _check(model, config, role, device, len(tokenizer), classifier)
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
@@ -200,8 +202,9 @@ def _shard_and_check(
 
 
 def divide_weights(model: M, config: Config, role: str, context: RankContext, precision: Literal["fp32", "bf16"]) -> M:
-    """Divide a model's weights among the ranks, in place, and return the model."""
+    """Divide a model's layers and their weights among the ranks, in place, and return the model."""
     layout, mesh, expert_mesh = context.layout, context.layout.weight_mesh(context.device), None
+    whole = meta_copy(model) if layout.pp > 1 else None
     if layout.ep > 1:
         expert_mesh = layout.expert_mesh(context.device)
         model.expert_split = ExpertSplit(expert_mesh)
@@ -211,6 +214,9 @@ def divide_weights(model: M, config: Config, role: str, context: RankContext, pr
         model.weight_split = WeightSplit(mesh["tp"], sequence_parallel=role_parallel(config, role).sp)
         split_weights(model, model.weight_split)
         model.split = RowSplit.of_group(None, layout.tp)
+    if whole is not None:
+        states, gradients = layout.pipeline_group(context.device), layout.pipeline_group(context.device)
+        cut_model(model, StageLink(states, gradients, context.torch_device), whole)
     settings = role_compute(config, role)
     shard_model(
         model,
@@ -220,6 +226,8 @@ def divide_weights(model: M, config: Config, role: str, context: RankContext, pr
         reshard_after_forward=settings.reshard_after_forward,
         offload=settings.offload,
     )
+    if model.stage is not None:
+        model.stage.dtype = model.compute_dtype
     return model
 
 

@@ -135,11 +135,14 @@ class CriticWorker(SteppedRole):
         """
         rate = self._settings.optimizer.learning_rate if learning_rate is None else learning_rate
 
-        def microbatch_loss(view: MicrobatchView, number: int) -> MicrobatchLoss:
-            return loss(self._values(view), view.rows)
+        def forward(view: MicrobatchView, number: int) -> Tensor:
+            return self._values(view)
+
+        def microbatch_loss(values: Tensor, view: MicrobatchView) -> MicrobatchLoss:
+            return loss(values, view.rows)
 
         steps = range(shard.num_steps)
-        return [self._stepper.step(list(shard.microbatches(step)), microbatch_loss, rate) for step in steps]
+        return [self._stepper.step(list(shard.microbatches(step)), forward, microbatch_loss, rate) for step in steps]
 
     @rank_zero
     def weights_form(self) -> WeightForm:

@@ -72,7 +72,7 @@ class Scorer:
         """
         self.policy.eval()
         inputs = equal_rows(token_ids).to(self.device)
-        logprobs = self.policy(inputs, temperature=1.0, entropy=False).logprobs
+        logprobs = self.policy.shared(self.policy(inputs, temperature=1.0, entropy=False).logprobs)
         reshard(self.policy)
         return logprobs.float().cpu().view(token_ids.shape)
 

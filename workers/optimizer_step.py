@@ -3,11 +3,14 @@
 Gradients are summed over microbatches and ranks, never averaged: a loss carries its global denominators.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlpack.algorithms.metric_reduction import MetricAccumulator
 from rlpack.batch.batch import MicrobatchView
@@ -17,9 +20,13 @@ from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import clip_grad_norm, set_gradient_sync
+from rlpack.models.pipeline_parallel import add_tied_gradients, pipeline_turns
+from rlpack.models.policy import TokenScores
 from rlpack.spans import span
 from rlpack.worker import RankContext
 from rlpack.workers.loss import MicrobatchLoss
+
+S = TypeVar("S", bound=TokenScores | Tensor)
 
 
 class OptimizerStepper:
@@ -58,14 +65,18 @@ class OptimizerStepper:
     def step(
         self,
         views: Sequence[MicrobatchView],
-        microbatch_loss: Callable[[MicrobatchView, int], MicrobatchLoss],
+        forward: Callable[[MicrobatchView, int], S],
+        loss: Callable[[S, MicrobatchView], MicrobatchLoss],
         learning_rate: float,
     ) -> dict[str, float]:
         """Run forward and backward over the microbatches of one optimizer step, then the optimizer.
 
+        Pipeline stages run them in the order of their schedule. Only the last stage computes losses.
+
         Args:
             views: this rank's microbatches, dummy ones included; all ranks have the same number.
-            microbatch_loss: maps (microbatch, 1-based index) to its loss.
+            forward: maps (microbatch, 1-based index) to the model's outputs, with gradient.
+            loss: maps (outputs, microbatch) to its loss.
             learning_rate: learning rate of this step.
 
         Returns:
@@ -73,15 +84,20 @@ class OptimizerStepper:
         """
         model = self.model.train()
         self._optimizer.zero_grad(set_to_none=True)
-        sums = MetricAccumulator()
-        for number, view in enumerate(views, start=1):
-            set_gradient_sync(model, last=number == len(views))
-            with span("forward"):
-                loss = microbatch_loss(view, number)
-            with span("backward"):
-                loss.value.backward()
-            sums.add(loss.metrics)
+        sums, waiting = MetricAccumulator(), deque[MicrobatchLoss]()
+        for direction, place in pipeline_turns(len(views), model.stage):
+            view = views[place]
+            with span(direction):
+                if direction == "forward":
+                    outputs = forward(view, place + 1)
+                    waiting.append(loss(outputs, view) if model.has_outputs else _placeholder(outputs))
+                else:
+                    part = waiting.popleft()
+                    set_gradient_sync(model, last=place + 1 == len(views))
+                    part.value.backward()
+                    sums.add(part.metrics)
         with span("optimizer"):
+            add_tied_gradients(model)
             grad_norm = clip_grad_norm(model, self._settings.max_grad_norm)
             metrics = sums.result() | self._apply(grad_norm, learning_rate)
         return {f"{self._role}/{name}": value for name, value in metrics.items()}
@@ -99,10 +115,7 @@ class OptimizerStepper:
 
         Learning rate and weight decay stay those of the configuration, which may have changed since the save.
         """
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         load_training_state(self.model, self._optimizer, Path(folder))
-        for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(configured)
 
     def _apply(self, grad_norm: float, learning_rate: float) -> dict[str, float]:
         """Take the optimizer step; skip and count zero or non-finite gradients.
@@ -118,4 +131,10 @@ class OptimizerStepper:
         return {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped_steps": float(skip)}
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.model.pattern_root, self._settings, self.model.offload)
+        model, whole = self.model, self.model.uncut
+        return build_optimizer(model.pattern_root, self._settings, model.offload, whole=whole.pattern_root)
+
+
+def _placeholder(outputs: TokenScores | Tensor) -> MicrobatchLoss:
+    """Return what a stage without outputs calls `backward` of; it has no metrics."""
+    return MicrobatchLoss((outputs if isinstance(outputs, Tensor) else outputs.logprobs).sum(), {})

@@ -5,21 +5,24 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 
-from rlpack.config.layout_sizes import layout_sizes, nearest_ep, nearest_size
+from rlpack.config.layout_sizes import layout_sizes, most_stages, nearest_ep, nearest_size
 from rlpack.config.roles import pool_of, role_parallel
 from rlpack.config.schema import Config
 from rlpack.models.expert_parallel import expert_modules, uneven_experts
 from rlpack.models.flops import num_experts
 from rlpack.models.packed import language_model
+from rlpack.models.stage_wiring import LAYERS, wiring_problem
 from rlpack.models.tensor_parallel import split_problem, uneven_weight
 from rlpack.rollout.vllm.arguments import settings_of
 
 
 def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
-    """Return why a role's ranks can't share a model's tokens, weights or experts, and what to set; None if they can."""
+    """Return why a role's ranks can't share a model's tokens, weights, experts or layers, and what to set, or None."""
     parallel, settings = role_parallel(config, role), settings_of(model.config)
     cp, tp, key = parallel.cp, parallel.tp, f"{role}.parallel"
     heads = settings.get("num_attention_heads")
+    if parallel.pp > 1 and (problem := _stages_problem(config, role, model)):
+        return problem
     if tp > 1 and (problem := _weights_problem(config, role, model)):
         return problem
     if parallel.ep > 1 and (problem := _experts_problem(config, role, model)):
@@ -31,6 +34,18 @@ def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> st
     return (
         f"has {heads // tp} attention heads{share}, which is not divisible by {key}.cp ({cp}); set {key}.cp={fitting}"
     )
+
+
+def _stages_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
+    """Return why a model can't be cut into the stages of `pp`."""
+    pp, key, base = role_parallel(config, role).pp, f"{role}.parallel.pp", language_model(model)
+    if problem := wiring_problem(model if role in {"actor", "reference"} else base):
+        return f"can't be cut into the {pp} pipeline stages of {key}: {problem}; set {key}=1"
+    num_layers = sum(1 for _ in base.get_submodule(LAYERS).children())
+    if num_layers >= pp:
+        return None
+    fitting = most_stages(config, role, num_layers)
+    return f"has {num_layers} layers, fewer than the {pp} stages of {key}; set {key}={fitting}"
 
 
 def _weights_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:

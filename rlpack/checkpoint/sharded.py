@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -50,19 +49,17 @@ def save_error(folder: Path, error: CheckpointException) -> CheckpointError:
 def load_training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Load the state that `save_training_state` wrote, on any number of ranks; a collective.
 
+    The settings of the optimizer's groups, such as its learning rate, stay as they are.
+
     Raises:
         CheckpointError: the files belong to another model, or contain classes that no checkpoint of weights needs.
     """
     reader = RestrictedReader(folder)
     weights, moments = get_state_dict(model, optimizer)
+    # The groups list the weights of the rank that saved them, and may have another learning rate.
+    state = {"model": weights, "optimizer": {"state": moments["state"]}}
     with _typed_errors(folder):
-        state_dict_loader.load(
-            {"model": weights, "optimizer": moments}, storage_reader=reader, planner=RestrictedPlanner()
-        )
-    # The kernel of a step depends on where the weights are now, not on where they were when the state was saved.
-    loaded = cast(list[dict[str, Any]], moments["param_groups"])
-    for settings, group in zip(loaded, optimizer.param_groups, strict=True):
-        settings |= {name: group[name] for name in ("fused", "foreach") if name in group}
+        state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 

@@ -10,14 +10,14 @@ from rlpack.config.roles import WITH_LAYOUTS, own_parallel, pool_of, role_parall
 from rlpack.config.schema import Config
 
 # Sizes whose product is the number of ranks; ranks of ep are taken from those of dp_shard and cp.
-_SIZES = ("dp_replicate", "dp_shard", "cp", "tp")
+_SIZES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
     """Return the sizes of a role's `ParallelLayout` over the ranks of its pool; without a model, all are data ranks.
 
     >>> layout_sizes(Config(), "actor", ranks=2)
-    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 1, 'ep': 1}
+    {'dp_replicate': 1, 'dp_shard': 2, 'cp': 1, 'tp': 1, 'pp': 1, 'ep': 1}
     """
     if role not in WITH_LAYOUTS:
         return {"dp_shard": ranks}
@@ -42,7 +42,7 @@ def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
     if pool is None:  # another rule refuses it
         return None
     parallel = role_parallel(config, role)
-    ranks = pool.ranks // (parallel.dp_replicate * parallel.tp)
+    ranks = pool.ranks // (parallel.dp_replicate * parallel.tp * parallel.pp)
     return next((cp for cp in range(1, ranks + 1) if ranks % cp == 0 and cp * per_rank >= slots), None)
 
 
@@ -67,6 +67,13 @@ def nearest_ep(config: Config, role: str, num_experts: int = 0) -> int:
     ranks = sizes["dp_shard"] * sizes["cp"]
     fitting = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and num_experts % (ep * sizes["tp"]) == 0]
     return min(fitting, key=lambda ep: abs(ep - sizes["ep"]), default=1)
+
+
+def most_stages(config: Config, role: str, num_layers: int) -> int:
+    """Return the largest `pp` of a role with a layer for each stage that fits the ranks of its pool."""
+    parallel, ranks = role_parallel(config, role), config.placement.pools[pool_of(config, role)].ranks
+    others = prod(getattr(parallel, name) for name in _SIZES if name not in {"pp", "dp_shard"})
+    return max(pp for pp in range(1, num_layers + 1) if pp == 1 or ranks % (pp * others) == 0)
 
 
 def _problems(config: Config, role: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlpack.distributed.errors import PlacementError
@@ -124,16 +125,13 @@ class ParallelLayout:
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def weight_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the mesh of a model's weights: `dp_replicate`, `dp_shard` and `tp`; only `dp_shard` if of size 1.
+        """Return the mesh of a stage's weights: `dp_replicate`, `dp_shard` and `tp`; only `dp_shard` if of size 1.
 
         Ranks that share the tokens of a row also hold different shards, so the dimension `dp_shard` has dp_shard · cp
         ranks. FSDP uses all dimensions but `tp`. A collective.
 
         Args:
             device_type: `cpu` or `cuda`.
-
-        Raises:
-            PlacementError: the layout has pipeline stages.
         """
         return self._mesh(device_type, {"dp_shard": self.dp_shard * self.cp})
 
@@ -145,19 +143,24 @@ class ParallelLayout:
 
         Args:
             device_type: `cpu` or `cuda`.
-
-        Raises:
-            PlacementError: the layout has pipeline stages.
         """
         return self._mesh(device_type, {"dp_shard": self.dp_shard * self.cp // self.ep, "ep": self.ep})
 
+    def pipeline_group(self, device_type: str) -> ProcessGroup:
+        """Return a new process group of the ranks with this rank's place in all stages, in order; a collective.
+
+        Args:
+            device_type: `cpu` or `cuda`.
+        """
+        sizes = self.pp, self.world_size // self.pp
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "others"))["pp"].get_group()
+
     def _mesh(self, device_type: str, shards: dict[str, int]) -> DeviceMesh:
-        """Return the mesh with these dimensions in place of `dp_shard` and `cp`."""
-        if self.pp > 1:
-            raise PlacementError(f"no model has pipeline parallelism yet: {self}")
-        sizes = {"dp_replicate": self.dp_replicate, **shards, "tp": self.tp}
+        """Return the mesh of this rank's stage with these dimensions in place of `dp_shard` and `cp`."""
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, **shards, "tp": self.tp}
         sizes = {name: size for name, size in sizes.items() if size > 1 or name in shards}
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return mesh[tuple(name for name in sizes if name != "pp")] if self.pp > 1 else mesh
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -47,19 +47,19 @@ def check_gradients(
     Raises:
         ModelError: a weight's gradient differs; the message names it.
     """
-    if not any(weight.requires_grad for weight in model.parameters()):
+    if not any(weight.requires_grad for weight in model.uncut.parameters()):
         return
     together = _gradients_together(model, rows, device, packed=packed, training=True)
     alone = _gradients_alone(model, rows, device)
-    gap, worst = _largest_gap(together, alone)
+    gap, worst = model.worst_of_stages(*_largest_gap(together, alone))
     allowed = _TOLERANCE[model.compute_dtype] * depth_factor(model)
     if gap <= allowed:
         return
     way_out, suffix = "use another model, or correct its backward pass", ""
-    if _checkpoints(model):
+    if _checkpoints(model.uncut):
         plain = _gradients_together(model, rows, device, packed=packed, training=False)
         suffix = " with activation checkpointing"
-        if _largest_gap(plain, alone)[0] <= allowed:
+        if model.worst_of_stages(*_largest_gap(plain, alone))[0] <= allowed:
             suffix += ", and not without"
             way_out = f"set {role}.gradient_checkpointing=none"
     raise ModelError(

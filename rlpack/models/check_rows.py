@@ -129,7 +129,7 @@ def gradient_rows(model: PreTrainedModel, limits: RowLimits) -> list[int]:
 def affordable_slots(model: PreTrainedModel) -> int:
     """Return the slots that a model of this size runs forward in a fraction of a second."""
     weights = sum(weight.numel() for weight in model.parameters())
-    return max(_LEAST_SLOTS, int(_WORK["cpu" if model.device.type == "cpu" else "cuda"] / max(1, weights)))
+    return max(_LEAST_SLOTS, int(_WORK["cuda" if model.device.type == "cuda" else "cpu"] / max(1, weights)))
 
 
 def _longest_full_row(model: PreTrainedModel, limits: RowLimits) -> int:

@@ -1,4 +1,4 @@
-"""Check that a model whose rows or weights ranks share has the outputs that it has whole."""
+"""Check that a model whose rows, weights or layers ranks share has the outputs that it has whole."""
 
 import torch
 from torch import Tensor
@@ -24,10 +24,11 @@ def score_whole_rows(model: PackedModel, device: torch.device | str, vocab_size:
 def check_split(
     model: PackedModel, whole: list[Tensor], device: torch.device | str, vocab_size: int, *, role: str
 ) -> None:
-    """Raise unless a model has the outputs that it had before ranks shared its rows or weights; a collective.
+    """Raise unless a model has the outputs that it had before ranks shared it; a collective.
 
     Args:
-        model: with `split` set, and `weight_split` or `expert_split` if ranks share its weights or experts.
+        model: with `split` set if ranks share its rows, `weight_split`, `expert_split` or `stage` if they share its
+            weights, experts or layers.
         whole: what `score_whole_rows` returned.
         device: the model's device.
         vocab_size: as of `score_whole_rows`.
@@ -36,7 +37,12 @@ def check_split(
     Raises:
         ModelError: outputs differ, because a layer other than attention reads several tokens, for example.
     """
-    splits = {"cp": model.split and model.split.group, "tp": model.weight_split, "ep": model.expert_split}
+    splits = {
+        "cp": model.split and model.split.group,
+        "tp": model.weight_split,
+        "ep": model.expert_split,
+        "pp": model.stage,
+    }
     names = [name for name, split in splits.items() if split]
     for index, (found, expected) in enumerate(zip(score_whole_rows(model, device, vocab_size), whole, strict=True)):
         gap = max_difference(found, expected) / scale(expected)

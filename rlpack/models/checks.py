@@ -86,7 +86,7 @@ def check_model(
     """
     limits = limits or RowLimits()
     with _evaluating(model), _named(model, role, packed):
-        routed = has_experts(model.model)
+        routed = has_experts(model.uncut.model)
 
         def check_three(seed: int) -> None:
             rows = draw_rows(model.model, vocab_size, seed=seed, longest=limits.longest)
@@ -95,10 +95,10 @@ def check_model(
         _any_draw(check_three, _ROUTED_DRAWS if routed else 1)
         if packed:
             check_masks(model, vocab_size, device, limits, batching=_batching_key(role))
-        for lengths in full_microbatches(model.model, limits, packed=packed):
+        for lengths in full_microbatches(model.uncut.model, limits, packed=packed):
             _check_full(model, lengths, vocab_size, device, packed=packed, routed=routed)
         if trained:
-            lengths = gradient_rows(model.model, limits)
+            lengths = gradient_rows(model.uncut.model, limits)
 
             def compare_gradients(seed: int) -> None:
                 rows = random_rows(lengths, vocab_size, seed=seed)
@@ -136,7 +136,7 @@ def check_isolation(
         ModelError: outputs depend on the layout in another way, or aren't finite.
     """
     with _evaluating(model), _named(model, role, packed):
-        routed = has_experts(model.model)
+        routed = has_experts(model.uncut.model)
         # In bf16 single tokens change experts: a leak changes most tokens of a row, and so the median.
         measure = median_difference if routed and model.compute_dtype in _HALF else max_difference
         rows = draw_rows(model.model, vocab_size, seed=_SEED, longest=longest)
@@ -172,9 +172,12 @@ def check_scores(
                 row[-1] = (row[-1] + 1) % vocab_size
         scores = model(lay_out(rows, packed=packed).to(device), before_token=False).cpu()
         last = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
+        wrapped = classifier if model.has_outputs else model.model
         for index, (row, score) in enumerate(zip(rows, scores[last], strict=True)):
-            with attention_implementation(classifier, REFERENCE):
-                outputs = model.run(lambda row=row: classifier(input_ids=row.to(device)[None], use_cache=False))
+            with attention_implementation(wrapped, REFERENCE):
+                outputs = model.run(lambda row=row: wrapped(input_ids=row.to(device)[None], use_cache=False))
+            if not model.has_outputs:
+                continue
             expected = outputs.logits.flatten().cpu()
             gap = max_difference(score, expected) / max(1.0, expected.abs().max().item())
             _check_equal(gap, tolerance(model), index, layout_name(packed), "by the classifier")

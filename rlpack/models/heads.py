@@ -44,12 +44,17 @@ class ScalarHeadModel(PackedModel):
     def forward(self, inputs: ModelInputs, *, before_token: bool) -> Tensor:
         """Return a scalar for each real token of a microbatch, in row order: fp32 [T].
 
+        Pipeline stages other than the last return placeholders.
+
         Args:
             inputs: the microbatch; the result is the same whether packed or padded.
             before_token: if true, entry t is read at token t - 1 and does not depend on token t (a value estimate); it
                 is 0 at a row's first token. If false, entry t is read at token t: a row's score is its last entry.
         """
-        scalars = self._in_row_order(inputs, self.head(self.hidden_states(inputs).to(self.head.weight.dtype))[:, 0])
+        hidden = self.hidden_states(inputs)
+        if not self.has_outputs:
+            return self.placeholders(hidden, inputs.num_tokens)
+        scalars = self._in_row_order(inputs, self.head(hidden.to(self.head.weight.dtype))[:, 0])
         if not before_token:
             return scalars
         # In row order the previous entry is the previous token's, except at a row's first token.
@@ -61,7 +66,7 @@ class ScalarHeadModel(PackedModel):
 
         Outputs of a new head are all zero, so they would prove nothing.
         """
-        return self._in_row_order(inputs, self.hidden_states(inputs))
+        return self.shared(self._in_row_order(inputs, self.hidden_states(inputs)))
 
     def _in_row_order(self, inputs: ModelInputs, of_slots: Tensor) -> Tensor:
         """Return the values of all real tokens, fp32 [T, ...], from those of this rank's slots, [n, ...]."""
@@ -75,7 +80,7 @@ class ScalarHeadModel(PackedModel):
     def probe_wrapped_model(self, rows: Tensor) -> Tensor:
         """Return the hidden states [R, L, d] of rows of equal length by the wrapped model's own forward."""
         with self.whole_tokens():
-            return self.model(input_ids=rows, use_cache=False).last_hidden_state.float()
+            return self.shared(self.model(input_ids=rows, use_cache=False).last_hidden_state.float())
 
 
 def hidden_size(model: PreTrainedModel) -> int:

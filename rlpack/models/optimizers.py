@@ -40,7 +40,9 @@ def freeze(model: nn.Module, settings: Optimizer, key: str = "actor.optimizer") 
         raise nothing_trained_error(key, settings.freeze)
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer, offload: Offload = "none") -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, settings: Optimizer, offload: Offload = "none", *, whole: nn.Module | None = None
+) -> torch.optim.Optimizer:
     """Return AdamW over the trainable weights of `model`, with moments of zero.
 
     Weight decay applies to matrices; vectors (biases, norms) and matches of `settings.no_decay` have none.
@@ -49,12 +51,15 @@ def build_optimizer(model: nn.Module, settings: Optimizer, offload: Offload = "n
         model: sharded already if it is to be; patterns refer to its weight names.
         settings: the optimizer section; `set_learning_rate` overrides its `learning_rate` at every step.
         offload: `optimizer` keeps AdamW's moments in host memory; with `parameters` the weights are there, too.
+        whole: the model that `model` is a pipeline stage of, whose names patterns have to match; None for itself.
 
     Raises:
         ModelError: a pattern matches no weight.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    no_decay = {id(named[name]) for name in match_patterns(settings.no_decay, named, "optimizer.no_decay")}
+    names = (whole or model).named_parameters(remove_duplicate=False)
+    matching = match_patterns(settings.no_decay, (name for name, _ in names), "optimizer.no_decay")
+    no_decay = {id(named[name]) for name in matching if name in named}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     decayed = [weight for weight in trained if weight.ndim >= 2 and id(weight) not in no_decay]
     rest = [weight for weight in trained if weight.ndim < 2 or id(weight) in no_decay]
@@ -62,7 +67,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer, offload: Offload = "n
         {"params": weights, "weight_decay": decay}
         for weights, decay in ((decayed, settings.weight_decay), (rest, 0.0))
         if weights
-    ]
+    ] or [{"params": []}]  # of a pipeline stage whose weights are all frozen
     if settings.name == "adamw_8bit":
         return _build_adamw_8bit(groups, settings)
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2)}

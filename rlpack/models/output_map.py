@@ -83,6 +83,23 @@ def measure_output_map(model: PreTrainedModel, head: nn.Linear) -> OutputMap:
     return OutputMap(hidden_scale, scale, softcap, logits.shape[-1] if fewer else None)
 
 
+@torch.no_grad()
+def run_measured_tokens(model: PreTrainedModel) -> None:
+    """Run this pipeline stage for the last one, which measures the map."""
+    was_training = model.training
+    try:
+        model.eval()
+        with attention_implementation(model, REFERENCE):
+            language_model(model)(input_ids=_tokens(model), use_cache=False)
+    finally:
+        model.train(was_training)
+
+
+def _tokens(model: PreTrainedModel) -> Tensor:
+    """Return the tokens that the map is measured with, int64 [1, 4]."""
+    return torch.arange(_NUM_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+
+
 def _run(model: PreTrainedModel, head: nn.Linear, passed: dict[str, Tensor]) -> Tensor:
     """Run a few tokens; return the logits, and add hidden states, the layer's inputs and its replaced outputs."""
 
@@ -108,9 +125,8 @@ def _run(model: PreTrainedModel, head: nn.Linear, passed: dict[str, Tensor]) -> 
     ]
     try:
         model.eval()
-        tokens = torch.arange(_NUM_TOKENS, device=head.weight.device)[None] % head.out_features
         with attention_implementation(model, REFERENCE):
-            return model(input_ids=tokens, use_cache=False).logits
+            return model(input_ids=_tokens(model), use_cache=False).logits
     finally:
         model.train(was_training)
         for hook in hooks:

@@ -5,7 +5,7 @@ Letters: T real tokens of the microbatch, N slots (padding included), d hidden s
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from rlpack.models.expert_parallel import ExpertSplit
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
 from rlpack.models.selective_checkpointing import selective_contexts
+from rlpack.models.stage_link import StageLink
 from rlpack.models.weight_split import WeightSplit
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class PackedModel(nn.Module):
         split: the group whose ranks share each microbatch's tokens (`rlpack.models.context_parallel`); None for none.
         weight_split: the group whose ranks share each layer's weights (`rlpack.models.tensor_parallel`); None for none.
         expert_split: the ranks that divide each layer's experts (`rlpack.models.expert_parallel`); None for none.
+        stage: this rank's place among the pipeline's stages (`rlpack.models.pipeline_parallel`); None without stages.
     """
 
     # Whether each rank's gradients of the hidden states are summands, because its head has a part of the weights.
@@ -63,16 +65,74 @@ class PackedModel(nn.Module):
         self.split: RowSplit | None = None
         self.weight_split: WeightSplit | None = None
         self.expert_split: ExpertSplit | None = None
+        self.stage: StageLink | None = None
+        self._whole: tuple[Self, ...] = ()  # not a submodule
+        self._stages_of: dict[str, list[int]] = {}
 
     @property
     def pattern_root(self) -> nn.Module:
         """Return the module whose weight names the configuration's patterns refer to: the wrapped model."""
         return self.model
 
+    @property
+    def uncut(self) -> Self:
+        """Return the model with the layers of all stages: itself, or its copy on the meta device."""
+        return self._whole[0] if self._whole else self
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank has the head, and so the outputs."""
+        return self.stage is None or self.stage.is_last
+
+    def set_stage(self, link: StageLink, whole: Self, names: list[list[str]]) -> None:
+        """Record the stage that this module now is.
+
+        Args:
+            link: this rank's stage.
+            whole: the model before the cut, on the meta device.
+            names: what `stored_tensors` yields on each stage.
+        """
+        self.stage, self._whole, self._stages_of = link, (whole,), {}
+        for stage, own in enumerate(names):
+            for name in own:
+                self._stages_of.setdefault(name, []).append(stage)
+
+    def stages_of(self, name: str) -> list[int]:
+        """Return the stages that have a weight of `stored_tensors`; tied weights are on two."""
+        return self._stages_of[name]
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and the buffers that a checkpoint holds; of tied ones the first."""
+        yield from self.named_parameters()
+        for name, buffer in self.named_buffers():
+            module, _, own = name.rpartition(".")
+            if own not in self.get_submodule(module)._non_persistent_buffers_set:
+                yield name, buffer
+
+    def shared(self, outputs: Tensor) -> Tensor:
+        """Return the last stage's outputs on all stages; a collective."""
+        return outputs if self.stage is None else self.stage.share(outputs)
+
+    def worst_of_stages(self, gap: float, name: str) -> tuple[float, str]:
+        """Return the largest number of any stage with its name, NaN if any is; a collective."""
+        if self.stage is None:
+            return gap, name
+        gaps = self.stage.gather((gap, name))
+        return max(gaps, key=lambda pair: float("inf") if pair[0] != pair[0] else pair[0])
+
+    def placeholders(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        """Return zeros, fp32 [T], as the outputs of a stage that isn't the last; their gradient is ignored.
+
+        Args:
+            hidden: what `hidden_states` returned.
+            num_tokens: T.
+        """
+        return hidden.flatten()[:1].float().expand(num_tokens).clone()  # FSDP2 warns of views
+
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Return the hidden state of each of this rank's slots after the last norm, [n, d].
 
-        These are all N slots, or with context parallelism those of `own_slots`.
+        These are all N slots, or with context parallelism those of `own_slots`. Stages other than the last get zeros.
         A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective.
         Padded rows need no mask: padding comes last, where no real token sees it.
         """
@@ -87,7 +147,7 @@ class PackedModel(nn.Module):
         else:
             arguments = {"position_ids": positions, "packed": inputs.packed}
         hidden = base(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
-        if self.weight_split is not None:
+        if self.weight_split is not None and self.has_outputs:
             hidden = self.weight_split.gather(hidden, summands=self._head_is_split)
         return hidden.flatten(0, 1)
 

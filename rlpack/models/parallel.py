@@ -27,6 +27,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.packed import PackedModel
 from rlpack.models.parts import local_part
+from rlpack.models.pipeline_parallel import duplicate_weights
 from rlpack.models.tensor_parallel import sharded_axis
 
 _PRECISION = {
@@ -110,7 +111,7 @@ def decoder_layers(policy: PackedModel) -> list[nn.Module]:
 
 
 def set_gradient_sync(policy: PackedModel, last: bool) -> None:
-    """Synchronize gradients only in the last microbatch of an optimizer step; call before each forward.
+    """Synchronize gradients only in the last microbatch of an optimizer step; call before each backward.
 
     Does nothing to a model that is not sharded.
     """
@@ -138,15 +139,17 @@ def clip_grad_norm(policy: PackedModel, max_norm: float) -> float:
     the gradients are unusable and the caller must skip the step.
     """
     gradients = [weight.grad for weight in policy.parameters() if weight.grad is not None]
-    norm = _norm(gradients).item()
+    counted = {id(weight.grad) for weight in duplicate_weights(policy)}
+    square = _square_norm([gradient for gradient in gradients if id(gradient) not in counted])
+    norm = (square if policy.stage is None else policy.stage.total(square)).sqrt().item()
     if math.isfinite(norm) and norm > max_norm:
         for gradient in gradients:
             local_part(gradient).mul_(max_norm / norm)
     return norm
 
 
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """Return the L2 norm of all gradients together, fp64 []; a collective.
+def _square_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the square of the L2 norm of all gradients together, fp64 []; a collective.
 
     Squares of sharded gradients are summed over ranks here, because dispatching each DTensor operation takes longer
     than the arithmetic.
@@ -168,7 +171,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
             square = square.to(mesh.device_type)  # from the host, if parameters are there
             dist.all_reduce(square, group=mesh.get_group(dim))
         total += square.to(total.device)
-    return total.sqrt()
+    return total
 
 
 def _whole(placement: Placement) -> Placement:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
-from rlpack.models.output_map import OutputMap, measure_output_map
-from rlpack.models.packed import PackedModel
+from rlpack.models.output_map import OutputMap, measure_output_map, run_measured_tokens
+from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.weight_split import VocabularyPart
 
 
@@ -62,7 +62,10 @@ class Policy(PackedModel):
         Raises:
             ModelError: its log-probs can't be computed from a linear output layer.
         """
-        self.output_map = self.run(lambda: measure_output_map(self.model, output_head(self.model)))
+        if self.has_outputs:
+            self.output_map = self.run(lambda: measure_output_map(self.model, output_head(self.model)))
+        else:
+            self.run(lambda: run_measured_tokens(self.model))
 
     def forward(
         self,
@@ -75,7 +78,7 @@ class Policy(PackedModel):
         """Score the tokens of a microbatch; the result is the same whether packed or padded.
 
         A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective;
-        its scores are empty and its gradients exactly zero.
+        its scores are empty and its gradients exactly zero. Pipeline stages other than the last return placeholders.
 
         Args:
             inputs: the microbatch.
@@ -84,6 +87,9 @@ class Policy(PackedModel):
             entropy: whether to compute entropies.
         """
         hidden = self.hidden_states(inputs)
+        if not self.has_outputs:
+            placeholders = self.placeholders(hidden, inputs.num_tokens)
+            return TokenScores(placeholders, torch.zeros_like(placeholders))
         selected = inputs.has_context() if select is None else inputs.has_context() & select
         targets = selected.nonzero()[:, 0]  # [P]
         # A token is predicted from the slot of the previous token, which precedes it in row order.
@@ -138,17 +144,21 @@ class Policy(PackedModel):
 
     def probe(self, inputs: ModelInputs) -> Tensor:
         """Return the log-probs of all tokens, [T]."""
-        return Policy.forward(self, inputs, entropy=False).logprobs
+        return self.shared(Policy.forward(self, inputs, entropy=False).logprobs)
 
     def probe_wrapped_model(self, rows: Tensor) -> Tensor:
         """Return the log-probs [R, L] of rows of equal length by the wrapped model's own head.
 
         Holds [R, L, V]; for few tokens only.
         """
+        if not self.has_outputs:
+            with self.whole_tokens():
+                hidden = language_model(self.model)(input_ids=rows, use_cache=False).last_hidden_state
+            return self.shared(self.placeholders(hidden, rows.numel()).view(rows.shape))
         with self.whole_tokens():
             logits = self.model(input_ids=rows, use_cache=False).logits[:, :-1]
         scores = logits.float().log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
-        return torch.cat([scores.new_zeros(rows.shape[0], 1), scores], 1)
+        return self.shared(torch.cat([scores.new_zeros(rows.shape[0], 1), scores], 1))
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:

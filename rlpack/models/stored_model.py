@@ -94,7 +94,8 @@ class StoredModel:
         """Allocate the tensors on the meta device, and read their values; no rank communicates.
 
         Args:
-            root: a module with some or all modules of `model`, sharded or not. Weights of the others are not read.
+            root: a module with some or all modules of `model`, sharded or not. Weights of the others are not read; nor
+                are those that `model` itself has lost as a pipeline stage.
             device: of the weights and buffers.
             weights_device: of the weights, if it isn't that of the buffers.
         """
@@ -102,7 +103,7 @@ class StoredModel:
         inside = {id(tensor) for tensor in [*root.parameters(), *root.buffers()]}
         state = {merged_name(name): tensor for name, tensor in self.model.state_dict(keep_vars=True).items()}
         for conversion in self.conversions:
-            if id(state[conversion.first]) in inside:
+            if conversion.first in state and id(state[conversion.first]) in inside:
                 self._read(conversion, state)
 
     def _read(self, conversion: Conversion, state: Mapping[str | None, Any]) -> None:

@@ -5,7 +5,8 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
 1. every parameter and every buffer of the checkpoint is in exactly one bucket, in the order of `named_parameters`; a
    tied weight comes once, under its first name;
 2. a bucket holds at most `bucket_bytes`, or a single tensor that is larger;
-3. a rank holds one bucket, and one whole tensor or a few MiB of small ones, at a time, never the whole model;
+3. a rank holds one bucket, and one whole tensor or a few MiB of small ones, at a time, never the whole model; with
+   pipeline stages every rank gets each bucket from the stage that has the weights;
 4. names and values are those of the model without adapters: W + scale·B·A in place of W; or only the adapters are
    sent, as A and scale·B.
 """
@@ -28,6 +29,8 @@ from rlpack.models.parts import copy_part, local_part, part_offsets, whole_tenso
 from rlpack.models.weight_files import WeightFiles
 
 BUCKET_BYTES = 256 * 2**20
+# Start of the names of the wrapped model's weights.
+_WRAPPED = "model."
 
 
 class TensorSpec(NamedTuple):
@@ -104,7 +107,7 @@ class WeightStream:
         self._sources: dict[str, str] = {}  # names in the stream to names in the policy
         name_of = peft_name if adapters_only else merged_name
         specs = []
-        for source, tensor in _weights(policy):
+        for source, tensor in _weights(policy.uncut):
             if (name := name_of(source)) is not None:
                 cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 specs.append(TensorSpec(name, tuple(tensor.shape), cast))
@@ -125,15 +128,18 @@ class WeightStream:
         weights, adapters = dict(_weights(self._policy)), find_adapters(self._policy.model)
         scales = {adapter.up: adapter.scale for adapter in adapters.values()} if self._adapters_only else {}
         bucket: dict[str, Tensor] = {}
-        specs = self.layout.buckets[index]
-        sources = [self._sources[spec.name] for spec in specs]
-        gathered = gather_weights([weights[source] for source in sources])
-        for spec, source, whole in zip(specs, sources, gathered, strict=True):
-            if (adapter := adapters.get(source)) is not None:
+        specs = [(spec, self._sources[spec.name]) for spec in self.layout.buckets[index]]
+        own = [source for _, source in specs if _is_own(self._policy, source)]
+        gathered = gather_weights([weights[source] for source in own])
+        for spec, source in specs:
+            whole = next(gathered) if source in own else torch.empty(spec.shape, dtype=spec.dtype)
+            if source in own and (adapter := adapters.get(source)) is not None:
                 down, up = gather_weights([weights[adapter.down], weights[adapter.up]])
                 whole = whole + adapter.scale * (up @ down)
-            elif (scale := scales.get(source)) is not None:
+            elif source in own and (scale := scales.get(source)) is not None:
                 whole = whole * scale
+            if (link := self._policy.stage) is not None:
+                whole = link.broadcast(whole.to(spec.dtype), self._policy.stages_of(_WRAPPED + source)[0])
             if keep:
                 bucket[spec.name] = whole.to("cpu", spec.dtype, copy=copy)
         return bucket
@@ -155,8 +161,15 @@ def full_state_dict(policy: PackedModel) -> dict[str, Tensor]:
 def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
     """Return the whole weights outside the wrapped model, such as a value head's, on the CPU; a collective."""
     reshard(policy)
-    own = [(name, weight) for name, weight in policy.named_parameters() if not name.startswith("model.")]
-    return {name: whole_tensor(weight).to("cpu", copy=True) for name, weight in own}
+    own, link, state = dict(policy.named_parameters()), policy.stage, {}
+    for name, weight in policy.uncut.named_parameters():
+        if name.startswith(_WRAPPED):
+            continue
+        whole = whole_tensor(own[name]) if name in own else torch.empty(weight.shape, dtype=weight.dtype)
+        if link is not None:
+            whole = link.broadcast(whole, policy.stages_of(name)[0])
+        state[name] = whole.to("cpu", copy=True)
+    return state
 
 
 def check_weights(model: PackedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -165,9 +178,9 @@ def check_weights(model: PackedModel, shapes: Mapping[str, tuple[int, ...]]) -> 
     Raises:
         ModelError: a weight is missing or has another shape, or a name belongs to no weight.
     """
-    weights = dict(_weights(model))
+    weights = dict(_weights(model.uncut))
     # A tied weight may come under each of its names.
-    known = {name for name, _ in model.model.named_parameters(remove_duplicate=False)} | set(weights)
+    known = {name for name, _ in model.uncut.model.named_parameters(remove_duplicate=False)} | set(weights)
     if missing := sorted(set(weights) - set(shapes)):
         raise ModelError(f"{len(missing)} weights are missing, the first is {missing[0]}; load this model's own state")
     if unknown := sorted(set(shapes) - known):
@@ -222,13 +235,16 @@ def base_name(model: PackedModel, name: str) -> str | None:
 
 
 def _weights(policy: PackedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and the buffers that a checkpoint holds, sharded where the policy is."""
+    """Yield the wrapped model's parameters and the buffers that a checkpoint holds, sharded where the policy is."""
     reshard(policy)
-    yield from policy.model.named_parameters()
-    for name, buffer in policy.model.named_buffers():
-        module, _, own = name.rpartition(".")
-        if own not in policy.model.get_submodule(module)._non_persistent_buffers_set:
-            yield name, buffer
+    for name, tensor in policy.stored_tensors():
+        if name.startswith(_WRAPPED):
+            yield name.removeprefix(_WRAPPED), tensor
+
+
+def _is_own(policy: PackedModel, name: str) -> bool:
+    """Return whether this pipeline stage is the first that has a weight of the wrapped model."""
+    return policy.stage is None or policy.stages_of(_WRAPPED + name)[0] == policy.stage.rank
 
 
 def _buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:

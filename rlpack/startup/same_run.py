@@ -113,10 +113,11 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shards(config: Mapping[str, Any], role: str) -> tuple[int, int, int]:
-    """Return how many ranks a role's weights are divided among, how many share each layer, and how many its experts."""
+    """Return how many ranks each layer of a role is divided among, how many share weights, and how many experts."""
     pools, roles = config["placement"]["pools"], config["placement"]["roles"]
     ranks = pools[roles.get(role, next(iter(pools)))]["ranks"]
-    return ranks // _size(config, role, "dp_replicate"), _size(config, role, "tp"), _size(config, role, "ep")
+    others = _size(config, role, "dp_replicate") * _size(config, role, "pp")
+    return ranks // others, _size(config, role, "tp"), _size(config, role, "ep")
 
 
 def _size(config: Mapping[str, Any], role: str, key: str) -> int:

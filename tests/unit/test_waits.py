@@ -57,6 +57,8 @@ BOUNDED = {
     },
     "it runs on a rank, within a call that the driver ends at its deadline": {
         "rlpack/distributed/process.py: self._background.pop(call_id).result()",
+        "rlpack/models/stage_link.py: dist.recv(tensor, group=group, group_src=stage)",
+        "rlpack/models/stage_link.py: work.wait()",
     },
     "the method of a pool, which has its own deadline": {
         "rlpack/rewards/scoring.py: self._pool.wait()",

@@ -33,6 +33,11 @@ class Parallel(Section):
         description="Ranks that share the weights of each layer (tensor parallelism). The number of attention heads "
         "and of key and value heads has to be divisible by it, and hidden_size by dp_shard · cp.",
     )
+    pp: Count = Field(
+        default=1,
+        description="Pipeline stages, each of which has some whole layers of the model; at most the number of layers. "
+        "The number of microbatches of an optimizer step is made a multiple of it.",
+    )
     sp: bool = Field(
         default=True,
         description="With tp above 1, whether each of its ranks keeps only its part of the tokens outside attention "
@@ -53,5 +58,6 @@ class RoleParallel(Section):
     dp_shard: ShardCount | None = Field(default=None, description="As actor.parallel.dp_shard; null inherits it.")
     cp: Count | None = Field(default=None, description="As actor.parallel.cp; null inherits it.")
     tp: Count | None = Field(default=None, description="As actor.parallel.tp; null inherits it.")
+    pp: Count | None = Field(default=None, description="As actor.parallel.pp; null inherits it.")
     sp: bool | None = Field(default=None, description="As actor.parallel.sp; null inherits it.")
     ep: Count | None = Field(default=None, description="As actor.parallel.ep; null inherits it.")

@@ -39,6 +39,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas2ep2": (4, {"dp_replicate": 2, "ep": 2}),
     "cp2ep2": (2, {"cp": 2, "ep": 2}),
     "ep2tp2": (4, {"ep": 2, "tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "pp2dp2": (4, {"pp": 2}),
+    "pp2replicas2": (4, {"pp": 2, "dp_replicate": 2}),
+    "pp4": (4, {"pp": 4}),
+    "pp2cp2": (4, {"pp": 2, "cp": 2}),
+    "pp2tp2": (4, {"pp": 2, "tp": 2}),
+    "pp2ep2": (4, {"pp": 2, "ep": 2}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -55,6 +62,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Layouts that divide experts run these families; the others run all but Mixtral.
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
+# Families with more layers, unevenly divided among four stages, and of different kinds.
+_KINDS = ["sliding_attention", "full_attention"]
+DEEP = {f"{name}_deep": family | {"num_hidden_layers": 5} for name, family in FAMILIES.items()}
+DEEP["gemma3_deep"] |= {"layer_types": [*_KINDS, *_KINDS, "sliding_attention"]}
 # A loss over whole sequences, one over tokens with statistics of the step, and the default one.
 LOSSES: dict[str, dict[str, Any]] = {
     "llama": {"loss": "gspo", "clip_low": 0.03, "clip_high": 0.03},
@@ -85,9 +96,18 @@ class Case:
     role: str
 
 
+def families_of(layout: str) -> list[str]:
+    """Return the families whose models have what a layout divides: experts, or enough layers."""
+    sizes = LAYOUTS[layout][1]
+    if "ep" in sizes:
+        return list(WITH_EXPERTS)
+    families = [name for name in FAMILIES if name != "mixtral"]
+    return [f"{name}_deep" for name in families] if sizes.get("pp", 1) > MODEL["num_hidden_layers"] else families
+
+
 def cases_of(layout: str) -> list[Case]:
     """Return what runs on a layout: everything on request, else each family, mode and role at least once."""
-    families = list(WITH_EXPERTS if "ep" in LAYOUTS[layout][1] else [name for name in FAMILIES if name != "mixtral"])
+    families = families_of(layout)
     product = [Case(*names) for names in itertools.product(families, MODES, ROLES)]
     if os.environ.get("RLPACK_LAYOUTS") == "all":
         return product
@@ -105,7 +125,7 @@ def config_of(
     shape = {key: value for key, value in MODEL.items() if key != "model_type"}
     config = tiny_config(
         recipe="ppo",
-        model=Model(config=shape | FAMILIES[family]),
+        model=Model(config=shape | (FAMILIES | DEEP)[family]),
         algorithm=algorithm(family),
         rollout=Rollout(temperature=TEMPERATURE),
         critic=CRITIC.model_copy(update={"optimizer": CRITIC.optimizer.model_copy(update={"max_grad_norm": 1e9})}),
@@ -131,7 +151,7 @@ def layout_of(layout: str, role: str = "actor") -> ParallelLayout:
 
 def algorithm(family: str) -> Algorithm:
     """Return the algorithm of a family's actor, with a KL term and an entropy bonus."""
-    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05, **LOSSES.get(family, {}))
+    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05, **LOSSES.get(family.removesuffix("_deep"), {}))
 
 
 def batch_of(family: str) -> Any:

@@ -17,6 +17,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
 from rlpack.packing import make_plan
@@ -65,16 +66,17 @@ def _actor(context: RankContext, config: Config, case: Case, batch: BatchedDataD
     sent = batch.keep(["input_ids", "response_mask"])
     scores = _rows(actor.logprobs, context, config, sent, temperature=temperature)["logprobs"].values
     metrics = _step(actor.train_step, context, config, batch, loss)
-    return scores.numpy(), metrics, _arrays(policy.model)
+    return scores.numpy(), metrics, _gradients(policy, "model.")
 
 
 def _critic(context: RankContext, config: Config, case: Case, batch: BatchedDataDict) -> Found:
     critic = CriticWorker.from_settings(context, config, tiny_tokenizer())
-    _set_head(critic._critic.head.weight)
+    if critic._critic.has_outputs:
+        _set_head(critic._critic.head.weight)
     critic._stepper._optimizer = torch.optim.SGD(critic._critic.parameters(), lr=RATE)
     values = _rows(critic.values, context, config, batch.keep(["input_ids", "response_mask"]))["values"].values
     metrics = _step(critic.train_step, context, config, batch, ValueLoss(CRITIC.value_clip))
-    return values.numpy(), metrics, _arrays(critic._critic)
+    return values.numpy(), metrics, _gradients(critic._critic, "")
 
 
 def _reward_model(context: RankContext, config: Config, case: Case, batch: BatchedDataDict) -> Found:
@@ -115,9 +117,19 @@ def _set_head(weight: Tensor) -> None:
         weight.copy_(whole)
 
 
-def _arrays(module: nn.Module) -> dict[str, np.ndarray]:
-    named = ((name, parameter.grad) for name, parameter in module.named_parameters())
-    return {name: _whole(gradient).numpy().copy() for name, gradient in named if gradient is not None}
+def _gradients(model: PackedModel, prefix: str) -> dict[str, np.ndarray]:
+    """Return all gradients by the names of the weights without the prefix; a collective."""
+    named = ((name.removeprefix(prefix), parameter.grad) for name, parameter in model.named_parameters())
+    return _of_stages(model, {name: _whole(grad).numpy().copy() for name, grad in named if grad is not None})
+
+
+def _of_stages(model: PackedModel, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of all pipeline stages; those of tied weights are equal."""
+    arrays: dict[str, np.ndarray] = {}
+    for part in [own] if model.stage is None else model.stage.gather(own):
+        for name, array in part.items():
+            assert np.array_equal(arrays.setdefault(name, array), array), name
+    return arrays
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -179,11 +191,11 @@ def load_and_save(mesh: Any, rank: int, layout: str, family: str, folders: tuple
 
 def _state(actor: ActorWorker) -> dict[str, np.ndarray]:
     """Return all weights and moments of AdamW by name; a collective."""
-    optimizer, state = actor._stepper._optimizer, {}
-    for name, weight in actor._scorer.policy.model.named_parameters():
+    optimizer, policy, state = actor._stepper._optimizer, actor._scorer.policy, {}
+    for name, weight in policy.model.named_parameters():
         state[name] = _whole(weight).numpy().copy()
         state |= {f"{name}/{key}": _whole(value).numpy().copy() for key, value in optimizer.state[weight].items()}
-    return state
+    return _of_stages(policy, state)
 
 
 def export(mesh: Any, rank: int, layout: str, family: str, folder: Path) -> dict[str, np.ndarray]:

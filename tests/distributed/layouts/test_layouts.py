@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from tests.builders import MODEL, tiny_tokenizer
 from tests.distributed.layouts import ranks
-from tests.distributed.layouts.cases import FAMILIES, LAYOUTS, cases_of
+from tests.distributed.layouts.cases import DEEP, FAMILIES, LAYOUTS, cases_of
 from tests.distributed.layouts.truth import batch_with_values, expected
 from tests.distributed.processes import on_ranks
 
@@ -18,7 +18,7 @@ from tests.distributed.processes import on_ranks
 def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the folder of a tiny sequence classifier of each family."""
     folders = {}
-    for name, family in FAMILIES.items():
+    for name, family in (FAMILIES | DEEP).items():
         settings = {key: value for key, value in (MODEL | family).items() if key != "model_type"}
         config = AutoConfig.for_model(
             family["model_type"], vocab_size=len(tiny_tokenizer()), num_labels=1, pad_token_id=0, **settings
@@ -50,7 +50,8 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("layout", "family"), [("cp2", "gemma3"), ("tp2", "gemma3"), ("tp2sp", "gemma3"), ("ep2", "qwen3_moe")]
+    ("layout", "family"),
+    [("cp2", "gemma3"), ("tp2", "gemma3"), ("tp2sp", "gemma3"), ("ep2", "qwen3_moe"), ("pp2", "gemma3")],
 )
 def test_a_model_that_ranks_share_passes_the_checks_of_a_start(
     tmp_path: Path, layout: str, family: str, precision: str
@@ -67,8 +68,14 @@ def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("family", "chain"),
     [
-        ("llama", ("hsdp2x2", "dp4", "dp2tp2", "replicas2", "cp2tp2", "one", "cp2", "tp2sp", "hsdp2x2")),
-        ("qwen3_moe", ("ep2", "dp2", "tp2", "ep4", "one", "dp2ep2", "ep2tp2", "replicas2ep2", "cp2ep2", "ep2")),
+        (
+            "llama",
+            ("hsdp2x2", "dp4", "dp2tp2", "pp2dp2", "replicas2", "cp2tp2", "one", "pp2", "cp2", "tp2sp", "hsdp2x2"),
+        ),
+        (
+            "qwen3_moe",
+            ("ep2", "dp2", "tp2", "ep4", "one", "dp2ep2", "pp2ep2", "ep2tp2", "replicas2ep2", "cp2ep2", "ep2"),
+        ),
     ],
 )
 def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(
@@ -86,7 +93,10 @@ def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [("hsdp2x2", "llama"), ("dp2cp2", "llama"), ("dp2tp2", "llama"), ("dp2ep2", "mixtral"), ("ep2tp2", "qwen3_moe")],
+    [
+        *(("hsdp2x2", "llama"), ("dp2cp2", "llama"), ("dp2tp2", "llama"), ("pp2dp2", "llama")),
+        *(("dp2ep2", "mixtral"), ("ep2tp2", "qwen3_moe"), ("pp2ep2", "qwen3_moe")),
+    ],
 )
 def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(
     layout: str, family: str, tmp_path: Path

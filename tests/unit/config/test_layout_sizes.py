@@ -22,16 +22,17 @@ def problems(ranks: int = 4, **sections) -> str:
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
-        ({}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}),
-        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}),
-        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}),
-        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}),
-        ({"cp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1, "ep": 1}),
-        ({"cp": 4}, {"dp_replicate": 1, "dp_shard": 1, "cp": 4, "tp": 1, "ep": 1}),
-        ({"tp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "ep": 1}),
-        ({"cp": 2, "tp": 2, "sp": False}, {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2, "ep": 1}),
-        ({"ep": 4}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 4}),
-        ({"cp": 2, "tp": 2, "ep": 2}, {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2, "ep": 2}),
+        ({}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "pp": 1, "ep": 1}),
+        ({"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1}),
+        ({"dp_replicate": 4}, {"dp_replicate": 4, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 1}),
+        ({"cp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 1, "pp": 1, "ep": 1}),
+        ({"cp": 4}, {"dp_replicate": 1, "dp_shard": 1, "cp": 4, "tp": 1, "pp": 1, "ep": 1}),
+        ({"tp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1, "ep": 1}),
+        ({"cp": 2, "tp": 2, "sp": False}, {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2, "pp": 1, "ep": 1}),
+        ({"pp": 2}, {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 2, "ep": 1}),
+        ({"ep": 4}, {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "pp": 1, "ep": 4}),
+        ({"cp": 2, "tp": 2, "ep": 2}, {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2, "pp": 1, "ep": 2}),
     ],
 )
 def test_shards_take_the_ranks_that_are_left(parallel, expected):
@@ -41,9 +42,23 @@ def test_shards_take_the_ranks_that_are_left(parallel, expected):
 def test_roles_inherit_the_actors_layout_or_set_their_own():
     sections = {"actor": {"parallel": {"dp_replicate": 2}}, "critic": {"parallel": {"dp_replicate": 1}}}
     config = config_of(**sections)
-    assert layout_sizes(config, "reference", 4) == {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1}
-    assert layout_sizes(config, "reward_model", 2) == {"dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
-    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
+    assert layout_sizes(config, "reference", 4) == {
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "cp": 1,
+        "tp": 1,
+        "pp": 1,
+        "ep": 1,
+    }
+    assert layout_sizes(config, "reward_model", 2) == {
+        "dp_replicate": 2,
+        "dp_shard": 1,
+        "cp": 1,
+        "tp": 1,
+        "pp": 1,
+        "ep": 1,
+    }
+    assert layout_sizes(config, "critic", 4) == {"dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
     assert role_parallel(config, "critic").dp_shard == -1
 
 
@@ -93,6 +108,9 @@ def test_roles_without_a_model_have_data_ranks_only():
         ),
         (4, {"ep": 4, "tp": 2}, "actor.parallel.ep (4) doesn't divide the 2 rank(s) of dp_shard · cp"),
         (4, {"ep": 4, "dp_replicate": 2}, "set actor.parallel.ep=2"),
+        (4, {"pp": 3}, "actor.parallel.pp (3) doesn't divide the 4 rank(s)"),
+        (4, {"pp": 3}, "set actor.parallel.pp=2, or placement.pools.main.ranks=6"),
+        (4, {"pp": 4, "tp": 2}, "actor.parallel.tp (2) × actor.parallel.pp (4) is 8, which doesn't divide"),
         (4, {"dp_shard": 0}, "actor.parallel.dp_shard is 0; set the number of ranks that share the weights, or -1"),
         (4, {"dp_shard": -2}, "actor.parallel.dp_shard is -2; it has to be at least -1"),
         (4, {"dp_replicate": 0}, "actor.parallel.dp_replicate is 0; it has to be at least 1"),

@@ -119,6 +119,15 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
         ({"num_key_value_heads": 4}, 6, {"tp": 2}, r"rows of 32 elements, .* by the 3 ranks \(dp_shard · cp\)"),
         ({"num_key_value_heads": 4}, 8, {"tp": 2, "cp": 4}, r"2 attention heads on each of the 2 ranks of .*cp=2"),
         (GPTJ, 2, {"tp": 2}, r"can't be run packed .* set actor\.parallel\.tp=1"),
+        (
+            {"num_hidden_layers": 3},
+            8,
+            {"pp": 4},
+            r"3 layers, fewer than the 4 stages of actor\.parallel\.pp; set .*pp=2",
+        ),
+        ({"num_hidden_layers": 3}, 8, {"pp": 4, "cp": 2}, r"fewer than the 4 stages of .*; set .*pp=2"),
+        (GPTJ, 2, {"pp": 2}, r"can't be run packed"),
+        ({"model_type": "granite"}, 2, {"pp": 2}, r"layer 0 doesn't get what the embedding returns; set .*pp=1"),
         ({"model_type": "olmo2"}, 2, {"tp": 2}, r"tensor parallelism supports the model types gemma, .*; set .*\.tp=1"),
         (MOE, 4, {"ep": 4}, r"\(mixtral\) has 6 experts, which is not divisible by actor.*\.ep \(4\); set .*\.ep=2"),
         (MOE, 8, {"ep": 2, "tp": 2}, r"not divisible by .*\.ep \(2\) × actor.*\.tp \(2\); set actor.*\.ep=1"),
@@ -132,7 +141,7 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
         (DBRX, 2, {"ep": 2}, r"\(dbrx\) has no stacked experts that the 2 ranks of actor.*; set .*\.ep=1"),
     ],
 )
-def test_ranks_that_share_weights_divide_them(model, ranks, parallel, message):
+def test_ranks_that_share_weights_or_layers_divide_them(model, ranks, parallel, message):
     placement, actor = Placement(pools={"main": Pool(ranks=ranks)}), Actor(parallel=Parallel(**parallel))
     shape = (
         model

@@ -1,0 +1,177 @@
+"""Pipeline parallelism: each stage holds some of the decoder layers, and passes hidden states on.
+
+The first stage also has the embedding, the last one the final norm and the head. A stage is the family's own module
+tree with placeholders for what other stages hold. Layers keep their indices, so weights keep their names and each layer
+gets the mask and rotary frequencies of its place; and the family's own forward pass runs unchanged:
+
+| module of another stage | placeholder |
+|---|---|
+| embedding | receives the hidden states of the previous stage |
+| decoder layer | passes hidden states on |
+| final norm | sends hidden states to the next stage |
+| head | is never called |
+
+Hidden states are received and sent in the model's forward pass, and their gradients in the backward pass of autograd.
+A schedule is then only the order in which a rank runs forward and backward passes; in a pass without gradients, stages
+overlap without one. Tied weights are on the first and the last stage, which add their gradients.
+
+Letters: L layers, P stages, M microbatches.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel, language_model
+from rlpack.models.parts import local_part
+from rlpack.models.stage_link import StageLink
+from rlpack.models.stage_wiring import EMBEDDING, LAYERS, NORM, wiring_problem
+
+M = TypeVar("M", bound=PackedModel)
+
+
+class Turn(NamedTuple):
+    """A forward or backward pass of a microbatch, counted from 0."""
+
+    direction: Literal["forward", "backward"]
+    microbatch: int
+
+
+def pipeline_turns(microbatches: int, link: StageLink | None) -> Iterator[Turn]:
+    """Yield the passes of an optimizer step in the order of one stage: one forward, one backward (1F1B).
+
+    A stage first runs as many forward passes as there are stages behind it, so it keeps the activations of at most that
+    many microbatches and one. Without stages, each forward pass is followed by its backward pass.
+
+    Source: Narayanan et al. 2019, PipeDream, doi:10.1145/3341301.3359646; flushed at each step as in arXiv:2104.04473.
+    """
+    ahead = 0 if link is None else min(link.num_stages - link.rank - 1, microbatches)
+    for number in range(ahead):
+        yield Turn("forward", number)
+    for number in range(microbatches):
+        if number + ahead < microbatches:
+            yield Turn("forward", number + ahead)
+        yield Turn("backward", number)
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Return the layers of each stage; of uneven parts the first are larger, because the last stage has the head.
+
+    >>> stage_layers(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    size, larger = divmod(num_layers, num_stages)
+    starts = [stage * size + min(stage, larger) for stage in range(num_stages + 1)]
+    return [range(*pair) for pair in pairwise(starts)]
+
+
+def cut_model(model: M, link: StageLink, whole: M) -> None:
+    """Keep one stage of a model, in place; a collective of the stages.
+
+    Args:
+        model: on any device, not sharded.
+        link: this rank's stage.
+        whole: what `meta_copy` returned for the model.
+
+    Raises:
+        ModelError: the model can't be cut.
+    """
+    if problem := wiring_problem(whole.model):
+        raise ModelError(
+            f"{type(whole.model).__name__} can't be cut into pipeline stages: {problem}; set *.parallel.pp=1"
+        )
+    base = language_model(model.model)
+    layers = cast(nn.ModuleList, base.get_submodule(LAYERS))
+    own = stage_layers(len(layers), link.num_stages)[link.rank]
+    for index in range(len(layers)):
+        if index not in own:
+            layers[index] = _PassOn()
+    head, embedding = model.model.get_output_embeddings(), cast(nn.Embedding, base.get_submodule(EMBEDDING))
+    is_tied = head is not None and head.weight is embedding.weight
+    if not link.is_first:
+        weight = embedding.get_parameter("weight") if is_tied and link.is_last else None
+        base.register_module(EMBEDDING, _Received(model, link, embedding.embedding_dim, weight))
+    if not link.is_last:
+        base.register_module(NORM, _Sent(link))
+        heads = [(model, name) for name, child in model.named_children() if child is not model.model]
+        if not (is_tied and link.is_first):
+            heads += [(model.model, name) for name, child in model.model.named_children() if child is head]
+        for parent, name in heads:
+            parent.register_module(name, _Elsewhere())
+    model.set_stage(link, whole, link.gather([name for name, _ in model.stored_tensors()]))
+
+
+def add_tied_gradients(model: PackedModel) -> None:
+    """Add the gradients of tied weights of the first and the last stage; a collective of these."""
+    for weight in _tied_weights(model):
+        assert model.stage is not None
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        model.stage.add_other_end(local_part(weight.grad))
+
+
+def duplicate_weights(model: PackedModel) -> Sequence[Tensor]:
+    """Return the weights that an earlier stage has, too."""
+    return [] if model.stage is None or model.stage.is_first else _tied_weights(model)
+
+
+def _tied_weights(model: PackedModel) -> list[nn.Parameter]:
+    """Return the trained weights that both the first and the last stage have."""
+    link = model.stage
+    if link is None or not (link.is_first or link.is_last):
+        return []
+    return [
+        weight for name, weight in model.named_parameters() if weight.requires_grad and len(model.stages_of(name)) > 1
+    ]
+
+
+def meta_copy(model: M) -> M:
+    """Return a copy of a model without values, on the meta device; before ranks share its weights."""
+    memo: dict[int, Any] = {}
+    for weight in model.parameters():
+        memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+class _PassOn(nn.Module):
+    """A decoder layer of another stage."""
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return hidden_states
+
+
+class _Received(nn.Module):
+    """The embedding of another stage: hidden states of the previous one, [R, L, d]."""
+
+    def __init__(self, model: PackedModel, link: StageLink, size: int, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self._model, self._link, self._size = [model], link, size  # a list, because it isn't a submodule
+        if weight is not None:  # the tied weight of the head
+            self.weight = weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows, length = input_ids.shape
+        split = self._model[0].weight_split
+        parts = split.num_ranks if split is not None and split.splits_tokens else 1
+        return self._link.receive(rows, length // parts, self._size)
+
+
+class _Sent(nn.Module):
+    """The final norm of another stage: hidden states go to the next one."""
+
+    def __init__(self, link: StageLink) -> None:
+        super().__init__()
+        self._link = link
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self._link.send(hidden_states)
+
+
+class _Elsewhere(nn.Module):
+    """A head of another stage."""

@@ -1,0 +1,161 @@
+"""Stages of a pipeline train, move and export the same weights as one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Config, Model
+from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.models.errors import ModelError
+from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.open_model import open_causal_lm
+from rlpack.models.packed import PackedModel
+from rlpack.models.pipeline_parallel import cut_model, meta_copy
+from rlpack.models.policy import Policy
+from rlpack.models.stage_link import StageLink
+from rlpack.models.weight_stream import WeightForm, full_state_dict, load_folder
+from rlpack.worker import RankContext
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.critic import CriticWorker
+from rlpack.workers.loss import ValueLoss
+from tests.builders import exported_weights, tiny_tokenizer
+from tests.distributed.actors import policy_loss
+from tests.distributed.layouts import ranks
+from tests.distributed.layouts.cases import LAYOUTS, config_of, in_mode, layout_of
+from tests.distributed.layouts.truth import batch_with_values
+from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
+from tests.distributed.processes import on_ranks
+from tests.unit.models.tiny import tiny_model
+
+CANARY = torch.tensor([[3, 5, 7, 11], [2, 4, 6, 8]])
+# What of a run of one rank a pipeline repeats. Llama's embedding is tied, so it is on two stages.
+RUNS: dict[str, dict[str, Any]] = {
+    "clipped": {"optimizer": Optimizer(max_grad_norm=0.05, learning_rate=0.02)},
+    "first stage frozen": {"optimizer": Optimizer(freeze=("*layers.0.*", "*embed_tokens*"), learning_rate=0.02)},
+    "without decay": {"optimizer": Optimizer(no_decay=("*layers.1.*",), weight_decay=0.5, learning_rate=0.02)},
+    "adapters": {"lora": Lora(rank=3), "gradient_checkpointing": "full"},
+    "adapters of one stage": {"lora": Lora(rank=3, targets=("*layers.1.*",))},
+    "offloaded": {"offload": "optimizer"},
+}
+
+
+def actor_of(context: RankContext, layout: str, name: str) -> tuple[ActorWorker, Config]:
+    config = in_mode(config_of("llama", layout=layout), "packed")
+    actor = config.actor.model_copy(update=RUNS[name] | {"isolation_check": True})
+    config = config.model_copy(update={"actor": actor})
+    return ActorWorker.from_settings(context, config, tiny_tokenizer()), config
+
+
+def trained(mesh: DeviceMesh, rank: int, layout: str, name: str, batch: BatchedDataDict, folder: Path) -> Any:
+    """Take two steps, save, load, and take another; return metrics, canary, and the weights that this rank exports."""
+    context = RankContext("main", rank, layout_of(layout))
+    actor, config = actor_of(context, layout, name)
+    metrics = [ranks._step(actor.train_step, context, config, batch, policy_loss(config)) for _ in range(2)]
+    actor.save(str(folder))
+    again, _ = actor_of(context, layout, name)
+    again.load(str(folder))
+    metrics.append(ranks._step(again.train_step, context, config, batch, policy_loss(config)))
+    weights = {key: weight.numpy().copy() for key, weight in exported_weights(again).items()}
+    return metrics, again.canary_logprobs(CANARY), weights
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_pipeline_trains_like_one_rank(tmp_path: Path, name: str):
+    batch = batch_with_values("llama")
+    (expected,) = on_ranks(tmp_path, 1, trained, "one", name, batch, tmp_path / "one")
+    found = on_ranks(tmp_path, 2, trained, "pp2", name, batch, tmp_path / "pp2")
+    for step, truth in zip(found[0][0], expected[0], strict=True):
+        assert step == [pytest.approx(metrics, rel=1e-4, abs=1e-6) for metrics in truth]
+    assert all(np.abs(canary - expected[1]).max() < 1e-4 for _, canary, _ in found)
+    weights = found[0][2] | found[1][2]
+    assert len(weights) == len(found[0][2]) + len(found[1][2])
+    assert weights.keys() == expected[2].keys()
+    assert all(np.abs(weights[key] - value).max() < 1e-4 for key, value in expected[2].items())
+
+
+def moved(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> Any:
+    """Send a policy's weights to a critic, train and export it; read a policy's folder; return critic's values."""
+    context, config = RankContext("main", rank, layout_of(layout)), in_mode(config_of("llama", layout=layout), "packed")
+    actor = ActorWorker.from_settings(context, config, tiny_tokenizer())
+    other = config.model_copy(update={"seed": config.seed + 1})
+    critic = CriticWorker.from_settings(context, other, tiny_tokenizer())
+    stream = actor.open_weights(WeightForm(torch.float32))
+    critic.check_weights(stream)
+    for index in range(len(stream)):
+        buckets: list[Any] = [None] * context.num_ranks
+        torch.distributed.all_gather_object(buckets, actor.export_bucket(index, WeightForm(torch.float32), 1))
+        critic.load_bucket(next(bucket for bucket in buckets if bucket), 1)
+    critic.finish_transfer(1)
+    ranks._step(critic.train_step, context, config, batch, ValueLoss(0.1))
+    critic.export_model(str(folder / "critic"))
+    values = ranks._rows(critic.values, context, config, batch.keep(["input_ids", "response_mask"]))["values"].values
+    actor.export_reference(str(folder / "policy"))
+    torch.distributed.barrier()
+    second = ActorWorker.from_settings(context, other, tiny_tokenizer())
+    load_folder(second._scorer.policy, folder / "policy")
+    states = full_state_dict(actor._scorer.policy), full_state_dict(second._scorer.policy)
+    assert all(torch.equal(states[1][name], weight) for name, weight in states[0].items())
+    with pytest.raises(ModelError, match="weights are missing"):
+        load_folder(second._scorer.policy, folder / "critic")
+    return values.numpy()
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2dp2"])
+def test_weights_move_between_pipelines_and_folders(tmp_path: Path, layout: str):
+    batch = batch_with_values("llama")
+    (expected,) = on_ranks(tmp_path, 1, moved, "one", batch, tmp_path / "one")
+    for values in on_ranks(tmp_path, LAYOUTS[layout][0], moved, layout, batch, tmp_path / layout):
+        assert np.abs(values - expected).max() < 1e-5
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "policy") for name in ("one", layout)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+    heads = [(tmp_path / name / "critic" / "value_head.safetensors").stat().st_size for name in ("one", layout)]
+    assert heads[0] == heads[1]
+
+
+def pipeline() -> StageLink:
+    return StageLink(torch.distributed.new_group(), torch.distributed.new_group(), "cpu")
+
+
+def loading_memory(mesh: DeviceMesh, rank: int, folder: str) -> tuple[int, int]:
+    """Return how far memory rises while a stage loads its layers, and their size."""
+    stored = open_causal_lm(Model(path=folder), attention_name="eager")
+    policy = Policy(stored.model)
+    cut_model(policy, pipeline(), meta_copy(policy))
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    stored.materialize(policy, "cpu")
+    return peak_bytes() - before, sum(weight.nbytes for weight in policy.parameters())
+
+
+def test_memory_of_a_loading_stage_is_bounded_by_its_layers(tmp_path: Path):
+    large_policy().model.save_pretrained(tmp_path / "model", max_shard_size="90MB")
+    sizes = []
+    for rise, part in on_ranks(tmp_path, 2, loading_memory, str(tmp_path / "model")):
+        assert rise < 1.3 * part + 16 * MIB
+        sizes.append(part)
+    assert 200 * MIB < sum(sizes) < 220 * MIB
+
+
+def wrong_stage(mesh: DeviceMesh, rank: int) -> str:
+    """Return the error of a model that can't be cut."""
+    model = tiny_model("llama", dtype=torch.float32)
+    model.model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    policy: PackedModel = Policy(model) if rank else ScalarHeadModel(model.model)
+    try:
+        cut_model(policy, pipeline(), meta_copy(policy))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_cannot_be_cut_is_an_error_on_every_rank(tmp_path: Path):
+    for message in on_ranks(tmp_path, 2, wrong_stage):
+        assert "can't be cut into pipeline stages: it has weights outside of embedding, layers" in message
+        assert "set *.parallel.pp=1" in message
