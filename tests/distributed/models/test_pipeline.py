@@ -45,38 +45,45 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def actor_of(context: RankContext, layout: str, name: str) -> tuple[ActorWorker, Config]:
+# Runs that start with all checks of a model.
+CHECKED = ("first stage frozen", "adapters")
+
+
+def actor_of(context: RankContext, layout: str, name: str, *, checked: bool = False) -> tuple[ActorWorker, Config]:
     config = in_mode(config_of("llama", layout=layout), "packed")
-    actor = config.actor.model_copy(update=RUNS[name] | {"isolation_check": True})
+    actor = config.actor.model_copy(update=RUNS[name] | {"isolation_check": checked})
     config = config.model_copy(update={"actor": actor})
     return ActorWorker.from_settings(context, config, tiny_tokenizer()), config
 
 
-def trained(mesh: DeviceMesh, rank: int, layout: str, name: str, batch: BatchedDataDict, folder: Path) -> Any:
+def trained(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, Any]:
     """Take two steps, save, load, and take another; return metrics, canary, and the weights that this rank exports."""
-    context = RankContext("main", rank, layout_of(layout))
-    actor, config = actor_of(context, layout, name)
-    metrics = [ranks._step(actor.train_step, context, config, batch, policy_loss(config)) for _ in range(2)]
-    actor.save(str(folder))
-    again, _ = actor_of(context, layout, name)
-    again.load(str(folder))
-    metrics.append(ranks._step(again.train_step, context, config, batch, policy_loss(config)))
-    weights = {key: weight.numpy().copy() for key, weight in exported_weights(again).items()}
-    return metrics, again.canary_logprobs(CANARY), weights
+    context, found = RankContext("main", rank, layout_of(layout)), {}
+    for number, name in enumerate(RUNS):
+        actor, config = actor_of(context, layout, name, checked=name in CHECKED)
+        metrics = [ranks._step(actor.train_step, context, config, batch, policy_loss(config)) for _ in range(2)]
+        actor.save(f"{folder}-{number}")
+        again, _ = actor_of(context, layout, name)
+        again.load(f"{folder}-{number}")
+        metrics.append(ranks._step(again.train_step, context, config, batch, policy_loss(config)))
+        weights = {key: weight.numpy().copy() for key, weight in exported_weights(again).items()}
+        found[name] = metrics, again.canary_logprobs(CANARY), weights
+    return found
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_pipeline_trains_like_one_rank(tmp_path: Path, name: str):
+def test_a_pipeline_trains_like_one_rank(tmp_path: Path):
     batch = batch_with_values("llama")
-    (expected,) = on_ranks(tmp_path, 1, trained, "one", name, batch, tmp_path / "one")
-    found = on_ranks(tmp_path, 2, trained, "pp2", name, batch, tmp_path / "pp2")
-    for step, truth in zip(found[0][0], expected[0], strict=True):
-        assert step == [pytest.approx(metrics, rel=1e-4, abs=1e-6) for metrics in truth]
-    assert all(np.abs(canary - expected[1]).max() < 1e-4 for _, canary, _ in found)
-    weights = found[0][2] | found[1][2]
-    assert len(weights) == len(found[0][2]) + len(found[1][2])
-    assert weights.keys() == expected[2].keys()
-    assert all(np.abs(weights[key] - value).max() < 1e-4 for key, value in expected[2].items())
+    (truths,) = on_ranks(tmp_path, 1, trained, "one", batch, tmp_path / "one")
+    stages = on_ranks(tmp_path, 2, trained, "pp2", batch, tmp_path / "pp2")
+    for name, (metrics, canary, expected) in truths.items():
+        found = [stage[name] for stage in stages]
+        for step, truth in zip(found[0][0], metrics, strict=True):
+            assert step == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in truth], name
+        assert all(np.abs(other - canary).max() < 1e-4 for _, other, _ in found), name
+        weights = found[0][2] | found[1][2]
+        assert len(weights) == len(found[0][2]) + len(found[1][2])
+        assert weights.keys() == expected.keys()
+        assert all(np.abs(weights[key] - value).max() < 1e-4 for key, value in expected.items()), name
 
 
 def moved(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> Any:
