@@ -13,6 +13,7 @@ OTHERS = {
         2,
         ("batching=dynamic", "rollout.max_num_seqs=3", "actor.parallel.cp=2"),
     ),
+    "packed in two stages": (2, ("batching=packed", "actor.parallel.pp=2", "reference.parallel.pp=1")),
     "fixed in two replicas": (
         2,
         (
