@@ -49,6 +49,7 @@ class Setting:
     ranks: int = 1
     tp: int = 1
     cp: int = 1
+    pp: int = 1
     checkpointing: str = "none"
     precision: str = "fp32"
     lora: int = 0
@@ -71,6 +72,7 @@ SETTINGS = {
     "dp2, two microbatches, bf16": Setting(2, microbatches=2, precision="bf16"),
     "tp2": Setting(2, tp=2),
     "cp2": Setting(2, cp=2),
+    "pp2": Setting(2, pp=2, microbatches=4),
 }
 
 
@@ -100,7 +102,7 @@ def config_of(setting: Setting, size: Size) -> Config:
         "gradient_checkpointing": setting.checkpointing,
         "offload": setting.offload,
         "lora": Lora(rank=setting.lora),
-        "parallel": Parallel(tp=setting.tp, cp=setting.cp),
+        "parallel": Parallel(tp=setting.tp, cp=setting.cp, pp=setting.pp),
         "isolation_check": False,
     }
     return Config(model=Model(config=shape), actor=Actor(**actor), placement=Placement(pools={"main": pool}))
@@ -125,18 +127,20 @@ def measure(setting: Setting, size: Size, rank: int, store: str, *, resident: bo
     stepper = OptimizerStepper("actor", policy, config.actor.optimizer, context)
     inputs = pack_rows([torch.randint(len(tokenizer), (longest,)) for _ in range(4 * setting.cp)]).to(size.device)
 
-    def loss(*_: object) -> MicrobatchLoss:
-        scores: TokenScores = policy(inputs)
+    def forward(*_: object) -> TokenScores:
+        return policy(inputs)
+
+    def loss(scores: TokenScores, _: object) -> MicrobatchLoss:
         return MicrobatchLoss(scores.logprobs.sum() + scores.entropy.sum(), {})
 
     views: list[Any] = [None] * setting.microbatches
-    stepper.step(views, loss, 1e-6)
+    stepper.step(views, forward, loss, 1e-6)
     before = _status("VmRSS")
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     with torch.profiler.record_function("second step"):
-        stepper.step(views, loss, 1e-6)
+        stepper.step(views, forward, loss, 1e-6)
     if size.device == "cuda":
         measured = torch.cuda.max_memory_allocated() / MIB
     elif begun is not None:
@@ -168,7 +172,7 @@ def _status(field: str) -> float:
 
 
 def compare(name: str, size: Size = Size(), *, resident: bool = False) -> dict[str, float]:
-    """Return the estimated and the measured peak of a setting's first rank, in MiB; its ranks are processes."""
+    """Return the estimated and the largest measured peak of a setting's ranks, in MiB; they are processes."""
     environment = os.environ | ({**RETURN_MEMORY} if resident else {}) | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -179,7 +183,7 @@ def compare(name: str, size: Size = Size(), *, resident: bool = False) -> dict[s
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a rank of {name} failed")
-    return json.loads(outputs[0].splitlines()[-1])
+    return max((json.loads(output.splitlines()[-1]) for output in outputs), key=lambda peak: peak["measured"])
 
 
 def main() -> None:

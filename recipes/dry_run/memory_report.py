@@ -43,7 +43,7 @@ def memory_lines(memory: RunMemory) -> Iterator[str]:
     for pool in memory.pools:
         yield ""
         kind = "a GPU each" if pool.on_gpu else "on CPUs"
-        yield f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {kind}; on the first rank"
+        yield f"pool {pool.name}: {pool.ranks} rank{'s' * (pool.ranks > 1)}, {kind}; on the rank that takes most"
         yield from _pool_lines(pool)
     yield ""
     yield f"object store: {in_units(memory.store)} for the batch, and weights on their way to engines"

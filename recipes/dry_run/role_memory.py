@@ -3,6 +3,8 @@
 The model is divided by the functions that ranks call (`rlpack.workers.build`), so every layout counts as it runs.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +43,10 @@ def is_trained(config: Config, role: str) -> bool:
 def role_memory(
     config: Config, role: str, tokenizer: PreTrainedTokenizerBase, microbatch: SimulatedMicrobatch, *, several: bool
 ) -> ModelMemory:
-    """Return the memory of a role's model on the first rank, whose parts are never smaller than those of others.
+    """Return the memory of a role's model on the rank that needs most.
+
+    Within a pipeline stage, no rank has larger parts than the first one. The first stage keeps the activations of the
+    most microbatches, and the last one has the output layer.
 
     Args:
         config: the whole configuration.
@@ -53,8 +58,8 @@ def role_memory(
     layout, settings = role_layout(config, role), role_compute(config, role)
     device = "cuda" if gpus_per_rank(config, role) else "cpu"
 
-    def simulate() -> ModelMemory:
-        context = RankContext(pool_of(config, role), 0, layout, "cpu")
+    def simulate(rank: int) -> ModelMemory:
+        context = RankContext(pool_of(config, role), rank, layout, "cpu")
         model = _without_values(meta_model(config, role, tokenizer))
         model.checkpoint_activations(settings.gradient_checkpointing, role)
         divide_weights(model, config, role, context, settings.precision)
@@ -65,7 +70,9 @@ def role_memory(
         # Losses of the policy read entropies, if only for a metric.
         return simulate_update(model, microbatch, optimizer, several=several, entropy=role == "actor", device=device)
 
-    return call_on_fake_rank(0, layout.world_size, simulate)
+    ranks = sorted({0, layout.output_ranks[0]})
+    stages = [call_on_fake_rank(rank, layout.world_size, partial(simulate, rank)) for rank in ranks]
+    return max(stages, key=lambda memory: memory.peak)
 
 
 def meta_model(config: Config, role: str, tokenizer: PreTrainedTokenizerBase) -> PackedModel:

@@ -12,6 +12,7 @@ optimizer state and the temporary tensors of the optimizer's step are computed.
 Letters: T slots of a microbatch, d hidden size.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,6 +31,7 @@ from rlpack.models.offloaded_adamw import BUCKET_BYTES
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard, set_gradient_sync
 from rlpack.models.parts import allocate, local_part
+from rlpack.models.pipeline_parallel import pipeline_turns
 from rlpack.models.policy import Policy
 
 # Sizes of a rank's part of a weight from which torchao keeps moments in 8 bits, and its blocks of one scale each.
@@ -112,9 +114,18 @@ def simulate_update(
     with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         _allocate(model, live)
         model.train()
-        for last in (False, True) if several else (True,):
-            set_gradient_sync(model, last)
-            _backward(model, microbatch, live, entropy=entropy)
+        # A pipeline's plan has as many microbatches as stages, and usually more.
+        count = model.stage.num_stages + 1 if model.stage is not None else 1 + several
+        losses: deque[Tensor] = deque()
+        for direction, number in pipeline_turns(count, model.stage):
+            if direction == "forward":
+                with live.using("activations"):
+                    losses.append(_forward(model, microbatch, live, entropy=entropy))
+            else:
+                set_gradient_sync(model, last=number + 1 == count)
+                with live.using("output_layer"):
+                    losses.popleft().backward()
+                live.end_backward()
         weights, gradients = live.now["weights"], live.now["gradients"]
         at_peak: dict[Use, int] = {**live.at_peak, "optimizer": state}
         most = dict(live.most)
@@ -164,15 +175,6 @@ def _allocate(model: PackedModel, live: LiveBytes) -> None:
         live.count(local_part(tensor), "weights")
 
 
-def _backward(model: PackedModel, microbatch: SimulatedMicrobatch, live: LiveBytes, *, entropy: bool) -> None:
-    """Run forward and backward."""
-    with live.using("activations"):
-        loss = _forward(model, microbatch, live, entropy=entropy)
-    with live.using("output_layer"):
-        loss.backward()
-    live.end_backward()
-
-
 def _forward(model: PackedModel, microbatch: SimulatedMicrobatch, live: LiveBytes, *, entropy: bool) -> Tensor:
     """Return a number that depends on the outputs for all tokens, f32 []; its backward pass sets `live.use`."""
 
@@ -196,6 +198,8 @@ def _start_backward(live: LiveBytes) -> None:
 
 def _outputs(model: PackedModel, hidden: Tensor, *, entropy: bool) -> Tensor:
     """Return the sum of a model's outputs for hidden states [T, d]."""
+    if not model.has_outputs:
+        return model.placeholders(hidden, 1).sum()
     if isinstance(model, ScalarHeadModel):
         return model.head(hidden.to(model.head.weight.dtype)).float().sum()
     labels = torch.zeros(len(hidden), dtype=torch.int64)

@@ -84,18 +84,15 @@ class PackedModel(nn.Module):
         """Whether this rank has the head, and so the outputs."""
         return self.stage is None or self.stage.is_last
 
-    def set_stage(self, link: StageLink, whole: Self, names: list[list[str]]) -> None:
+    def set_stage(self, link: StageLink, whole: Self, stages_of: dict[str, list[int]]) -> None:
         """Record the stage that this module now is.
 
         Args:
             link: this rank's stage.
             whole: the model before the cut, on the meta device.
-            names: what `stored_tensors` yields on each stage.
+            stages_of: the stages that have each weight of `stored_tensors`.
         """
-        self.stage, self._whole, self._stages_of = link, (whole,), {}
-        for stage, own in enumerate(names):
-            for name in own:
-                self._stages_of.setdefault(name, []).append(stage)
+        self.stage, self._whole, self._stages_of = link, (whole,), stages_of
 
     def stages_of(self, name: str) -> list[int]:
         """Return the stages that have a weight of `stored_tensors`; tied weights are on two."""

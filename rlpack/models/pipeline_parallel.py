@@ -71,7 +71,7 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 
 
 def cut_model(model: M, link: StageLink, whole: M) -> None:
-    """Keep one stage of a model, in place; a collective of the stages.
+    """Keep one stage of a model, in place.
 
     Args:
         model: on any device, not sharded.
@@ -103,7 +103,23 @@ def cut_model(model: M, link: StageLink, whole: M) -> None:
             heads += [(model.model, name) for name, child in model.model.named_children() if child is head]
         for parent, name in heads:
             parent.register_module(name, _Elsewhere())
-    model.set_stage(link, whole, link.gather([name for name, _ in model.stored_tensors()]))
+    model.set_stage(link, whole, _stages_of(whole, link.num_stages))
+
+
+def _stages_of(whole: PackedModel, num_stages: int) -> dict[str, list[int]]:
+    """Return the stages that have each weight of `stored_tensors`."""
+    base = language_model(whole.model)
+    modules = [(base.get_submodule(EMBEDDING), 0)]
+    layers = list(base.get_submodule(LAYERS).children())
+    for stage, own in enumerate(stage_layers(len(layers), num_stages)):
+        modules += [(layers[index], stage) for index in own]
+    stages: dict[int, list[int]] = {}
+    for module, stage in modules:
+        stages |= {id(tensor): [stage] for tensor in (*module.parameters(), *module.buffers())}
+    head = whole.model.get_output_embeddings()
+    for tensor in head.parameters() if isinstance(head, nn.Module) else ():
+        stages[id(tensor)] = [*stages.get(id(tensor), []), num_stages - 1]  # tied weights are on two stages
+    return {name: stages.get(id(tensor), [num_stages - 1]) for name, tensor in whole.stored_tensors()}
 
 
 def add_tied_gradients(model: PackedModel) -> None:
