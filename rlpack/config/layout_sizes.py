@@ -28,10 +28,15 @@ def layout_sizes(config: Config, role: str, ranks: int) -> dict[str, int]:
 
 
 def layout_problems(config: Config) -> Iterator[str]:
-    """Yield the layouts of started roles that don't fit the ranks of their pools, with the reasons."""
-    pools = config.placement.pools
+    """Yield the layouts of started roles that don't fit the ranks of their pools, with the reasons.
+
+    A layout that several roles of a pool inherit from the actor is named once.
+    """
+    pools, seen = config.placement.pools, set()
     for role in started_roles(config) if pools else ():  # another rule refuses a run without pools
-        if role in WITH_LAYOUTS and pool_of(config, role) in pools:
+        place = pool_of(config, role), role_parallel(config, role) if role in WITH_LAYOUTS else None
+        if place[1] is not None and place[0] in pools and place not in seen:
+            seen.add(place)
             yield from _problems(config, role)
 
 
@@ -101,7 +106,7 @@ def _problems(config: Config, role: str) -> Iterator[str]:
             f"{ranks}; set {key} to {ranks // product}, or to -1 for the ranks that are left, or "
             f"placement.pools.{pool}.ranks={needed}"
         )
-    elif (shards := ranks // parallel.dp_replicate // parallel.tp) % parallel.ep:
+    elif (shards := ranks * parallel.cp // product) % parallel.ep:
         yield (
             f"{_key(config, role, 'ep')} ({parallel.ep}) doesn't divide the {shards} rank(s) of dp_shard · cp, from "
             f"which the {role} takes the ranks that share experts; set {role}.parallel.ep={nearest_ep(config, role)}"

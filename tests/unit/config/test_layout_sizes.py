@@ -164,3 +164,15 @@ def test_a_missing_pool_is_named_where_the_token_budget_is_too_small():
         with pytest.raises(ConfigError) as caught:
             validate(VALID | {"placement": placement, "batching": {"max_tokens": 16}})
         assert any("placement" in problem for problem in caught.value.problems)
+
+
+def test_a_layout_that_roles_inherit_is_refused_once():
+    found = problems(ranks=2, actor={"parallel": {"tp": 3}}, algorithm={"kl_coef": 0.1})
+    assert found.count("doesn't divide the 2 rank(s)") == 1
+
+
+def test_experts_are_divided_among_the_ranks_of_a_stage():
+    config_of(4, actor={"parallel": {"pp": 2, "ep": 2}})
+    found = problems(4, actor={"parallel": {"pp": 2, "ep": 4}})
+    assert "actor.parallel.ep (4) doesn't divide the 2 rank(s) of dp_shard · cp" in found
+    assert found.endswith("set actor.parallel.ep=2")
