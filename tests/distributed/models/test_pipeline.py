@@ -19,7 +19,7 @@ from rlpack.models.packed import PackedModel
 from rlpack.models.pipeline_parallel import cut_model, meta_copy
 from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
-from rlpack.models.weight_stream import WeightForm, full_state_dict, load_folder
+from rlpack.models.weight_stream import WeightForm, WeightStream, full_state_dict, load_folder
 from rlpack.worker import RankContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
@@ -34,7 +34,7 @@ from tests.distributed.processes import on_ranks
 from tests.unit.models.tiny import tiny_model
 
 CANARY = torch.tensor([[3, 5, 7, 11], [2, 4, 6, 8]])
-# What of a run of one rank a pipeline repeats. Llama's embedding is tied, so it is on two stages.
+# Runs that a pipeline repeats; the last is saved in the background. Llama's embedding is tied, so it is on two stages.
 RUNS: dict[str, dict[str, Any]] = {
     "clipped": {"optimizer": Optimizer(max_grad_norm=0.05, learning_rate=0.02)},
     "first stage frozen": {"optimizer": Optimizer(freeze=("*layers.0.*", "*embed_tokens*"), learning_rate=0.02)},
@@ -62,11 +62,20 @@ def trained(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, fo
     for number, name in enumerate(RUNS):
         actor, config = actor_of(context, layout, name, checked=name in CHECKED)
         metrics = [ranks._step(actor.train_step, context, config, batch, policy_loss(config)) for _ in range(2)]
-        actor.save(f"{folder}-{number}")
+        if name == "offloaded":
+            actor.start_save(f"{folder}-{number}", 30.0)
+            actor.finish_save(30.0)
+        else:
+            actor.save(f"{folder}-{number}")
         again, _ = actor_of(context, layout, name)
         again.load(f"{folder}-{number}")
         metrics.append(ranks._step(again.train_step, context, config, batch, policy_loss(config)))
         weights = {key: weight.numpy().copy() for key, weight in exported_weights(again).items()}
+        if "lora" in RUNS[name]:  # what an engine that applies adapters gets
+            stream = WeightStream(again._scorer.policy, adapters_only=True)
+            adapters = {key: weight.numpy().copy() for bucket in stream for key, weight in bucket.items()}
+            assert adapters
+            weights |= adapters if context.rank == 0 else {}
         found[name] = metrics, again.canary_logprobs(CANARY), weights
     return found
 
