@@ -1,5 +1,6 @@
 """Schedules, layers of stages, and which models can be cut."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,7 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.family_configs import tiny_config as family_config
-from rlpack.models.pipeline_parallel import Turn, pipeline_turns, stage_layers
+from rlpack.models import attention
+from rlpack.models.inputs import pack_rows
+from rlpack.models.loading import build_from_config
+from rlpack.models.pipeline_parallel import Turn, cut_model, meta_copy, pipeline_turns, stage_layers
+from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
 from rlpack.models.stage_wiring import wiring_problem
 from tests.unit.models.tiny import tiny_model
@@ -76,7 +81,51 @@ def on_meta(kind: str, **settings: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3_text", "qwen3_moe", "olmo2", "deepseek_v3"])
+# Those that the guide names.
+PLAIN = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("deepseek_v3", "olmo2", "glm4", "mixtral"),
+)
+
+
+class InProcess:
+    """The link of a stage to others in the same process, which run one after the other."""
+
+    def __init__(self, rank: int, num_stages: int, sent: list[torch.Tensor]) -> None:
+        self.rank, self.num_stages, self._sent = rank, num_stages, sent
+        self.is_first, self.is_last = rank == 0, rank == num_stages - 1
+
+    def receive(self, *shape: int) -> torch.Tensor:
+        states = self._sent.pop()
+        assert states.shape == shape
+        return states
+
+    def send(self, states: torch.Tensor) -> torch.Tensor:
+        self._sent.append(states)
+        return torch.zeros_like(states)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", PLAIN)
+def test_stages_have_the_outputs_of_the_whole_model(kind: str):
+    torch.manual_seed(0)
+    whole = Policy(build_from_config(family_config(kind), attention.NAME, kind)).eval()
+    names = {name for name, _ in whole.stored_tensors()}
+    rows = pack_rows([torch.arange(length) % 30 for length in (23, 5, 40)])  # longer than the windows
+    num_stages, sent, found = min(3, whole.model.config.num_hidden_layers), [], set()
+    for rank in range(num_stages):
+        stage, link = copy.deepcopy(whole), cast(StageLink, InProcess(rank, num_stages, sent))
+        cut_model(stage, link, meta_copy(whole))
+        logprobs = stage(rows).logprobs
+        own = {name for name, _ in stage.stored_tensors()}
+        assert own == {name for name in names if rank in stage.stages_of(name)}
+        found |= own
+    assert torch.equal(logprobs, whole(rows).logprobs)
+    assert found == names
+    assert num_stages > 1
+
+
+@pytest.mark.parametrize("kind", PLAIN)
 def test_models_of_embedding_layers_and_norm_can_be_cut(kind: str):
     model = on_meta(kind)
     assert wiring_problem(model) is None
@@ -88,6 +137,7 @@ def test_models_of_embedding_layers_and_norm_can_be_cut(kind: str):
     ("kind", "problem"),
     [
         ("granite", "layer 0 doesn't get what the embedding returns"),
+        ("gemma4_text", "weights outside of embedding, layers, norm and head"),
         ("gemma3n_text", "weights outside of embedding, layers, norm and head"),
         ("gpt_neox", "GPTNeoXModel has no embed_tokens, layers and norm"),
     ],
