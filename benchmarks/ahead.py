@@ -5,7 +5,7 @@
 A random model over 26 tokens writes responses of 25 tokens in the mean and at most 128, so most of generation waits for
 its longest responses. Three ways take turns: two ranks that generate and train in turns, one rank for each without a
 lead, and one rank for each with a lead of one step. A run's figure is the median of its steps but the first two and the
-last. `--updates` sets trainer.updates_per_batch, and so how long training takes beside generation.
+last. `--updates` sets trainer.updates_per_batch, and so the time of training relative to generation.
 """
 
 import argparse
