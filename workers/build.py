@@ -191,7 +191,7 @@ def _shard_and_check(
                 in_precision.output_map = model.output_map
             model = in_precision
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split and layout.cp > 1 else None
-    share_rows(model, context)
+    share_rows(model, config, role, context)
     if whole is not None:
         check_split(model, whole, device, len(tokenizer), role=role)
     if settings.isolation_check:
@@ -237,11 +237,12 @@ def _sharding_dimensions(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[tuple(name for name in ("dp_replicate", "dp_shard") if name in names)]
 
 
-def share_rows(model: PackedModel, context: RankContext) -> None:
+def share_rows(model: PackedModel, config: Config, role: str, context: RankContext) -> None:
     """Have a model run its part of each row, where ranks share the tokens of a row."""
     layout = context.layout
     if layout.cp > 1:
-        model.split = RowSplit.of_group(layout.device_mesh(context.device)["cp"].get_group(), layout.tp)
+        group, method = layout.device_mesh(context.device)["cp"].get_group(), role_parallel(config, role).cp_method
+        model.split = RowSplit.of_group(group, layout.tp, method)
 
 
 def _check(

@@ -63,7 +63,7 @@ def role_memory(
         model = _without_values(meta_model(config, role, tokenizer))
         model.checkpoint_activations(settings.gradient_checkpointing, role)
         divide_weights(model, config, role, context, settings.precision)
-        share_rows(model, context)
+        share_rows(model, config, role, context)
         if not is_trained(config, role):
             return simulate_forward(model, microbatch, device=device)
         optimizer = optimizers(config)[f"{role}.optimizer"]

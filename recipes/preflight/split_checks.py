@@ -27,12 +27,13 @@ def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> st
         return problem
     if parallel.ep > 1 and (problem := _experts_problem(config, role, model)):
         return problem
-    if cp == 1 or not isinstance(heads, int) or heads % (tp * cp) == 0:
+    if cp == 1 or parallel.cp_method == "all_gather" or not isinstance(heads, int) or heads % (tp * cp) == 0:
         return None
     fitting = nearest_size(config, role, "cp", heads // tp)
     share = "" if tp == 1 else f" on each of the {tp} ranks of {key}.tp"
     return (
-        f"has {heads // tp} attention heads{share}, which is not divisible by {key}.cp ({cp}); set {key}.cp={fitting}"
+        f"has {heads // tp} attention heads{share}, which is not divisible by {key}.cp ({cp}), as {key}.cp_method="
+        f"ulysses needs; set {key}.cp={fitting}, or {key}.cp_method=all_gather"
     )
 
 

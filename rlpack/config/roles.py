@@ -1,5 +1,7 @@
 """The settings of one role, from all sections: its batching, how it runs its model, and where."""
 
+from math import lcm
+
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
@@ -21,7 +23,8 @@ WITH_LAYOUTS = ("actor", *_WITH_SECTIONS)
 def role_batching(config: Config, role: str) -> Batching:
     """Return the batching of `role`: its own values, and the actor's (`batching`) for those that it leaves null.
 
-    The token budget is that of a microbatch: max_tokens times the ranks that share its tokens (cp).
+    The token budget is that of a microbatch: max_tokens times the ranks that share its tokens (cp). With cp_method
+    all_gather, alignments are raised to multiples of the 2·cp chunks of a sequence.
 
     Raises:
         ConfigError: the role doesn't exist, or its values conflict with the inherited ones.
@@ -43,11 +46,19 @@ def role_batching(config: Config, role: str) -> Batching:
     own = own_batching(config, role)
     try:
         batching = config.batching.override(**own.model_dump())
-        if batching.max_tokens is None or role not in WITH_LAYOUTS:
-            return batching
-        return batching.override(max_tokens=batching.max_tokens * role_parallel(config, role).cp)
+        return _for_shared_rows(batching, role_parallel(config, role)) if role in WITH_LAYOUTS else batching
     except PackingError as error:
         raise ConfigError([f"{batching_key(role)}, with the values inherited from batching: {error}"]) from error
+
+
+def _for_shared_rows(batching: Batching, parallel: Parallel) -> Batching:
+    """Return the batching of microbatches whose tokens the ranks of `cp` share."""
+    chunks = 2 * parallel.cp if parallel.cp > 1 and parallel.cp_method == "all_gather" else 1
+    return batching.override(
+        max_tokens=None if batching.max_tokens is None else batching.max_tokens * parallel.cp,
+        pad_to_multiple=lcm(batching.pad_to_multiple, chunks),
+        length_multiple=lcm(batching.length_multiple, chunks),
+    )
 
 
 def runs_packed(config: Config, role: str) -> bool:

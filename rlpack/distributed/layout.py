@@ -105,8 +105,6 @@ class ParallelLayout:
     def align(self, batching: Batching) -> Batching:
         """Return the batching with the divisor raised to what this layout needs.
 
-        Sequences need no padding: context and tensor parallelism split whole rows.
-
         >>> ParallelLayout(tp=4, pp=3).align(Batching(divisible_by=2)).divisible_by
         6
         """

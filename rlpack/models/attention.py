@@ -4,7 +4,11 @@ A packed row holds S sequences back to back; `Segments` holds their boundaries a
 `packed=`. Without it, rows are right-padded, and causal attention alone hides padding from real tokens.
 No mask of the row's size is built: transformers makes none for a name that its mask interface doesn't know.
 
-Letters: B rows, H heads, L positions of a row or a segment, D head size, T = B·L slots, S segments.
+With context parallelism by gathered keys (`GatheredKeys`), a segment's keys begin before its queries, and both end at
+the same position.
+
+Letters: B rows, H heads, L positions of a row or a segment, D head size, T = B·L slots, S segments, Q queries of a
+segment, K keys of a segment.
 """
 
 import functools
@@ -44,13 +48,15 @@ class Segments:
             varlen kernels leave the output of others uninitialized.
         lengths: the segments' lengths on the host, so that no layer waits for the device.
         max_seqlen: length of the longest segment.
-        split: the group whose ranks each hold a part of the row's tokens; None if this rank holds all.
+        split: the group whose ranks exchange tokens for heads; None if this rank's segments are all that it needs.
+        keys: keys and values of these segments, if ranks gather them; None if they are those of the same slots.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     max_seqlen: int
     split: RowSplit | None = None
+    keys: "GatheredKeys | None" = None
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Segments":
@@ -62,6 +68,25 @@ class Segments:
         nonempty = tuple(length for length in lengths if length > 0)
         ends = torch.tensor((0, *nonempty), dtype=torch.int64).cumsum(0).to(torch.int32)
         return cls(ends.to(device), nonempty, max(nonempty, default=0))
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """The keys that a rank's segments of queries see, gathered from all ranks that share the row.
+
+    Attributes:
+        segments: the boundaries of the keys: one segment for each segment of queries, which ends at the same position.
+        places: int64 [Σ K], the place of each key among the tokens of all ranks, rank by rank.
+        split: the group.
+    """
+
+    segments: Segments
+    places: Tensor
+    split: RowSplit
+
+
+# Queries that attend together where their keys begin before them. More would compute more scores that the mask hides.
+_QUERY_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -118,6 +143,9 @@ def attention(
     packed: Segments | None = options.get("packed")
     if packed is None:
         return _attend(query, key, value, rules).transpose(1, 2).contiguous(), None
+    if (gathered := packed.keys) is not None:
+        key, value = (gathered.split.gather_keys(states, gathered.places) for states in (key, value))
+        return _attend_packed(query, key, value, packed, rules), None
     if (split := packed.split) is None or split.num_ranks == 1:
         return _attend_packed(query, key, value, packed, rules), None
     split.check_heads(query.shape[1], type(module).__name__)
@@ -126,12 +154,14 @@ def attention(
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
-    """Attend causally within each segment of a whole row: [1, H, T, D] to [1, T, H, D]."""
+    """Attend causally within each segment: [1, H, T, D] and the keys of all segments to [1, T, H, D]."""
     if (kernel := _varlen_kernel(query, rules)) is not None:
         flat = [states[0].transpose(0, 1) for states in (query, key, value)]
         return kernel(flat[0], flat[1], flat[2], packed, rules).unsqueeze(0)
     # split rather than slices: the backward of each slice would fill a whole row with zeros.
-    parts = zip(*(states.split(packed.lengths, 2) for states in (query, key, value)), strict=True)
+    keys = packed if packed.keys is None else packed.keys.segments
+    queries = query.split(packed.lengths, 2)
+    parts = zip(queries, *(states.split(keys.lengths, 2) for states in (key, value)), strict=True)
     return torch.cat([_attend(q, k, v, rules) for q, k, v in parts], 2).transpose(1, 2).contiguous()
 
 
@@ -165,14 +195,42 @@ def _check_supported(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
-    """Attend causally along axis 2: [B, H, L, D] to [B, H, L, D]."""
+    """Attend causally along axis 2, the last query to the last key: [B, H, Q, D] and [B, H_kv, K, D] to [B, H, Q, D].
+
+    If there are more keys than queries, blocks of queries attend to the keys that any of them sees. A mask of all of
+    them would be large, and hide scores that need not be computed.
+    """
+    if query.shape[2] == key.shape[2]:
+        return _attend_together(query, key, value, rules)
+    blocks = query_blocks(query.shape[2], key.shape[2], rules.window)
+    return torch.cat(
+        [_attend_together(query[:, :, q], key[:, :, k], value[:, :, k], rules) for q, k in blocks],
+        2,
+    )
+
+
+def query_blocks(num_queries: int, num_keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of queries, and the keys that any query of the block sees.
+
+    >>> list(query_blocks(2, 7, window=3))
+    [(slice(0, 2, None), slice(3, 7, None))]
+    """
+    before = num_keys - num_queries
+    for start in range(0, num_queries, _QUERY_BLOCK):
+        stop = min(start + _QUERY_BLOCK, num_queries)
+        first = 0 if window is None else max(0, before + start - window + 1)
+        yield slice(start, stop), slice(first, before + stop)
+
+
+def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
+    """Attend causally along axis 2 as `_attend`, in one call of a kernel."""
     if rules.softcap is not None:
         return _attend_with_softcap(query, key, value, rules)
-    length = query.shape[2]
-    # A window no shorter than the row is plain causal attention, for which kernels need no mask.
-    band = (
-        causal_mask(length, rules.window, query.device) if rules.window is not None and rules.window < length else None
-    )
+    length, num_keys = query.shape[2], key.shape[2]
+    # Kernels need no mask for plain causal attention, which a window no shorter than the row also is. Their own mask
+    # would align the first query with the first key.
+    windowed = rules.window is not None and rules.window < num_keys
+    band = causal_mask(length, rules.window, query.device, num_keys) if windowed or length < num_keys else None
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -185,16 +243,25 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tenso
     )
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [L, L], true where a query (row) sees a key.
+def causal_mask(length: int, window: int | None, device: torch.device, num_keys: int | None = None) -> Tensor:
+    """Return bool [Q, K], true where a query (row) sees a key.
 
-    A query sees itself and the window - 1 positions before it.
+    A query sees itself and the window - 1 positions before it. The last query is at the position of the last key.
 
     >>> causal_mask(3, 2, torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    >>> causal_mask(2, None, torch.device("cpu"), num_keys=3).int().tolist()
+    [[1, 1, 0], [1, 1, 1]]
+
+    Args:
+        length: number of queries.
+        window: keys that a query sees; None for all up to its position.
+        device: of the mask.
+        num_keys: at least `length`; None for as many keys.
     """
-    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return allowed if window is None else allowed.triu(1 - window)
+    before = 0 if num_keys is None else num_keys - length
+    allowed = torch.ones(length, length + before, dtype=torch.bool, device=device).tril(before)
+    return allowed if window is None else allowed.triu(before + 1 - window)
 
 
 def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Options) -> Tensor:
@@ -208,7 +275,8 @@ def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Opti
     scale = query.shape[-1] ** -0.5 if rules.scaling is None else rules.scaling
     scores = (query @ key.transpose(2, 3)) * scale
     scores = rules.softcap * torch.tanh(scores / rules.softcap)
-    scores = scores.masked_fill(~causal_mask(query.shape[2], rules.window, query.device), float("-inf"))
+    allowed = causal_mask(query.shape[2], rules.window, query.device, key.shape[2])
+    scores = scores.masked_fill(~allowed, float("-inf"))
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return F.dropout(weights, rules.dropout) @ value
 
@@ -233,18 +301,18 @@ def _varlen_kernel(query: Tensor, rules: _Options) -> _Kernel | None:
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
-    """Call flash-attn on [T, H, D]."""
+    """Call flash-attn on [T, H, D]; of segments with more keys than queries it aligns the last ones."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    ends, longest = packed.cu_seqlens, packed.max_seqlen
+    keys = packed if packed.keys is None else packed.keys.segments
     return flash_attn_varlen_func(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        ends,
-        ends,
-        longest,
-        longest,
+        packed.cu_seqlens,
+        keys.cu_seqlens,
+        packed.max_seqlen,
+        keys.max_seqlen,
         dropout_p=rules.dropout,
         softmax_scale=rules.scaling,
         causal=True,
@@ -254,7 +322,8 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rul
 
 
 def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
-    """Call torch's varlen attention on [T, H, D]."""
+    """Call torch's varlen attention on [T, H, D], whose causal mask is that of flash-attn."""
+    keys = packed if packed.keys is None else packed.keys.segments
     function, grouped = _torch_varlen_function()
     repeats = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"enable_gqa": True} if grouped and repeats > 1 else {}
@@ -265,9 +334,9 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, r
         key.contiguous(),
         value.contiguous(),
         packed.cu_seqlens,
-        packed.cu_seqlens,
+        keys.cu_seqlens,
         packed.max_seqlen,
-        packed.max_seqlen,
+        keys.max_seqlen,
         scale=rules.scaling,
         window_size=(-1, 0) if rules.window is None else (rules.window - 1, 0),
         **options,

@@ -1,14 +1,17 @@
 """Context parallelism: every rank of a group runs the model on its part of a packed row's tokens.
 
-A row is cut into equal contiguous parts, regardless of where its sequences begin. Everything but attention works on
-single tokens, so a rank needs only its own. Attention exchanges tokens for heads (DeepSpeed-Ulysses, Jacobs et al.
-2023, arXiv:2309.14509): an all-to-all gives each rank the whole row for its share of the heads, and a second one
-reverses it. Windows, soft caps and segments therefore work as without context parallelism.
+Everything but attention works on single tokens, so a rank needs only its own (`rlpack.models.row_parts`). Attention
+needs other ranks' tokens, which it gets by one of two methods:
+
+- `ulysses`: ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509). An all-to-all
+  gives each rank the whole row for its share of the heads, and a second one reverses it.
+- `all_gather`: ranks gather the keys and values of the whole row, for any number of heads (Llama 3, 2024,
+  arXiv:2407.21783, section 3.3.2). Gradients of keys and values are summed and scattered back.
 
 Padded rows run as segments of equal length of one packed row. Outputs per token are all-reduced over the group
-(`RowSplit.total`), whose ranks compute the same loss; each rank's gradients are those of its own tokens.
+(`RowSplit.total`), whose ranks compute the same loss. Gradients of weights are those of the rank's own tokens.
 
-Letters: H heads, T slots of the whole row, t = T / ranks, D head size.
+Letters: H heads, T slots of the whole row, t = T / ranks, D head size, K keys that a rank's queries see.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlpack.config.sections.parallelism import ContextMethod
 from rlpack.models.errors import ModelError
+from rlpack.models.weight_split import all_gather_single, reduce_scatter_single
 
 # Groups by name, because operators take no groups.
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
@@ -35,29 +40,23 @@ class RowSplit:
         rank: this rank in it.
         num_ranks: its size.
         multiple: of the number of slots of a part, which tensor parallelism divides further.
+        method: how attention gets the tokens of other ranks.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     num_ranks: int
     multiple: int = 1
+    method: ContextMethod = "ulysses"
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup | None, multiple: int = 1) -> "RowSplit":
+    def of_group(
+        cls, group: dist.ProcessGroup | None, multiple: int = 1, method: ContextMethod = "ulysses"
+    ) -> "RowSplit":
         """Return this process's place in a group; None for a process that shares no rows."""
         if group is None:
             return cls(None, 0, 1, multiple)
-        return cls(group, dist.get_rank(group), dist.get_world_size(group), multiple)
-
-    def padded(self, num_slots: int) -> int:
-        """Return the number of slots of a row after padding it to equal parts."""
-        unit = self.num_ranks * self.multiple
-        return -(-num_slots // unit) * unit
-
-    def part(self, num_slots: int) -> slice:
-        """Return this rank's slots of a row, after padding it to equal parts."""
-        size = self.padded(num_slots) // self.num_ranks
-        return slice(self.rank * size, (self.rank + 1) * size)
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), multiple, method)
 
     def to_heads(self, states: Tensor) -> Tensor:
         """Exchange tokens for heads: [1, H, t, D] of all heads to [1, H', T, D] of this rank's heads.
@@ -81,6 +80,17 @@ class RowSplit:
         whole = _all_to_all(parts, self.group).transpose(0, 1)  # [t, ranks, H', D]
         return whole.reshape(1, tokens // self.num_ranks, self.num_ranks * heads, size)
 
+    def gather_keys(self, states: Tensor, places: Tensor) -> Tensor:
+        """Return keys or values of all ranks' tokens: [1, H, t, D] of this rank's tokens to [1, H, K, D].
+
+        Args:
+            states: of this rank's tokens.
+            places: int64 [K], the place of each among the tokens of all ranks, rank by rank.
+        """
+        assert self.group is not None
+        gathered: Tensor = _GatherRows.apply(states[0].transpose(0, 1), places, self.group, self.num_ranks)  # pyright: ignore[reportAssignmentType]
+        return gathered.transpose(0, 1)[None]
+
     def total(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks, of which at most one holds a nonzero value at each place.
 
@@ -100,7 +110,7 @@ class RowSplit:
         if num_heads % self.num_ranks:
             raise ModelError(
                 f"{layer} has {num_heads} query heads, which is not divisible by the {self.num_ranks} ranks of context "
-                "parallelism; set *.parallel.cp to a divisor"
+                "parallelism; set *.parallel.cp to a divisor, or *.parallel.cp_method=all_gather"
             )
 
 
@@ -115,6 +125,30 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return exchange(gradients[0], ctx.group), None
+
+
+class _GatherRows(torch.autograd.Function):
+    """All-gather of rows and selection of some, which may repeat; their gradients are summed over all ranks.
+
+    Selective activation checkpointing recomputes the result, like the key projection's norm and rotary embedding: it is
+    as long as the whole row, and keeping it would take the memory that context parallelism saves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, group: dist.ProcessGroup, num_ranks: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.group, ctx.num_ranks, ctx.num_rows = group, num_ranks, num_ranks * rows.shape[0]
+        whole = rows.new_empty(ctx.num_rows, *rows.shape[1:])
+        all_gather_single(whole, rows.contiguous(), group=group)
+        return whole.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places,), gradient = ctx.saved_tensors, gradients[0]
+        whole = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:]).index_add_(0, places, gradient)
+        own = whole.new_empty(ctx.num_rows // ctx.num_ranks, *whole.shape[1:])
+        reduce_scatter_single(own, whole, group=ctx.group)
+        return own, None, None, None
 
 
 class _Total(torch.autograd.Function):

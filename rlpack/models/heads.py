@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.packed import PackedModel
+from rlpack.models.row_parts import RowPart, own_places
 
 
 class ScalarHeadModel(PackedModel):
@@ -51,10 +52,11 @@ class ScalarHeadModel(PackedModel):
             before_token: if true, entry t is read at token t - 1 and does not depend on token t (a value estimate); it
                 is 0 at a row's first token. If false, entry t is read at token t: a row's score is its last entry.
         """
-        hidden = self.hidden_states(inputs)
+        part = self.row_part(inputs)
+        hidden = self.hidden_states(inputs, part)
         if not self.has_outputs:
             return self.placeholders(hidden, inputs.num_tokens)
-        scalars = self._in_row_order(inputs, self.head(hidden.to(self.head.weight.dtype))[:, 0])
+        scalars = self._in_row_order(inputs, part, self.head(hidden.to(self.head.weight.dtype))[:, 0])
         if not before_token:
             return scalars
         # In row order the previous entry is the previous token's, except at a row's first token.
@@ -66,14 +68,15 @@ class ScalarHeadModel(PackedModel):
 
         Outputs of a new head are all zero, so they would prove nothing.
         """
-        return self.shared(self._in_row_order(inputs, self.hidden_states(inputs)))
+        part = self.row_part(inputs)
+        return self.shared(self._in_row_order(inputs, part, self.hidden_states(inputs, part)))
 
-    def _in_row_order(self, inputs: ModelInputs, of_slots: Tensor) -> Tensor:
+    def _in_row_order(self, inputs: ModelInputs, part: RowPart | None, of_slots: Tensor) -> Tensor:
         """Return the values of all real tokens, fp32 [T, ...], from those of this rank's slots, [n, ...]."""
         if self.split is None:
             return of_slots[inputs.slots].float()
-        own = self.own_places(inputs, inputs.slots)
-        values = of_slots[inputs.slots[own] - self.own_slots(inputs).start].float()
+        own, sources = own_places(part, inputs.slots)
+        values = of_slots[sources].float()
         places = torch.arange(inputs.num_tokens, device=values.device)[own]
         return self.split.total(values.new_zeros(inputs.num_tokens, *values.shape[1:]).index_copy(0, places, values))
 

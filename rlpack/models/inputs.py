@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlpack.batch.batch import MicrobatchView
 from rlpack.models.attention import Segments
-from rlpack.models.context_parallel import RowSplit
 from rlpack.models.cpu_products import rounded_rows
 
 
@@ -47,24 +46,6 @@ class ModelInputs:
         starts = self.row_lengths.cumsum(0) - self.row_lengths
         mask[starts[self.row_lengths > 0]] = False
         return mask
-
-    def packed_for(self, split: RowSplit) -> "ModelInputs":
-        """Return the same tokens in one packed row, padded at its end to equal parts for the ranks of a group.
-
-        Padded rows become segments of equal length. Slots keep their indices, in flattened order.
-        """
-        num_slots = self.input_ids.numel()
-        extra = split.padded(num_slots) - num_slots
-        num_rows, width = self.input_ids.shape
-        lengths = [width] * num_rows if self.packed is None else list(self.packed.lengths)
-        segments = Segments.from_lengths([*lengths, extra], self.input_ids.device)
-        tail = torch.arange(extra, device=self.input_ids.device)
-        return replace(
-            self,
-            input_ids=torch.cat([self.input_ids.flatten(), torch.zeros_like(tail)])[None],
-            position_ids=torch.cat([self.position_ids.flatten(), tail])[None],
-            packed=replace(segments, split=split),
-        )
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """Return a copy on a device."""

@@ -180,7 +180,8 @@ def _forward(model: PackedModel, microbatch: SimulatedMicrobatch, live: LiveByte
 
     def run() -> Tensor:
         with live.using("activations"):
-            hidden = model.hidden_states(microbatch.inputs())
+            inputs = microbatch.inputs()
+            hidden = model.hidden_states(inputs, model.row_part(inputs))
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: _start_backward(live))
         with live.using("output_layer"):

@@ -23,6 +23,7 @@ from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import ExpertSplit
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
+from rlpack.models.row_parts import RowPart
 from rlpack.models.selective_checkpointing import selective_contexts
 from rlpack.models.stage_link import StageLink
 from rlpack.models.weight_split import WeightSplit
@@ -126,39 +127,36 @@ class PackedModel(nn.Module):
         """
         return hidden.flatten()[:1].float().expand(num_tokens).clone()  # FSDP2 warns of views
 
-    def hidden_states(self, inputs: ModelInputs) -> Tensor:
+    def hidden_states(self, inputs: ModelInputs, part: RowPart | None) -> Tensor:
         """Return the hidden state of each of this rank's slots after the last norm, [n, d].
 
-        These are all N slots, or with context parallelism those of `own_slots`. Stages other than the last get zeros.
+        These are all N slots, or with context parallelism those of `part`. Stages other than the last get zeros.
         A dummy microbatch, which has no real tokens, runs through the whole model too, so no rank misses a collective.
         Padded rows need no mask: padding comes last, where no real token sees it.
+
+        Args:
+            inputs: the microbatch.
+            part: from `row_part`.
         """
         base, input_ids = language_model(self.model), inputs.input_ids
-        positions = inputs.position_ids if inputs.packed is not None else _padded_positions(inputs)
-        if self.split is not None:
-            whole, own = replace(inputs, position_ids=positions).packed_for(self.split), self.own_slots(inputs)
-            input_ids, positions = whole.input_ids[:, own], whole.position_ids[:, own]
-            arguments = {"position_ids": positions, "packed": whole.packed}
+        if part is not None:
+            input_ids = part.input_ids
+            arguments = {"position_ids": part.position_ids, "packed": part.packed}
         elif inputs.packed is None:
-            arguments = forward_arguments(base, position_ids=positions)
+            arguments = forward_arguments(base, position_ids=_padded_positions(inputs))
         else:
-            arguments = {"position_ids": positions, "packed": inputs.packed}
+            arguments = {"position_ids": inputs.position_ids, "packed": inputs.packed}
         hidden = base(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state
         if self.weight_split is not None and self.has_outputs:
             hidden = self.weight_split.gather(hidden, summands=self._head_is_split)
         return hidden.flatten(0, 1)
 
-    def own_slots(self, inputs: ModelInputs) -> slice:
-        """Return the slots whose hidden states this rank has; padding may extend them beyond the inputs."""
-        num_slots = inputs.input_ids.numel()
-        return slice(0, num_slots) if self.split is None else self.split.part(num_slots)
-
-    def own_places(self, inputs: ModelInputs, slots: Tensor) -> Tensor | slice:
-        """Return an index that selects this rank's own among some slots, int64 [P]."""
+    def row_part(self, inputs: ModelInputs) -> RowPart | None:
+        """Return the slots that this rank runs the model on; None for all, as they are laid out."""
         if self.split is None:
-            return slice(None)
-        own = self.own_slots(inputs)
-        return ((slots >= own.start) & (slots < own.stop)).nonzero()[:, 0]
+            return None
+        positions = inputs.position_ids if inputs.packed is not None else _padded_positions(inputs)
+        return RowPart.of(replace(inputs, position_ids=positions), self.split)
 
     def run(self, function: Callable[[], T]) -> T:
         """Return what `function` returns, which runs the wrapped model; a collective if sharded.

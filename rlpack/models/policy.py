@@ -14,6 +14,7 @@ from rlpack.models.inputs import ModelInputs
 from rlpack.models.logprobs import linear_logprobs
 from rlpack.models.output_map import OutputMap, measure_output_map, run_measured_tokens
 from rlpack.models.packed import PackedModel, language_model
+from rlpack.models.row_parts import own_places
 from rlpack.models.weight_split import VocabularyPart
 
 
@@ -86,7 +87,8 @@ class Policy(PackedModel):
             temperature: of the distribution.
             entropy: whether to compute entropies.
         """
-        hidden = self.hidden_states(inputs)
+        part = self.row_part(inputs)
+        hidden = self.hidden_states(inputs, part)
         if not self.has_outputs:
             placeholders = self.placeholders(hidden, inputs.num_tokens)
             return TokenScores(placeholders, torch.zeros_like(placeholders))
@@ -94,8 +96,8 @@ class Policy(PackedModel):
         targets = selected.nonzero()[:, 0]  # [P]
         # A token is predicted from the slot of the previous token, which precedes it in row order.
         sources = inputs.slots[targets - 1]
-        own = self.own_places(inputs, sources)
-        targets, sources = targets[own], sources[own] - self.own_slots(inputs).start
+        own, sources = own_places(part, sources)
+        targets = targets[own]
         labels = inputs.input_ids.flatten()[inputs.slots[targets]]
         states = hidden.index_select(0, sources)
         logprobs, entropies = self.score_states(states, labels, temperature=temperature, entropy=entropy)
@@ -120,7 +122,7 @@ class Policy(PackedModel):
         rule = self.output_map
         if rule.hidden_scale != 1.0:
             states = states * rule.hidden_scale
-        weight, bias, part = self._output_layer(output_head(self.model))
+        weight, bias, vocabulary = self._output_layer(output_head(self.model))
         return linear_logprobs(
             # Some models keep the sum over layers, and so the hidden state, in fp32.
             states.to(weight.dtype),
@@ -132,7 +134,7 @@ class Policy(PackedModel):
             softcap=None if rule.softcap is None else rule.softcap / rule.scale,
             bias=bias,
             entropy=entropy,
-            part=part,
+            part=vocabulary,
         )
 
     def _output_layer(self, head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:

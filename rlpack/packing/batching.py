@@ -38,8 +38,7 @@ class Batching:
             No budget (null) is allowed in `fixed` mode only.
         micro_batch_size: rows of a microbatch in `fixed` mode.
         algorithm: the packer of `packed` mode.
-        pad_to_multiple: multiple that the slots of each packed sequence are rounded up to. Context and tensor
-            parallelism need none, because ranks split whole rows.
+        pad_to_multiple: multiple that the slots of each packed sequence are rounded up to.
         length_multiple: multiple that the width of a `dynamic` or `fixed` microbatch is rounded up to.
         min_microbatches: fewest microbatches per rank and optimizer step.
         divisible_by: divisor of the number of microbatches per rank and optimizer step.

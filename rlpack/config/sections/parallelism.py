@@ -1,6 +1,6 @@
 """Sections of how a role's ranks divide rows and the model: the actor's, and those that other roles inherit."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -8,6 +8,7 @@ from rlpack.config.sections.section import Count, Section
 
 # -1 stands for the ranks that the other sizes leave.
 ShardCount = Annotated[int, Field(ge=-1)]
+ContextMethod = Literal["ulysses", "all_gather"]
 
 
 class Parallel(Section):
@@ -25,8 +26,15 @@ class Parallel(Section):
     )
     cp: Count = Field(
         default=1,
-        description="Ranks that share the tokens of a microbatch (context parallelism, Ulysses), each holding at most "
-        "batching.max_tokens of them. The number of attention heads of a tp rank has to be divisible by it.",
+        description="Ranks that share the tokens of a microbatch (context parallelism), each holding at most "
+        "batching.max_tokens of them.",
+    )
+    cp_method: ContextMethod = Field(
+        default="ulysses",
+        description="With cp above 1, how attention gets the tokens of other ranks. `ulysses`: ranks exchange tokens "
+        "for heads; the number of attention heads of a tp rank has to be divisible by cp. `all_gather`: ranks gather "
+        "all keys and values, for any number of heads; each sequence is padded to a multiple of 2·cp tokens, and rank "
+        "r holds the chunks r and 2·cp−1−r of its 2·cp chunks (zigzag), so that all ranks do the same work.",
     )
     tp: Count = Field(
         default=1,
@@ -57,6 +65,7 @@ class RoleParallel(Section):
     dp_replicate: Count | None = Field(default=None, description="As actor.parallel.dp_replicate; null inherits it.")
     dp_shard: ShardCount | None = Field(default=None, description="As actor.parallel.dp_shard; null inherits it.")
     cp: Count | None = Field(default=None, description="As actor.parallel.cp; null inherits it.")
+    cp_method: ContextMethod | None = Field(default=None, description="As actor.parallel.cp_method; null inherits it.")
     tp: Count | None = Field(default=None, description="As actor.parallel.tp; null inherits it.")
     pp: Count | None = Field(default=None, description="As actor.parallel.pp; null inherits it.")
     sp: bool | None = Field(default=None, description="As actor.parallel.sp; null inherits it.")

@@ -46,6 +46,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2cp2": (4, {"pp": 2, "cp": 2}),
     "pp2tp2": (4, {"pp": 2, "tp": 2}),
     "pp2ep2": (4, {"pp": 2, "ep": 2}),
+    "gather2": (2, {"cp": 2, "cp_method": "all_gather"}),
+    "gather4": (4, {"cp": 4, "cp_method": "all_gather"}),
+    "dp2gather2": (4, {"cp": 2, "cp_method": "all_gather"}),
+    "replicas2gather2": (4, {"dp_replicate": 2, "cp": 2, "cp_method": "all_gather"}),
+    "gather2tp2": (4, {"cp": 2, "cp_method": "all_gather", "tp": 2, "sp": False}),
+    "gather2tp2sp": (4, {"cp": 2, "cp_method": "all_gather", "tp": 2}),
+    "gather2ep2": (2, {"cp": 2, "cp_method": "all_gather", "ep": 2}),
+    "pp2gather2": (4, {"pp": 2, "cp": 2, "cp_method": "all_gather"}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.roles import role_batching
 from rlpack.config.schema import Config
 from rlpack.distributed.context import RankContext
 from rlpack.models.check_split import check_split, score_whole_rows
@@ -105,8 +106,8 @@ def _step(
 
 
 def _plan(context: RankContext, config: Config, batch: BatchedDataDict) -> Any:
-    lengths, batching = batch["input_ids"].lengths.numpy(), context.layout.align(config.batching)
-    return make_plan(lengths, batching, dp_size=context.layout.dp_size)
+    lengths, batching = batch["input_ids"].lengths.numpy(), role_batching(config, "actor")
+    return make_plan(lengths, context.layout.align(batching), dp_size=context.layout.dp_size)
 
 
 def _set_head(weight: Tensor) -> None:
