@@ -32,8 +32,8 @@ def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> st
     fitting = nearest_size(config, role, "cp", heads // tp)
     share = "" if tp == 1 else f" on each of the {tp} ranks of {key}.tp"
     return (
-        f"has {heads // tp} attention heads{share}, which is not divisible by {key}.cp ({cp}), as {key}.cp_method="
-        f"ulysses needs; set {key}.cp={fitting}, or {key}.cp_method=all_gather"
+        f"has {heads // tp} attention heads{share}, which is not divisible by {key}.cp ({cp}); set "
+        f"{key}.cp={fitting}, or {key}.cp_method=all_gather"
     )
 
 

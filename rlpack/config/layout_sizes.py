@@ -6,7 +6,7 @@ Sizes are checked before any process starts: with wrong ones, ranks would wait f
 from collections.abc import Iterator
 from math import prod
 
-from rlpack.config.roles import WITH_LAYOUTS, own_parallel, pool_of, role_parallel, started_roles
+from rlpack.config.roles import WITH_LAYOUTS, chunks_of, own_parallel, pool_of, role_parallel, started_roles
 from rlpack.config.schema import Config
 
 # Sizes whose product is the number of ranks; ranks of ep are taken from those of dp_shard and cp.
@@ -48,7 +48,8 @@ def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
         return None
     parallel = role_parallel(config, role)
     ranks = pool.ranks // (parallel.dp_replicate * parallel.tp * parallel.pp)
-    return next((cp for cp in range(1, ranks + 1) if ranks % cp == 0 and cp * per_rank >= slots), None)
+    sizes = [cp for cp in range(1, ranks + 1) if ranks % cp == 0]
+    return next((cp for cp in sizes if cp * per_rank >= slots + -slots % chunks_of(parallel, cp)), None)
 
 
 def nearest_size(config: Config, role: str, name: str, *multiples: int) -> int:

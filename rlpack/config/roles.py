@@ -53,12 +53,17 @@ def role_batching(config: Config, role: str) -> Batching:
 
 def _for_shared_rows(batching: Batching, parallel: Parallel) -> Batching:
     """Return the batching of microbatches whose tokens the ranks of `cp` share."""
-    chunks = 2 * parallel.cp if parallel.cp > 1 and parallel.cp_method == "all_gather" else 1
+    chunks = chunks_of(parallel, parallel.cp)
     return batching.override(
         max_tokens=None if batching.max_tokens is None else batching.max_tokens * parallel.cp,
         pad_to_multiple=lcm(batching.pad_to_multiple, chunks),
         length_multiple=lcm(batching.length_multiple, chunks),
     )
+
+
+def chunks_of(parallel: Parallel, cp: int) -> int:
+    """Return the chunks that each sequence is cut into if `cp` ranks share tokens; 1 if rows are cut regardless."""
+    return 2 * cp if cp > 1 and parallel.cp_method == "all_gather" else 1
 
 
 def runs_packed(config: Config, role: str) -> bool:

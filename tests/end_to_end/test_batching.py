@@ -11,7 +11,10 @@ OTHERS = {
     "packed on one rank": (1, ("batching=packed",)),
     "dynamic on two ranks that share tokens, generated in parts": (
         2,
-        ("batching=dynamic", "rollout.max_num_seqs=3", "actor.parallel.cp=2"),
+        (
+            *("batching=dynamic", "rollout.max_num_seqs=3", "actor.parallel.cp=2"),
+            "reference.parallel.cp_method=all_gather",
+        ),
     ),
     "packed in two stages": (2, ("batching=packed", "actor.parallel.pp=2", "reference.parallel.pp=1")),
     "fixed in two replicas": (

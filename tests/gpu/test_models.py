@@ -10,10 +10,12 @@ from rlpack.config.sections.optimization import Optimizer
 from rlpack.models import attention as module
 from rlpack.models.attention import Segments, attention
 from rlpack.models.checks import check_isolation
+from rlpack.models.context_parallel import RowSplit
 from rlpack.models.inputs import pack_rows
 from rlpack.models.logprobs import linear_logprobs
 from rlpack.models.optimizers import build_optimizer, set_learning_rate
 from rlpack.models.policy import Policy
+from rlpack.models.row_parts import RowPart
 from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
 
 pytestmark = [
@@ -49,6 +51,37 @@ def test_every_kernel_agrees_with_fp64(monkeypatch, kernel: str, window: int | N
     low = [leaf.detach().to("cuda", torch.bfloat16).requires_grad_() for leaf in exact]
     found = run(low, upstream.to("cuda", torch.bfloat16), sliding_window=window, softcap=softcap)
     for left, right in zip(found, expected, strict=True):
+        assert (left.cpu().double() - right).norm() < 0.02 * right.norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 1, 33, 200])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_kernel_lets_a_chunk_see_its_sequence_up_to_its_own_end(monkeypatch, kernel, window, rank):
+    # The last query of a segment is at the position of its last key. This test has not run on a GPU yet.
+    part = RowPart.of(pack_rows(tiny_rows(LENGTHS)), RowSplit(None, rank, 2, method="all_gather"))
+    assert part.packed.keys is not None
+    sizes = (sum(part.packed.lengths), len(part.packed.keys.places))
+    generator = torch.Generator().manual_seed(0)
+    exact = [
+        torch.randn(1, heads, size, 64, generator=generator).bfloat16().double().requires_grad_()
+        for heads, size in ((8, sizes[0]), (2, sizes[1]), (2, sizes[1]))
+    ]
+    upstream = torch.randn(1, sizes[0], 8, 64, generator=generator).bfloat16().double()
+    rules = module._Options(scaling=0.1, dropout=0.0, window=window, softcap=None)
+
+    def run_part(leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
+        packed = RowPart.of(
+            pack_rows(tiny_rows(LENGTHS)).to(leaves[0].device), RowSplit(None, rank, 2, method="all_gather")
+        ).packed
+        out = module._attend_packed(*leaves, packed, rules)
+        return [out, *torch.autograd.grad((out * upstream).sum(), leaves)]
+
+    expected = run_part(exact, upstream)
+    chosen = {"segments": None, "torch": module._torch_varlen, "flash": module._flash_attn}[kernel]
+    monkeypatch.setattr(module, "_varlen_kernel", lambda query, rules: chosen)
+    low = [leaf.detach().to("cuda", torch.bfloat16).requires_grad_() for leaf in exact]
+    for left, right in zip(run_part(low, upstream.to("cuda", torch.bfloat16)), expected, strict=True):
         assert (left.cpu().double() - right).norm() < 0.02 * right.norm()
 
 

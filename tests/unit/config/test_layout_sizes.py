@@ -155,6 +155,37 @@ def test_ranks_that_share_tokens_share_the_token_budget():
     assert "actor.parallel.cp" not in problems(batching={"max_tokens": 100}, **rollout)
 
 
+def test_sequences_are_padded_to_whole_chunks_only_where_ranks_hold_chunks():
+    parallel = {"cp": 4, "cp_method": "all_gather"}
+    config = config_of(
+        batching={"pad_to_multiple": 3},
+        actor={"parallel": parallel},
+        reference={"parallel": {"cp_method": "ulysses"}},
+        critic={"parallel": {"cp": 2}},
+        reward_model={"parallel": {"cp": 1}},
+    )
+    multiples = {
+        role: (batching.pad_to_multiple, batching.length_multiple)
+        for role in ("actor", "reference", "critic", "reward_model", "rollout", "reward")
+        for batching in [role_batching(config, role)]
+    }
+    none = (3, 1)
+    assert multiples == {
+        "actor": (24, 8),
+        "critic": (12, 4),
+        **dict.fromkeys(("reference", "reward_model", "rollout", "reward"), none),
+    }
+
+
+def test_the_proposed_number_of_ranks_holds_whole_chunks():
+    # 762 tokens are at most 2 * 381, but take 764 slots in chunks of two ranks.
+    rollout = {"data": {"max_prompt_tokens": 506}, "rollout": {"max_new_tokens": 256}, "batching": {"max_tokens": 381}}
+    assert "actor.parallel.cp=2" in problems(**rollout)
+    text = problems(actor={"parallel": {"cp_method": "all_gather"}}, **rollout)
+    assert "actor.parallel.cp=4" in text
+    config_of(actor={"parallel": {"cp": 4, "cp_method": "all_gather"}}, **rollout)
+
+
 def test_only_started_roles_are_checked():
     config_of(critic={"parallel": {"dp_replicate": 3}})
 
