@@ -26,7 +26,8 @@ def batches() -> list[ModelInputs]:
 
 
 def three_heads(dtype: torch.dtype) -> Policy:
-    return Policy(tiny_model("gemma3", dtype=dtype, hidden_size=48, num_attention_heads=3, num_key_value_heads=1))
+    changes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return Policy(tiny_model("gemma3", dtype=torch.float32, **changes).to(dtype))
 
 
 def loss_of(policy: Policy, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
