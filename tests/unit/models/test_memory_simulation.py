@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from rlpack.config.schema import Model
 from rlpack.config.sections.optimization import Optimizer
+from rlpack.config.sections.parallelism import ContextMethod
 from rlpack.distributed.layout import ParallelLayout
 from rlpack.models import attention
 from rlpack.models.context_parallel import RowSplit
@@ -52,7 +53,9 @@ def meta_lm(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     return model
 
 
-def divide(model: PackedModel, layout: ParallelLayout, **options: Any) -> PackedModel:
+def divide(
+    model: PackedModel, layout: ParallelLayout, *, method: ContextMethod = "ulysses", **options: Any
+) -> PackedModel:
     mesh = layout.weight_mesh("cpu")
     if layout.tp > 1:
         model.weight_split = WeightSplit(mesh["tp"])
@@ -61,7 +64,7 @@ def divide(model: PackedModel, layout: ParallelLayout, **options: Any) -> Packed
         mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     shard_model(model, mesh, **({"small_bytes": 0} | options))
     if layout.cp > 1:
-        model.split = RowSplit.of_group(layout.device_mesh("cpu")["cp"].get_group(), layout.tp)
+        model.split = RowSplit.of_group(layout.device_mesh("cpu")["cp"].get_group(), layout.tp, method)
     return model
 
 
@@ -133,6 +136,13 @@ def test_ranks_that_share_tokens_have_their_part_of_the_activations():
     alone = update(ParallelLayout()).most["activations"]
     for layout in (ParallelLayout(cp=2), ParallelLayout(tp=2)):
         assert 0.4 < update(layout).most["activations"] / alone < 0.75, layout
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputation_keeps_no_gathered_keys(kind: str):
+    alone = update(ParallelLayout(), kind=kind).most["activations"]
+    shared = update(ParallelLayout(cp=2), kind=kind, method="all_gather").most["activations"]
+    assert 0.4 < shared / alone < 0.75
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "qwen2_sliding", "mixtral", "qwen3_moe"])
