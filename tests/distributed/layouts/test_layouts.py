@@ -51,7 +51,14 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [("cp2", "gemma3"), ("gather2", "gemma3"), ("tp2", "gemma3"), ("tp2sp", "gemma3"), ("ep2", "qwen3_moe"), ("pp2", "gemma3")],
+    [
+        ("cp2", "gemma3"),
+        ("gather2", "gemma3"),
+        ("tp2", "gemma3"),
+        ("tp2sp", "gemma3"),
+        ("ep2", "qwen3_moe"),
+        ("pp2", "gemma3"),
+    ],
 )
 def test_a_model_that_ranks_share_passes_the_checks_of_a_start(
     tmp_path: Path, layout: str, family: str, precision: str
