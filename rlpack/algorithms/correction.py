@@ -64,8 +64,11 @@ def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mappi
 
     With d clamped to ±20: k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d. `token_*` judges each token, `seq_sum_*`,
     `seq_mean_*` and `seq_max_*` whole rows by the sum, mean or maximum over their tokens; `seq_max_k1` drops a row if
-    k1 of any token lies outside. k1 has to lie between the logarithms of both bounds; k2 and k3 may be at most the
+    k1 of any token lies outside. k1 has to lie between the logarithms of both bounds; the others may be at most the
     upper one.
+
+    `binary_kl` judges each token by the larger of both KL divergences between the Bernoulli distributions with the
+    probabilities of the token under π_old and μ (KPop in verl), which are clamped to [1e-6, 1 - 1e-6].
 
     >>> mask = Ragged.from_rows([[True, True], [True]], torch.bool)
     >>> old, sampled = torch.tensor([0.5, 0.5, 0.5]).log(), torch.tensor([0.5, 0.1, 0.5]).log()
@@ -79,15 +82,15 @@ def kept_tokens(logprobs: Tensor, sampled: Tensor, mask: Ragged, criteria: Mappi
         sampled: log μ, [T].
         mask: response tokens, bool, B rows.
         criteria: lower and upper bound by criterion, such as `seq_mean_k1`; only k1 has a lower one. Those of k1 are
-            of the ratio μ / π_old, those of k2 and k3 in nats.
+            of the ratio μ / π_old, all others in nats.
     """
     difference = _differences(logprobs, sampled, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     values = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.exp() - 1 - difference}
     counts = row_sums(torch.ones_like(difference), mask).clamp(min=1)
     kept = mask.values.clone()
     for criterion, (lower, upper) in criteria.items():
-        level, _, estimator = criterion.rpartition("_")
-        value = values[estimator]
+        level, _, estimator = ("token", "", criterion) if criterion == "binary_kl" else criterion.rpartition("_")
+        value = _binary_kl(logprobs, sampled, mask) if criterion == "binary_kl" else values[estimator]
         if level in ("seq_sum", "seq_mean"):
             value = row_sums(value, mask) / (1.0 if level == "seq_sum" else counts)
         outside = value > (math.log(upper) if estimator == "k1" else upper)
@@ -142,6 +145,17 @@ def mismatch_metrics(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, fl
         "mismatch/largest_gap": sums["mismatch_largest"].max().item(),
         "mismatch/perplexity_ratio": (-means).clamp(max=MAX_LOG_RATIO).exp().mean().item(),
     }
+
+
+def _binary_kl(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> Tensor:
+    """Return the larger of both divergences between Bernoulli distributions, f64 [T]; 0 outside the mask."""
+    columns = (torch.where(mask.values, column, 0.0).double() for column in (logprobs, sampled))
+    own, other = (column.exp().clamp(1e-6, 1 - 1e-6) for column in columns)
+
+    def divergence(p: Tensor, q: Tensor) -> Tensor:
+        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+    return torch.maximum(divergence(own, other), divergence(other, own))
 
 
 def _differences(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> Tensor:

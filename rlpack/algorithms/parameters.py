@@ -12,7 +12,7 @@ _LIMITS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "clip_low": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "clip_high": ("0 or more", lambda value: value >= 0),
     "dual_clip": ("above 1", lambda value: value > 1),
-    **dict.fromkeys(("tau_positive", "tau_negative", "epsilon"), ("above 0", lambda value: value > 0)),
+    **dict.fromkeys(("tau_positive", "tau_negative", "epsilon", "max_ratio"), ("above 0", lambda value: value > 0)),
     "share": ("above 0 and at most 1", lambda value: 0 < value <= 1),
     "coef": ("0 or more", lambda value: value >= 0),
 }

@@ -190,6 +190,56 @@ def sapo(tokens: PolicyTokens, *, tau_positive: float = 1.0, tau_negative: float
     return PolicyLoss.of(tokens, -gate * tokens.advantages, tokens.ratio, none, none)
 
 
+def dppo_tv(
+    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.28, max_ratio: float = 20.0
+) -> PolicyLoss:
+    """Return `-sg(min(r, max_ratio))·A·log π` where the token's probability has moved little, else 0.
+
+    DPPO with the binary total variation (Qi et al. 2026, arXiv:2602.04879); sg stops the gradient. With p = π and
+    q = π_old of the token, its loss is 0 if A > 0 and p - q > clip_high, or A ≤ 0 and q - p > clip_low. So tokens of
+    low probability may change by large ratios, and those of high probability by small ones. The paper's q is of the
+    policy that sampled: `algorithm.correction.bypass=true`.
+
+    >>> tokens = PolicyTokens(
+    ...     torch.tensor([0.02, 0.9, 0.5]).log(), torch.tensor([0.01, 0.5, 0.5]).log(), torch.ones(3),
+    ...     torch.ones(3, dtype=torch.bool), torch.tensor([3]))
+    >>> dppo_tv(tokens, clip_high=0.2).clipped_high
+    tensor([False,  True, False])
+
+    Args:
+        tokens: tokens of the microbatch.
+        clip_low: largest decrease of a probability, if A ≤ 0.
+        clip_high: largest increase of a probability, if A > 0.
+        max_ratio: largest weight of a token.
+
+    Raises:
+        AlgorithmError: a bound is outside its range.
+    """
+    change = tokens.logprobs.detach().exp() - tokens.old_logprobs.exp()
+    return _within_divergence(tokens, change < -clip_low, change > clip_high, clip_low, clip_high, max_ratio)
+
+
+def dppo_kl(
+    tokens: PolicyTokens, *, clip_low: float = 0.05, clip_high: float = 0.05, max_ratio: float = 20.0
+) -> PolicyLoss:
+    """Return the loss of `dppo_tv`, with the binary KL divergence in place of the change of probability.
+
+    q·log(q/p) + (1 - q)·log((1 - q)/(1 - p)) of the token's probabilities; 1e-8 is added to 1 - q and 1 - p. Tokens
+    whose probability moved against the sign of A are never masked (Qi et al. 2026, arXiv:2602.04879).
+
+    >>> tokens = PolicyTokens(
+    ...     torch.tensor([0.02, 0.9]).log(), torch.tensor([0.01, 0.5]).log(), torch.ones(2),
+    ...     torch.ones(2, dtype=torch.bool), torch.tensor([2]))
+    >>> dppo_kl(tokens, clip_high=0.05).clipped_high
+    tensor([False,  True])
+    """
+    new, old = tokens.logprobs.detach(), tokens.old_logprobs
+    p, q = new.exp(), old.exp()
+    divergence = q * (old - new) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+    low, high = (divergence > clip_low) & (p < q), (divergence > clip_high) & (p > q)
+    return _within_divergence(tokens, low, high, clip_low, clip_high, max_ratio)
+
+
 def reinforce(tokens: PolicyTokens) -> PolicyLoss:
     """Return `-A·log π` per token (Williams 1992), for one update per batch.
 
@@ -213,6 +263,19 @@ def _clipped(
     value = ratio.detach()
     low, high = (value < 1 - clip_low) & (advantages < 0), (value > 1 + clip_high) & (advantages > 0)
     return PolicyLoss.of(tokens, losses, ratio, low, high)
+
+
+def _within_divergence(
+    tokens: PolicyTokens, below: Tensor, above: Tensor, clip_low: float, clip_high: float, max_ratio: float
+) -> PolicyLoss:
+    """Return the truncated policy gradient of the tokens inside the trust region."""
+    _check_bounds(clip_low, clip_high, None, lowest_open=False)
+    if not max_ratio > 0:
+        raise AlgorithmError(f"max_ratio is {max_ratio}; set algorithm.loss_arguments.max_ratio above 0")
+    ratio, rises = tokens.ratio.detach(), tokens.advantages > 0
+    low, high = below & ~rises, above & rises
+    losses = -ratio.clamp(max=max_ratio) * tokens.advantages * tokens.logprobs
+    return PolicyLoss.of(tokens, torch.where(low | high, 0.0, losses), ratio, low, high)
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "gspo": policy_loss.gspo,
     "cispo": policy_loss.cispo,
     "sapo": policy_loss.sapo,
+    "dppo_tv": policy_loss.dppo_tv,
+    "dppo_kl": policy_loss.dppo_kl,
     "reinforce": policy_loss.reinforce,
     "kl_cov": kl_cov,
 }

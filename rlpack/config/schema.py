@@ -93,7 +93,7 @@ class Algorithm(Section):
     )
     loss: str = Field(
         default="ppo_clip",
-        description="ppo_clip, gspo, cispo, sapo, reinforce, kl_cov, or package.module:function.",
+        description="ppo_clip, gspo, cispo, sapo, dppo_tv, dppo_kl, reinforce, kl_cov, or package.module:function.",
     )
     loss_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the loss function."

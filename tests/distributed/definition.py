@@ -97,6 +97,8 @@ def row_loss(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm, s
         centered = (new.detach() - statistics["logprob_mean"]) * (advantage - statistics["advantage_mean"])
         held = centered >= statistics["threshold"]
         return RowLoss(-ratio * advantage + held * arguments["coef"] * (new - old).abs(), ratio, none, held)
+    if settings.loss.startswith("dppo"):
+        return _dppo(new, old, advantage, settings)
     if settings.loss == "gspo":
         ratio = ((new - old).sum() / max(1, new.numel())).exp().expand(new.shape)
     bounded = torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage)
@@ -104,6 +106,18 @@ def row_loss(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm, s
         bounded = torch.maximum(bounded, settings.dual_clip * advantage)
     low, high = (ratio < lowest) & (advantage < 0), (ratio > highest) & (advantage > 0)
     return RowLoss(-bounded, ratio, low, high)
+
+
+def _dppo(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm) -> RowLoss:
+    """Return the masked policy gradient of DPPO, from two Bernoulli distributions per token."""
+    ratio, p, q = (new - old).exp(), new.detach().exp(), old.exp()
+    moved = (p - q).abs()  # the total variation
+    if settings.loss == "dppo_kl":
+        moved = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    low = (p < q) & (moved > settings.clip_low) if advantage <= 0 else torch.zeros_like(p, dtype=torch.bool)
+    high = (p > q) & (moved > settings.clip_high) if advantage > 0 else torch.zeros_like(p, dtype=torch.bool)
+    weight = ratio.detach().clamp(max=settings.loss_arguments["max_ratio"]) * ~(low | high)
+    return RowLoss(-weight * advantage * new, ratio, low, high)
 
 
 def covariances(new: list[Tensor], advantages: list[Tensor], share: float) -> dict[str, float]:

@@ -36,6 +36,8 @@ SETTINGS = {
     "gspo": {"clip_low": 0.03, "clip_high": 0.03},
     "cispo": {"clip_low": 1.0, "entropy_coef": 0.05},
     "sapo": {"loss_arguments": {"tau_positive": 1.0, "tau_negative": 1.7}},
+    "dppo_tv": {"clip_low": 0.002, "clip_high": 0.004, "loss_arguments": {"max_ratio": 1.3}},
+    "dppo_kl": {"clip_low": 3e-4, "clip_high": 5e-4, "loss_arguments": {"max_ratio": 1.3}},
     "reinforce": {"kl_estimator": "k1", "kl_straight_through": True},
     "kl_cov": {"loss_arguments": {"share": 0.2, "coef": 0.7}},
 }
@@ -89,7 +91,7 @@ def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found,
 
 def test_every_loss_is_in_the_matrix_and_its_bounds_bind_somewhere(updated: Found):
     assert set(SETTINGS) == set(LOSSES)
-    for loss in ("ppo_clip", "gspo", "kl_cov"):
+    for loss in ("ppo_clip", "gspo", "dppo_tv", "dppo_kl", "kl_cov"):
         metrics, _ = updated[loss, "token_mean", "packed", 1, 1]
         assert 0 < metrics["actor/clip_low_fraction"] + metrics["actor/clip_high_fraction"] < 1
     values = {loss: updated[loss, "token_mean", "packed", 1, 1][0]["actor/policy_loss"] for loss in SETTINGS}

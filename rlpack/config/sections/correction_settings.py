@@ -9,7 +9,10 @@ from pydantic import Field
 from rlpack.config.sections.section import Positive, Section
 
 # Names of criteria, as in verl; `seq_max_k1` is ours.
-CRITERIA = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
+CRITERIA = (
+    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")),
+    "binary_kl",
+)
 
 
 class Correction(Section):
@@ -30,9 +33,9 @@ class Correction(Section):
     )
     reject: dict[str, float | list[float]] = Field(
         default_factory=dict,
-        description="Leave out what diverges too far, by criterion: token, seq_sum, seq_mean or seq_max, then _k1, _k2 "
-        "or _k3. A bound of k2 and k3 is the largest divergence in nats; that of k1 is a range of the ratio μ / π_old, "
-        "as [lower, upper], or one number u for [1/u, u].",
+        description="Leave out what diverges too far, by criterion: token, seq_sum, seq_mean or seq_max, then _k1, "
+        "_k2 or _k3; or binary_kl, of tokens. A bound is the largest divergence in nats; that of k1 is a range of the "
+        "ratio μ / π_old, as [lower, upper], or one number u for [1/u, u].",
     )
     bypass: bool = Field(
         default=False,
@@ -54,8 +57,8 @@ class Correction(Section):
 def bounds_of(criterion: str, value: float | Sequence[float]) -> tuple[float, float]:
     """Return lower and upper bound of a criterion.
 
-    Bounds of `k1` are two numbers, or one number u for [1 / u, u]. For `k2` and `k3` it is one number; the lower bound
-    is then 0.
+    Bounds of `k1` are two numbers, or one number u for [1 / u, u]. For the others it is one number; the lower bound is
+    then 0.
 
     >>> bounds_of("seq_mean_k1", 2.0), bounds_of("token_k3", 0.5)
     ((0.5, 2.0), (0.0, 0.5))

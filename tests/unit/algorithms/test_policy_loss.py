@@ -175,3 +175,32 @@ def test_reinforce_has_the_gradient_of_the_log_likelihood():
     loss.token_losses.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == [-0.5, 1.0, 0.0, -2.0, 0.0]
+
+
+@pytest.mark.parametrize("loss", [policy_loss.dppo_tv, policy_loss.dppo_kl])
+@given(tokens=tokens)
+@settings(max_examples=60, deadline=None)
+def test_dppo_masks_tokens_that_left_the_trust_region_in_the_direction_of_the_advantage(loss, tokens):
+    new, old, advantages = columns(tokens)
+    new.requires_grad_()
+    mask, lengths = torch.ones(len(tokens), dtype=torch.bool), torch.tensor([len(tokens)])
+    result = loss(PolicyTokens(new, old, advantages, mask, lengths), clip_low=0.1, clip_high=0.2, max_ratio=3.0)
+    result.token_losses.sum().backward()
+    assert new.grad is not None
+    for place, (own, other, advantage) in enumerate(tokens):
+        p, q = math.exp(own), math.exp(other)
+        moved = abs(p - q)
+        if loss is policy_loss.dppo_kl:
+            rest = [1 - q + 1e-8, 1 - p + 1e-8]
+            moved = q * math.log(q / p) + (1 - q) * math.log(rest[0] / rest[1])
+        outside = (advantage > 0 and p > q and moved > 0.2) or (advantage <= 0 and p < q and moved > 0.1)
+        expected = 0.0 if outside else -min(p / q, 3.0) * advantage
+        assert new.grad[place].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert bool(result.clipped_low[place] | result.clipped_high[place]) == outside
+
+
+@pytest.mark.parametrize("arguments", [{"clip_low": 1.5}, {"clip_high": -0.1}, {"max_ratio": 0.0}])
+def test_dppo_refuses_bounds_that_make_no_region(arguments):
+    zeros = torch.zeros(5)
+    with pytest.raises(AlgorithmError, match=next(iter(arguments))):
+        policy_loss.dppo_tv(two_rows(zeros, zeros, zeros), **arguments)
