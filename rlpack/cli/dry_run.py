@@ -12,8 +12,6 @@ from rlpack.config.schema import Config
 from rlpack.user_code import UserCode, exit_now
 
 _FLAG, _MEMORY = "--dry-run", "--memory-gb"
-# Imported by name, as recipes are.
-_ESTIMATE = "rlpack.recipes.dry_run.estimate_run"
 DOES_NOT_FIT = 1
 _INTERRUPTED = 130
 
@@ -68,7 +66,7 @@ def leaving_on_interrupt(command: str) -> Iterator[None]:
 
 def estimate(configs: Iterator[tuple[str, Config]], memory_gb: float | None) -> int:
     """Print the estimates of labeled configurations, and return the exit code: 0 if all fit."""
-    module = importlib.import_module(_ESTIMATE)
+    module = importlib.import_module("rlpack.recipes.dry_run.estimate_run")
     code = 0
     for label, config in configs:
         if label:

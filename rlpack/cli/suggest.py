@@ -10,7 +10,6 @@ from rlpack.user_code import UserCode
 
 _SUGGEST = "--suggest"
 _NUMBERS = ("--memory-gb", "--tflops", "--overhead-ms")
-_SEARCH = "rlpack.recipes.dry_run.suggest_layouts"
 
 
 def is_for_config(arguments: Sequence[str]) -> bool:
@@ -41,7 +40,7 @@ def suggest(arguments: Sequence[str]) -> int:
         check_code(config, os.environ)
         with leaving_on_interrupt("plan"), UserCode("code that the configuration names"):
             check_first(config, starts=False)
-            search = importlib.import_module(_SEARCH).main
+            search = importlib.import_module("rlpack.recipes.dry_run.suggest_layouts").main
             overhead_ms = numbers.get("--overhead-ms", 10.0)
             fits = search(config, numbers.get("--memory-gb"), numbers.get("--tflops"), overhead_ms, print)
     except Exception as error:  # noqa: BLE001 - every error becomes a message and an exit code

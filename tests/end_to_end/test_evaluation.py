@@ -72,7 +72,7 @@ def test_the_files_are_complete_and_the_export_is_deleted(of_run):
         assert row["prompt_tokens"] == len(row["prompt"])  # one token per character
         # Special tokens other than the last leave no text.
         assert row["response_tokens"] >= len(row["response"]) + (row["finish_reason"] == "stop")
-    assert sorted(path.name for path in of_run.run_dir.iterdir()) == sorted([*FILES, "run.log"])
+    assert sorted(path.name for path in of_run.run_dir.iterdir()) == sorted([*FILES, "run.log", "spans"])
 
 
 def test_the_table_is_printed_with_intervals_and_says_how_votes_are_counted(of_run):

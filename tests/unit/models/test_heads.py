@@ -54,7 +54,7 @@ def test_the_isolation_check_sees_a_leak_behind_a_new_head(monkeypatch):
     critic = ScalarHeadModel(tiny_model("qwen2", dtype=torch.float32, initializer_range=0.02).base_model)
     check_isolation(critic, "cpu", VOCABULARY)
     hidden = critic.hidden_states
-    monkeypatch.setattr(critic, "hidden_states", lambda inputs: hidden(inputs) + 1e-3 * hidden(inputs).mean())
+    monkeypatch.setattr(critic, "hidden_states", lambda *given: hidden(*given) + 1e-3 * hidden(*given).mean())
     with pytest.raises(IsolationError, match="rows see each other"):
         check_isolation(critic, "cpu", VOCABULARY)
 
