@@ -1,11 +1,11 @@
 """Time steps with and without `trainer.lead`, on two cores, with responses of skewed lengths.
 
-    python -m benchmarks.ahead [--repeats 3] [--steps 8] [--updates 1]
+    python -m benchmarks.ahead [--repeats 3] [--steps 8] [--mini-batches 4]
 
 A random model over 26 tokens writes responses of 25 tokens in the mean and at most 128, so most of generation waits for
 its longest responses. Three ways take turns: two ranks that generate and train in turns, one rank for each without a
 lead, and one rank for each with a lead of one step. A run's figure is the median of its steps but the first two and the
-last. `--updates` sets trainer.updates_per_batch, and so the time of training relative to generation.
+last. `--mini-batches` is the number of optimizer steps of a batch; with 1, training skips the pass over old log-probs.
 """
 
 import argparse
@@ -36,15 +36,15 @@ class Step(NamedTuple):
     drain: float
 
 
-def run(folder: Path, overrides: tuple[str, ...], steps: int, updates: int) -> Step:
+def run(folder: Path, overrides: tuple[str, ...], steps: int, mini_batches: int) -> Step:
     """Run `rlpack train` and return its medians."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
     command = [
         *(sys.executable, "-m", "rlpack", "train", f"run_dir={run_dir}", *overrides),
         *("model=pretrained", f"model.path={folder}/model", "data=jsonl", f"data.source={folder}/prompts.jsonl"),
-        *(f"data.validation_source={folder}/held_out.jsonl", f"trainer.steps={steps}", "trainer.mini_batch_size=64"),
+        *(f"data.validation_source={folder}/held_out.jsonl", f"trainer.steps={steps}"),
         *("reward.function=benchmarks.trl_grpo:vowels", "rollout.max_new_tokens=128", "evaluation.every=1000"),
-        *("evaluation.samples=1", "checkpoint.every=1000", f"trainer.updates_per_batch={updates}"),
+        *("evaluation.samples=1", "checkpoint.every=1000", f"trainer.mini_batch_size={256 // mini_batches}"),
         "actor.optimizer.learning_rate=1e-12",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd=ROOT)
@@ -63,14 +63,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--mini-batches", type=int, default=4, choices=(1, 2, 4))
     options = parser.parse_args()
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         write_inputs(Path(name), "skewed")
         for _ in range(options.repeats):
             for way, overrides in WAYS.items():
-                found[way].append(run(Path(name), overrides, options.steps, options.updates))
+                found[way].append(run(Path(name), overrides, options.steps, options.mini_batches))
                 print(f"{way}: {found[way][-1].whole:.2f} s", flush=True)
     seconds = {way: statistics.median(step.whole for step in steps) for way, steps in found.items()}
     for way, steps in found.items():
