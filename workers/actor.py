@@ -62,8 +62,8 @@ class ActorWorker(SteppedRole):
 
         Only tokens that the plan keeps enter the sums: `response_tokens` is their number, `logprob_sum` the sum of
         their log-probs, and `logprob_gap` the sum of the absolute differences from `rollout_logprobs` (0 without that
-        column). At the sampling temperature, `entropy_sum` is the sum of their entropies. The microbatches are those of
-        `train_step`, so the first ratio is exactly 1.
+        column). At the sampling temperature, `entropy_sum` is the sum of their entropies. With the plan of
+        `train_step`, the first ratio is exactly 1; with another one, it is 1 up to rounding.
 
         Args:
             shard: `input_ids`, `response_mask`, and `rollout_logprobs` if known.

@@ -77,8 +77,8 @@ class CriticWorker(SteppedRole):
         """Return `values` f32 [T], 0 outside responses, and `value_tokens` int64 [B].
 
         Entry t of `values` is the value of the tokens before t; `value_tokens` counts each row's response tokens that
-        the plan keeps. The microbatches are those of `train_step`, so that a step starts from exactly the values that
-        advantages were computed with.
+        the plan keeps. With the plan of `train_step`, a step starts from exactly the values that advantages were
+        computed with; with another one, from equal values up to rounding.
 
         Args:
             shard: `input_ids`, `response_mask`.

@@ -8,6 +8,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.weights import WeightChannel
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver import policy_stages
+from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import step_weights
 from rlpack.recipes.driver.session import Session
@@ -30,7 +31,8 @@ def compute_values(
     `value_tokens` counts the response tokens of each row that the critic's `plan` keeps.
     """
     with step.timer("values"):
-        values = session.critic.with_plan(plan).run(CriticWorker.values, rollouts)
+        forward = forward_plan(session, "critic", rollouts) or plan
+        values = session.critic.with_plan(forward).run(CriticWorker.values, rollouts)
     session.performance.count(step, "critic", CriticWorker.values, plan, values["value_tokens"])
     return rollouts.union(values)
 

@@ -15,6 +15,7 @@ from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
 from rlpack.recipes.driver.engine_lifecycle import wake_engines
+from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards, count_failures
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, SamplingSession, sample_responses
 from rlpack.recipes.driver.session import Session
@@ -59,7 +60,8 @@ def evaluate(session: Session, step: StepContext) -> None:
 def evaluate_loss(session: Session, step: StepContext) -> None:
     """Record the mean negative log-prob of the held-out demonstrations' tokens, and its perplexity."""
     batch = session.held_out.demonstrations(np.arange(len(session.held_out)))
-    scored = session.actor.run(ActorWorker.logprobs, batch, temperature=1.0)
+    plan = forward_plan(session, "actor", batch) or session.actor.plan(batch)
+    scored = session.actor.with_plan(plan).run(ActorWorker.logprobs, batch, temperature=1.0)
     loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
     step.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
 

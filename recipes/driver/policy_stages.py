@@ -14,6 +14,7 @@ from rlpack.batch.remote import RemoteColumn
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
 from rlpack.packing import MicrobatchPlan
+from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
@@ -40,8 +41,8 @@ def compute_old_logprobs(
         session: the run.
         step: the step in progress.
         rollouts: the batch.
-        plan: the actor's plan for these rows, in mini-batches. The update follows the same plan, so that both share
-            microbatches.
+        plan: the actor's plan for these rows, in mini-batches, which the update follows. Without
+            `actor.forward_batching` both share microbatches.
     """
     if session.config.algorithm.correction.bypass:
         tokens = planned_response_lengths(rollouts, plan, session.store)
@@ -49,7 +50,8 @@ def compute_old_logprobs(
     if not needs_old_logprobs(session, rollouts, plan):
         return rollouts.union({"response_tokens": planned_response_lengths(rollouts, plan, session.store)})
     with step.timer("logprobs"):
-        old = session.actor.with_plan(plan).run(ActorWorker.logprobs, rollouts)
+        forward = forward_plan(session, "actor", rollouts) or plan
+        old = session.actor.with_plan(forward).run(ActorWorker.logprobs, rollouts)
     session.performance.count(step, "actor", ActorWorker.logprobs, plan, old["response_tokens"])
     gap = (old["logprob_gap"].sum() / old["response_tokens"].sum().clamp(min=1)).item()
     step.metrics["rollout/logprob_gap"] = gap

@@ -11,13 +11,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.config.recipes import recipe_of
-from rlpack.config.roles import gpus_per_rank, role_batching
+from rlpack.config.roles import forward_batching, gpus_per_rank, role_batching
 from rlpack.config.schema import Config
 from rlpack.data.prompts import Prompts
 from rlpack.data.sampler import prompt_positions
 from rlpack.models.cpu_products import rounded_rows
 from rlpack.models.memory_simulation import SimulatedMicrobatch
-from rlpack.packing import Cost, MicrobatchPlan, make_plan
+from rlpack.packing import Batching, Cost, MicrobatchPlan, make_plan
 from rlpack.recipes.dry_run.role_memory import is_trained, role_layout
 
 
@@ -44,11 +44,13 @@ class RolePlan:
         plan: of the batch.
         microbatch: the largest one that a step may have.
         several: whether an optimizer step has several microbatches.
+        forward: the largest microbatch of passes without gradients; None if they have the update's microbatches.
     """
 
     plan: MicrobatchPlan
     microbatch: SimulatedMicrobatch
     several: bool
+    forward: SimulatedMicrobatch | None = None
 
     @property
     def per_step(self) -> int:
@@ -85,16 +87,25 @@ def role_plan(config: Config, role: str, batch: TypicalBatch, cost: Cost | None)
     batching = layout.align(role_batching(config, role))
     mini_batch_size = config.trainer.mini_batch_size if trained else None
     plan = make_plan(batch.lengths, batching, dp_size=layout.dp_size, mini_batch_size=mini_batch_size, cost=cost)
+    on_cpu = not gpus_per_rank(config, role)
+    several = max(len(plan.microbatches(0, step)) for step in range(plan.num_steps)) > 1
     rows = -(-min(batch.lengths.size, mini_batch_size or batch.lengths.size) // layout.dp_size)
+    largest, forward = _largest_microbatch(batch, batching, rows, on_cpu=on_cpu), forward_batching(config, role)
+    if forward is None:
+        return RolePlan(plan, largest, several)
+    rows = -(-batch.lengths.size // layout.dp_size)
+    return RolePlan(plan, largest, several, _largest_microbatch(batch, layout.align(forward), rows, on_cpu=on_cpu))
+
+
+def _largest_microbatch(batch: TypicalBatch, batching: Batching, rows: int, *, on_cpu: bool) -> SimulatedMicrobatch:
+    """Return the largest microbatch of a rank that has `rows` rows."""
     if batching.mode == "fixed":
         rows = min(rows, batching.micro_batch_size)
-    multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
-    width = -(-batch.longest // multiple) * multiple
+    width = -(-batch.longest // batching.alignment) * batching.alignment
     slots = min(batching.max_tokens or rows * width, rows * width)
-    if not gpus_per_rank(config, role):
+    if on_cpu:
         slots = rounded_rows(slots)
-    several = max(len(plan.microbatches(0, step)) for step in range(plan.num_steps)) > 1
-    return RolePlan(plan, SimulatedMicrobatch(slots, min(batch.longest, slots)), several)
+    return SimulatedMicrobatch(slots, min(batch.longest, slots))
 
 
 def plans_of(config: Config, roles: list[str], batch: TypicalBatch, cost: Cost) -> Mapping[str, RolePlan]:

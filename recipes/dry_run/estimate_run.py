@@ -126,9 +126,11 @@ class Estimator:
     def _model(self, config: Config, role: str, plan: RolePlan) -> ModelMemory:
         """Return the memory of a role's model; variants that it doesn't depend on share it."""
         read = role_layout(config, role), role_compute(config, role), role_parallel(config, role), config.actor.lora
-        key = role, *map(repr, read), repr(optimizers(config).get(f"{role}.optimizer")), plan.microbatch, plan.several
+        sizes = plan.microbatch, plan.several, plan.forward
+        key = role, *map(repr, read), repr(optimizers(config).get(f"{role}.optimizer")), *sizes
         if key not in self._models:
-            self._models[key] = role_memory(config, role, self.tokenizer, plan.microbatch, several=plan.several)
+            largest, options = plan.microbatch, {"several": plan.several, "forward": plan.forward}
+            self._models[key] = role_memory(config, role, self.tokenizer, largest, **options)
         return self._models[key]
 
     def _whole(self, config: Config, role: str) -> int:

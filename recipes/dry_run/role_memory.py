@@ -4,6 +4,7 @@ The model is divided by the functions that ranks call (`rlpack.workers.build`), 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,13 @@ from rlpack.models import attention
 from rlpack.models.fake_ranks import call_on_fake_rank
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_meta_classifier, build_meta_model, check_classifier, linear_head
-from rlpack.models.memory_simulation import ModelMemory, SimulatedMicrobatch, simulate_forward, simulate_update
+from rlpack.models.memory_simulation import (
+    ModelMemory,
+    SimulatedMicrobatch,
+    simulate_forward,
+    simulate_update,
+    with_forward,
+)
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.policy import Policy
@@ -41,7 +48,13 @@ def is_trained(config: Config, role: str) -> bool:
 
 
 def role_memory(
-    config: Config, role: str, tokenizer: PreTrainedTokenizerBase, microbatch: SimulatedMicrobatch, *, several: bool
+    config: Config,
+    role: str,
+    tokenizer: PreTrainedTokenizerBase,
+    microbatch: SimulatedMicrobatch,
+    *,
+    several: bool,
+    forward: SimulatedMicrobatch | None = None,
 ) -> ModelMemory:
     """Return the memory of a role's model on the rank that needs most.
 
@@ -54,21 +67,28 @@ def role_memory(
         tokenizer: the policy's.
         microbatch: the largest one.
         several: whether an optimizer step has several microbatches.
+        forward: the largest one of a trained role's passes without gradients; None if they have the update's.
     """
     layout, settings = role_layout(config, role), role_compute(config, role)
     device = "cuda" if gpus_per_rank(config, role) else "cpu"
 
-    def simulate(rank: int) -> ModelMemory:
+    def build(rank: int) -> PackedModel:
         context = RankContext(pool_of(config, role), rank, layout, "cpu")
         model = _without_values(meta_model(config, role, tokenizer))
         model.checkpoint_activations(settings.gradient_checkpointing, role)
         divide_weights(model, config, role, context, settings.precision)
         share_rows(model, config, role, context)
+        return model
+
+    def simulate(rank: int) -> ModelMemory:
         if not is_trained(config, role):
-            return simulate_forward(model, microbatch, device=device)
-        optimizer = optimizers(config)[f"{role}.optimizer"]
+            return simulate_forward(build(rank), microbatch, device=device)
         # Losses of the policy read entropies, if only for a metric.
-        return simulate_update(model, microbatch, optimizer, several=several, entropy=role == "actor", device=device)
+        of_update: dict[str, Any] = {"several": several, "entropy": role == "actor", "device": device}
+        update = simulate_update(build(rank), microbatch, optimizers(config)[f"{role}.optimizer"], **of_update)
+        if forward is None:
+            return update
+        return with_forward(update, simulate_forward(build(rank), forward, entropy=role == "actor", device=device))
 
     ranks = sorted({0, layout.output_ranks[0]})
     stages = [call_on_fake_rank(rank, layout.world_size, partial(simulate, rank)) for rank in ranks]

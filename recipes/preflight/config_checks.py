@@ -14,7 +14,7 @@ from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
-from rlpack.config.roles import role_batching, started_roles
+from rlpack.config.roles import forward_batching, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.examples import check_demonstration_length, overlong_demonstration_error
 from rlpack.data.prompts import Prompts
@@ -84,11 +84,10 @@ def check_before_start(
     check_resources(config)
     if spec.generates:
         _check_algorithm(config)
-    batching = role_batching(config, "actor")
     if spec.needs_demonstrations or config.sft_warmup.steps > 0:
-        _check_demonstrations(prompts, tokenizer, batching, model)
+        _check_demonstrations(prompts, tokenizer, role_batching(config, "actor"), model)
     if spec.needs_demonstrations:
-        _check_demonstrations(held_out, tokenizer, batching, model)
+        _check_held_out_demonstrations(config, tokenizer, held_out, model)
     check_enough_rows(config, len(prompts))
     return model
 
@@ -193,14 +192,29 @@ def _check_judge(config: Config, prompts: Prompts, held_out: Prompts) -> None:
         api_key(config.judge.api_key_env)
 
 
-def _check_demonstrations(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, batching: Batching, model: PreTrainedModel
+def _check_held_out_demonstrations(
+    config: Config, tokenizer: PreTrainedTokenizerBase, held_out: Prompts, model: PreTrainedModel
 ) -> None:
-    """Tokenize every demonstration once, and raise on one that exceeds the token budget or the model's positions."""
+    """Check the demonstrations of evaluations, whose passes may have a token budget of their own."""
+    forward = forward_batching(config, "actor")
+    if forward is None:
+        _check_demonstrations(held_out, tokenizer, role_batching(config, "actor"), model)
+    else:
+        _check_demonstrations(held_out, tokenizer, forward, model, "actor.forward_batching")
+
+
+def _check_demonstrations(
+    prompts: Prompts,
+    tokenizer: PreTrainedTokenizerBase,
+    batching: Batching,
+    model: PreTrainedModel,
+    section: str = "batching",
+) -> None:
+    """Tokenize every demonstration, and raise on one that exceeds the section's budget or the model's positions."""
     if batching.overlong == "error" and batching.max_tokens is not None:
         longest_in_vocabulary = longest_token(tokenizer)
         for example in prompts.examples:  # megabytes would take a tokenizer minutes
-            check_demonstration_length(example, batching.max_tokens, longest_in_vocabulary)
+            check_demonstration_length(example, batching.max_tokens, longest_in_vocabulary, section)
     multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
     for start in range(0, len(prompts), _CHUNK_ROWS):
         rows = np.arange(start, min(start + _CHUNK_ROWS, len(prompts)))
@@ -213,4 +227,5 @@ def _check_demonstrations(
             continue
         slots = -(-lengths // multiple) * multiple
         for row in np.flatnonzero(slots > batching.max_tokens)[:1]:
-            raise overlong_demonstration_error(prompts.examples[start + row], lengths[row], batching.max_tokens)
+            example = prompts.examples[start + row]
+            raise overlong_demonstration_error(example, lengths[row], batching.max_tokens, section)

@@ -124,8 +124,9 @@ def _schema_default(key: Key) -> Any:
 
 
 def _meaning(key: Key) -> str:
-    """Return a key's description; that of a role's batching is inherited from `batching`."""
-    inherited = find(f"batching.{key.name}") if ".batching." in key.path else None
+    """Return a key's description; those of a role's batching and its forward passes are inherited from `batching`."""
+    is_batching = ".batching." in key.path or ".forward_batching." in key.path
+    inherited = find(f"batching.{key.name}") if is_batching else None
     return key.description or (inherited.description if inherited else "")
 
 

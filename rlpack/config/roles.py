@@ -8,6 +8,7 @@ from rlpack.config.schema import Config, Pool, RoleBatching, builtin_roles
 from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
+from rlpack.config.sections.role_batching import ForwardBatching
 from rlpack.packing.batching import Batching
 from rlpack.packing.errors import PackingError
 from rlpack.packing.lengths import MAX_LENGTH
@@ -49,6 +50,36 @@ def role_batching(config: Config, role: str) -> Batching:
         return _for_shared_rows(batching, role_parallel(config, role)) if role in WITH_LAYOUTS else batching
     except PackingError as error:
         raise ConfigError([f"{batching_key(role)}, with the values inherited from batching: {error}"]) from error
+
+
+def forward_batching(config: Config, role: str) -> Batching | None:
+    """Return the batching of a trained role's passes without gradients; None if they follow the update's plan.
+
+    The token budget is that of a microbatch, as in `role_batching`.
+
+    Raises:
+        ConfigError: the values conflict with those inherited from the role's batching.
+
+    >>> from rlpack.config.schema import Actor
+    >>> config = Config(actor=Actor(forward_batching=ForwardBatching(max_tokens=16384)))
+    >>> forward_batching(config, "actor").max_tokens, forward_batching(config, "critic")
+    (16384, None)
+    """
+    own = own_forward_batching(config, role)
+    if own == ForwardBatching():
+        return None
+    try:
+        of_role = config.batching.override(**own_batching(config, role).model_dump())
+        return _for_shared_rows(of_role.override(**own.model_dump()), role_parallel(config, role))
+    except PackingError as error:
+        inherited = batching_key(role)
+        raise ConfigError([f"{role}.forward_batching, with the values inherited from {inherited}: {error}"]) from error
+
+
+def own_forward_batching(config: Config, role: str) -> ForwardBatching:
+    """Return the keys that a role sets for its passes without gradients; none for roles that aren't trained."""
+    own = {"actor": config.actor.forward_batching, "critic": config.critic.forward_batching}
+    return own.get(role, ForwardBatching())
 
 
 def _for_shared_rows(batching: Batching, parallel: Parallel) -> Batching:

@@ -12,28 +12,20 @@ from pathlib import Path
 
 from rlpack.config.addresses import address_problems
 from rlpack.config.ahead_rules import ahead_problems
+from rlpack.config.batching_rules import cut_problems, own_batching_problems, token_budget_problems
 from rlpack.config.correction_rules import correction_problems
 from rlpack.config.engine_rules import engine_problems
-from rlpack.config.errors import ConfigError
 from rlpack.config.function_names import function_name_problems
-from rlpack.config.layout_sizes import cp_for, layout_problems
+from rlpack.config.layout_sizes import layout_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
 from rlpack.config.redaction import secret_paths
 from rlpack.config.reward_rules import deadline_problems, judge_problems, reward_problems
 from rlpack.config.roles import (
-    WITH_LAYOUTS,
-    batching_key,
-    is_builtin,
-    longest_rollout,
     optimizers,
-    own_batching,
     pool_of,
-    role_batching,
     role_compute,
-    role_parallel,
-    started_roles,
 )
-from rlpack.config.schema import Config, Data, RoleBatching
+from rlpack.config.schema import Config, Data
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.submission import submission_problems
 from rlpack.path_suggestions import DATA_FILES, suggest_path
@@ -48,7 +40,7 @@ _LONGEST_NAME = 255
 def broken_rules(config: Config) -> list[str]:
     """Return the problems across keys of a config whose single values are valid."""
     problems = [problem for rule in _RULES for problem in rule(config)]
-    return problems or list(_token_budget(config))
+    return problems or list(token_budget_problems(config))
 
 
 def _recipe(config: Config) -> Iterator[str]:
@@ -129,27 +121,6 @@ def _kl(config: Config) -> Iterator[str]:
             f"algorithm.kl_coef is 0, so algorithm.kl_target={algorithm.kl_target} and algorithm.kl_placement="
             f"{algorithm.kl_placement} have no effect; set algorithm.kl_coef above 0"
         )
-
-
-def _cut_alike(config: Config) -> Iterator[str]:
-    """Refuse a critic or a reference that drops or truncates other rows than the actor."""
-    cuts = {}
-    for role in ("actor", "critic", "reference"):
-        if role not in started_roles(config):
-            continue
-        try:
-            batching = role_batching(config, role)
-        except ConfigError:
-            return  # another rule says why
-        multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
-        cutting = batching.overlong in {"truncate", "drop"}
-        cuts[role] = (batching.overlong, batching.max_tokens, batching.mode, multiple) if cutting else None
-    for role, cut in cuts.items():
-        if cut != cuts.get("actor", cut):  # without an actor, another rule refuses
-            yield (
-                f"the actor's batching and {role}.batching cut overlong sequences differently, so some trained tokens "
-                f"would have no values of the {role}; set the same mode, max_tokens, multiple and overlong for both"
-            )
 
 
 def _object_store(config: Config) -> Iterator[str]:
@@ -298,19 +269,6 @@ def _placement(config: Config) -> Iterator[str]:
             )
 
 
-def _own_batching(config: Config) -> Iterator[str]:
-    for name, role in config.roles.items():
-        if is_builtin(name) and role.batching != RoleBatching():
-            sections = ("critic", "reference", "reward_model")
-            home = "batching" if name == "actor" else f"{name}.batching" if name in sections else None
-            remedy = f"set {home} instead" if home else f"the role {name} has no microbatches; remove it"
-            yield f"roles.{name}.batching is set; {remedy}"
-        try:
-            role_batching(config, name)
-        except ConfigError as error:
-            yield from error.problems
-
-
 def _run(config: Config) -> Iterator[str]:
     if config.run_dir is not None and not config.run_dir.strip():
         yield "run_dir is blank; set a directory, or null for runs/<date>-<recipe>"
@@ -336,35 +294,6 @@ def _job(config: Config) -> Iterator[str]:
     yield from submission_problems(config.job)
 
 
-def _token_budget(config: Config) -> Iterator[str]:
-    """Refuse a token budget under the longest possible rollout, which would fail hours later."""
-    if not recipe_of(config).generates:
-        return
-    longest = longest_rollout(config)
-    for role in started_roles(config):
-        if role in {"rollout", "reward"}:
-            continue
-        batching = role_batching(config, role)
-        multiple = batching.pad_to_multiple if batching.mode == "packed" else batching.length_multiple
-        slots = -(-longest // multiple) * multiple
-        if batching.overlong != "error" or batching.max_tokens is None or slots <= batching.max_tokens:
-            continue
-        own, cp = own_batching(config, role), role_parallel(config, role).cp if role in WITH_LAYOUTS else 1
-        key, overlong = (
-            "batching" if value is None else batching_key(role) for value in (own.max_tokens, own.overlong)
-        )
-        per_rank, way_out = batching.max_tokens // cp, ""
-        if role in WITH_LAYOUTS and (fitting := cp_for(config, role, slots, per_rank)) is not None:
-            way_out = f"share it among ranks by {role}.parallel.cp={fitting}, "
-        shared = "" if cp == 1 else f" on each of the {cp} ranks that share a microbatch"
-        yield (
-            f"{key}.max_tokens is {per_rank} for the role {role}{shared}, under the {slots} slots that the "
-            f"longest sequence takes (data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.max_new_tokens "
-            f"{config.rollout.max_new_tokens}); raise it, {way_out}lower one of the two, or set "
-            f"{overlong}.overlong=truncate"
-        )
-
-
 _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _recipe,
     _algorithm,
@@ -372,7 +301,6 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     function_name_problems,
     _kl,
     correction_problems,
-    _cut_alike,
     _optimizer,
     _offload,
     _object_store,
@@ -389,7 +317,8 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _placement,
     ahead_problems,
     layout_problems,
-    _own_batching,
+    own_batching_problems,
+    cut_problems,
     _secrets,
     _job,
 )

@@ -14,7 +14,7 @@ from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.reward_sources import Judge, Reward
 from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
-from rlpack.config.sections.role_batching import ActorBatching, RoleBatching
+from rlpack.config.sections.role_batching import ActorBatching, ForwardBatching, RoleBatching
 from rlpack.config.sections.section import Count, NonNegative, Positive, Seconds, Section, TokenId, Unit
 from rlpack.config.sections.submission import Submission
 from rlpack.config.sections.value_models import Critic, RewardModel
@@ -67,6 +67,7 @@ class Actor(Compute):
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     parallel: Parallel = Parallel()
+    forward_batching: ForwardBatching = ForwardBatching()
 
 
 class Reference(RoleCompute):

@@ -109,21 +109,26 @@ def nothing_left_error(name: str, max_tokens: int) -> DataError:
     return DataError(f"{name}: every prompt exceeds data.max_prompt_tokens={max_tokens}; raise it")
 
 
-def overlong_demonstration_error(example: Example, num_tokens: int, max_tokens: int) -> DataError:
-    """Return the error for a prompt that, with its demonstration, is over the token budget."""
+def overlong_demonstration_error(
+    example: Example, num_tokens: int, max_tokens: int, section: str = "batching"
+) -> DataError:
+    """Return the error for a prompt that, with its demonstration, is over the token budget of a section."""
     return DataError(
         f"prompt {example.uid!r} and its demonstration have {num_tokens} tokens, over the {max_tokens} of "
-        "a microbatch; raise batching.max_tokens, remove the row, or set batching.overlong=truncate"
+        f"a microbatch; raise {section}.max_tokens, remove the row, or set batching.overlong=truncate"
     )
 
 
-def check_demonstration_length(example: Example, max_tokens: int, longest_token: int) -> None:
+def check_demonstration_length(
+    example: Example, max_tokens: int, longest_token: int, section: str = "batching"
+) -> None:
     """Raise on a demonstration that has more than `max_tokens` tokens, whatever they are.
 
     Args:
         example: with a demonstration.
         max_tokens: the token budget.
         longest_token: as of `check_length`.
+        section: with the budget, for the message.
 
     Raises:
         DataError: names the prompt, the demonstration's length and the keys.
@@ -132,7 +137,7 @@ def check_demonstration_length(example: Example, max_tokens: int, longest_token:
     if (fewest := fewest_tokens(demonstration, max_tokens, longest_token)) > max_tokens:
         raise DataError(
             f"the demonstration of {example.uid!r} has at least {fewest:,} tokens, over the {max_tokens} of a "
-            "microbatch; raise batching.max_tokens, remove the row, or set batching.overlong=truncate"
+            f"microbatch; raise {section}.max_tokens, remove the row, or set batching.overlong=truncate"
         )
 
 

@@ -155,7 +155,14 @@ class WorkerGroup(Generic[W]):
         """Return the number of data ranks."""
         return self.layout.dp_size
 
-    def plan(self, batch: BatchedDataDict, *, mini_batches: bool = False, whole_groups: bool = False) -> MicrobatchPlan:
+    def plan(
+        self,
+        batch: BatchedDataDict,
+        *,
+        mini_batches: bool = False,
+        whole_groups: bool = False,
+        batching: Batching | None = None,
+    ) -> MicrobatchPlan:
         """Plan a sharded call on `batch`.
 
         Calls that have to share microbatches are given one plan (`with_plan`).
@@ -164,6 +171,7 @@ class WorkerGroup(Generic[W]):
             batch: `input_ids`, whose tokens are counted; rows without tokens all weigh the same.
             mini_batches: split it into optimizer steps of the role's mini-batch size.
             whole_groups: keep all rows with the same `group_ids` in one microbatch.
+            batching: batching of this call, aligned as the role's; None for the role's.
 
         Raises:
             PackingError: the batch cannot be planned; a group exceeds the budget or spans optimizer steps, for example.
@@ -171,7 +179,7 @@ class WorkerGroup(Generic[W]):
         with span(f"plan {self.role}"):
             return make_plan(
                 _token_counts(batch),
-                self.batching,
+                self.batching if batching is None else self.layout.align(batching),
                 dp_size=self.dp_size,
                 mini_batch_size=self.mini_batch_size if mini_batches else None,
                 groups=batch["group_ids"].numpy() if whole_groups else None,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpack.config.roles import longest_known_row, role_batching
+from rlpack.config.roles import forward_batching, longest_known_row, role_batching
 from rlpack.config.schema import Config
 from rlpack.models.length_thresholds import MAX_MASK_LENGTH, length_thresholds, longest_row, selections
 from rlpack.models.rope import frequency_limits
@@ -48,13 +48,16 @@ class RowLimits:
 
     @classmethod
     def of_role(cls, config: Config, role: str) -> "RowLimits":
-        """Return the limits of a role's microbatches."""
-        batching = role_batching(config, role)
+        """Return the limits of a role's microbatches, those of its passes without gradients included."""
+        batching, forward = role_batching(config, role), forward_batching(config, role)
         longest, keys = longest_known_row(config), "data.max_prompt_tokens + rollout.max_new_tokens"
         slots = None if batching.budget == UNLIMITED else batching.budget
         rows = batching.micro_batch_size if batching.mode == "fixed" else None
         if slots is not None and batching.overlong != "own_microbatch" and slots < (longest or UNLIMITED):
             longest, keys = slots, "batching.max_tokens"
+        if forward is not None:
+            slots = None if slots is None or forward.budget == UNLIMITED else max(slots, forward.budget)
+            rows = None if rows is None else max(rows, forward.micro_batch_size)
         return cls(longest, slots, rows, keys)
 
 

@@ -12,9 +12,9 @@ optimizer state and the temporary tensors of the optimizer's step are computed.
 Letters: T slots of a microbatch, d hidden size.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -133,14 +133,27 @@ def simulate_update(
     return ModelMemory(weights, state, gradients, at_peak, most, step)
 
 
-def simulate_forward(model: PackedModel, microbatch: SimulatedMicrobatch, *, device: str) -> ModelMemory:
+def simulate_forward(
+    model: PackedModel, microbatch: SimulatedMicrobatch, *, entropy: bool = False, device: str
+) -> ModelMemory:
     """Return the memory of a forward pass without gradients; arguments are those of `simulate_update`."""
     with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, torch.no_grad():
         _allocate(model, live)
         model.eval()
-        _forward(model, microbatch, live, entropy=False)
+        _forward(model, microbatch, live, entropy=entropy)
         reshard(model)
         return ModelMemory(live.now["weights"], 0, 0, dict(live.at_peak), dict(live.most), 0)
+
+
+def with_forward(update: ModelMemory, forward: ModelMemory) -> ModelMemory:
+    """Return the memory of a trained role whose passes without gradients have microbatches of their own.
+
+    While such a pass runs, the gradients of the last step and the optimizer's state are kept.
+    """
+    passes: dict[Use, int] = {**forward.at_peak, "optimizer": update.optimizer, "gradients": update.gradients}
+    if sum(passes.values()) <= sum(update.at_peak.values()):
+        return update
+    return replace(update, at_peak=passes, most=Counter(update.most) | Counter(forward.most))
 
 
 def optimizer_bytes(part: Tensor, settings: Optimizer) -> int:

@@ -36,3 +36,19 @@ class RoleBatching(Section):
     min_microbatches: Count | None = None
     divisible_by: Count | None = None
     overlong: Overlong | None = None
+
+
+class ForwardBatching(Section):
+    """Batching of a trained role's passes without gradients; null inherits the key from the role's batching.
+
+    The mode and the handling of overlong sequences are always the role's: its model is built for one mode, and
+    log-probs and values have to cover the tokens of the update.
+    """
+
+    max_tokens: Count | None = None
+    micro_batch_size: Count | None = None
+    algorithm: Packer | None = None
+    pad_to_multiple: Count | None = None
+    length_multiple: Count | None = None
+    min_microbatches: Count | None = None
+    divisible_by: Count | None = None

@@ -5,7 +5,7 @@ from pydantic import Field
 from rlpack.config.sections.compute import Checkpointing, RoleCompute
 from rlpack.config.sections.optimization import Optimizer
 from rlpack.config.sections.parallelism import RoleParallel
-from rlpack.config.sections.role_batching import RoleBatching
+from rlpack.config.sections.role_batching import ForwardBatching, RoleBatching
 from rlpack.config.sections.section import Positive, Unit
 
 
@@ -23,6 +23,7 @@ class Critic(RoleCompute):
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     parallel: RoleParallel = RoleParallel()
     batching: RoleBatching = RoleBatching()
+    forward_batching: ForwardBatching = ForwardBatching()
     warmup_steps: int = Field(
         default=0, ge=0, description="First steps of the recipe, in which only the critic is trained."
     )

@@ -35,7 +35,11 @@ SECTIONS = {
 } | {section.__name__: section for section in OF_RECIPES}
 
 SHARED = {*schema.Compute.model_fields}
-INHERITING = {"RoleBatching": schema.RoleBatching, "RoleParallel": schema.RoleParallel}
+INHERITING = {
+    "RoleBatching": schema.RoleBatching,
+    "ForwardBatching": schema.ForwardBatching,
+    "RoleParallel": schema.RoleParallel,
+}
 
 
 def types_of_keys():

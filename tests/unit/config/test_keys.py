@@ -6,7 +6,16 @@ from rlpack.config.usual_names import USUAL_NAMES
 
 # Sections that only those read who choose the recipe, the role or the command that they belong to.
 CHOSEN = (
-    *("actor.lora.", "actor.parallel.", "algorithm.correction.", "critic.", "dapo.", "job.", "judge."),
+    *(
+        "actor.forward_batching.",
+        "actor.lora.",
+        "actor.parallel.",
+        "algorithm.correction.",
+        "critic.",
+        "dapo.",
+        "job.",
+        "judge.",
+    ),
     *("reference.", "reward_model."),
 )
 
@@ -14,14 +23,14 @@ CHOSEN = (
 def test_what_everybody_reads_stays_within_a_budget_of_120_keys_and_a_chosen_section_within_32():
     keys = [key.path for key in walk() if key.is_leaf and "<name>" not in key.path]
     assert len([path for path in keys if not path.startswith(CHOSEN)]) <= 120
-    for section in CHOSEN:  # layouts of roles that inherit the actor's are a choice of their own
-        inherited = f"{section}parallel."
+    for section in CHOSEN:  # layouts and batching of roles that inherit the actor's are choices of their own
+        inherited = tuple(f"{section}{name}." for name in ("parallel", "batching", "forward_batching"))
         assert len([path for path in keys if path.startswith(section) and not path.startswith(inherited)]) <= 32
 
 
 def test_every_key_says_what_it_means():
     inherited = "reference.batching."
-    assert [key.path for key in walk() if key.is_leaf and not key.description and ".batching." not in key.path] == []
+    assert [key.path for key in walk() if key.is_leaf and not key.description and "batching." not in key.path] == []
     assert find(inherited + "micro_batch_size") is not None
 
 

@@ -7,8 +7,20 @@ from hypothesis import strategies as st
 
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import config_class
-from rlpack.config.roles import pool_of, role_batching, shares_gpus, sleep_level, started_roles
-from rlpack.config.schema import Config, Placement, Pool, Role, RoleBatching, Rollout, builtin_roles
+from rlpack.config.roles import forward_batching, pool_of, role_batching, shares_gpus, sleep_level, started_roles
+from rlpack.config.schema import (
+    Actor,
+    Config,
+    Critic,
+    Parallel,
+    Placement,
+    Pool,
+    Role,
+    RoleBatching,
+    Rollout,
+    builtin_roles,
+)
+from rlpack.config.sections.role_batching import ForwardBatching
 from rlpack.config.validate import validate
 from rlpack.packing import make_plan
 from rlpack.packing.batching import Batching
@@ -51,6 +63,35 @@ def test_a_role_overrides_one_key_and_inherits_the_others(name):
     found = role_batching(config, "reference")
     assert getattr(found, name) == value
     assert found.override(**{name: getattr(ACTOR, name)}) == ACTOR
+
+
+def test_passes_without_gradients_follow_the_updates_plan_unless_a_key_is_set():
+    config = Config(batching=ACTOR, critic=Critic(forward_batching=ForwardBatching(micro_batch_size=9)))
+    assert forward_batching(config, "actor") is None
+    assert forward_batching(config, "critic") == ACTOR.override(micro_batch_size=9)
+    assert forward_batching(config, "reference") is None
+
+
+@pytest.mark.parametrize("name", list(ForwardBatching.model_fields))
+def test_passes_without_gradients_override_one_key_and_inherit_the_roles_own(name):
+    value = "concatenative" if name == "algorithm" else 9
+    critic = {"batching": {"length_multiple": 3}, "forward_batching": {name: value}}
+    config = Config.model_validate({"critic": critic}).model_copy(update={"batching": ACTOR})
+    of_role = role_batching(config, "critic")
+    found = forward_batching(config, "critic")
+    assert of_role.length_multiple == 3
+    assert found == of_role.override(**{name: value}) != of_role
+
+
+def test_a_passes_budget_is_shared_by_the_ranks_that_share_its_rows():
+    actor = Actor(parallel=Parallel(cp=2), forward_batching=ForwardBatching(max_tokens=16384))
+    found = forward_batching(Config(actor=actor), "actor")
+    assert found is not None
+    assert found.max_tokens == 2 * 16384
+
+
+def test_a_trained_role_may_set_every_key_of_its_passes_but_those_that_its_update_fixes():
+    assert set(ForwardBatching.model_fields) == set(RoleBatching.model_fields) - {"mode", "overlong"}
 
 
 def test_a_users_role_takes_its_batching_from_its_own_section():

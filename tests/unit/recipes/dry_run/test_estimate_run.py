@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlpack.config.schema import Actor, Algorithm, Config, Data, Model, Placement, Pool, Rollout, Trainer
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel
+from rlpack.config.sections.role_batching import ForwardBatching
 from rlpack.config.sections.value_models import Critic
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.errors import ModelError
@@ -168,6 +169,20 @@ def test_a_problem_that_a_run_would_refuse_is_refused():
     wrong = config(actor=Actor(isolation_check=False, lora=Lora(rank=2, targets=("*.nothing",))))
     with pytest.raises(ModelError, match=r"actor\.lora\.targets"):
         main(wrong, None, print)
+
+
+def test_log_probs_with_a_larger_budget_count_if_they_take_more_than_the_update():
+    def peak(**forward: int) -> tuple[int, int]:
+        actor = Actor(isolation_check=False, logprob_chunk=16, forward_batching=ForwardBatching(**forward))
+        # All activations but one layer's are recomputed, so a pass without gradients over more rows may hold more.
+        given = config("grpo", actor=actor.model_copy(update={"gradient_checkpointing": "full"}))
+        (pool,) = open_estimator(given, None).memory(given).pools
+        return pool.roles["actor"].peak, pool.roles["actor"].kept
+
+    (unset, kept), (same, _), (larger, kept_too) = peak(), peak(max_tokens=256), peak(max_tokens=4096)
+    assert unset == same
+    assert larger > unset
+    assert kept == kept_too
 
 
 def test_ranks_that_divide_experts_gather_fewer_weights():
