@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.correction import importance_weights, kept_tokens, mismatch_sums
-from rlpack.algorithms.kl import KLEstimator, kl_estimate
+from rlpack.algorithms.kl import KLEstimator, at_bound, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket, pack_bucket
@@ -86,16 +86,21 @@ class ActorWorker(SteppedRole):
         )
 
     @sharded(reads=("response_mask", "logprobs", "reference_logprobs"), returns=("kl_sum",), mini_batches=True)
-    def kl_sums(self, shard: BatchedDataDict, estimator: KLEstimator) -> BatchedDataDict:
-        """Return `kl_sum` f64 [B]: each response's divergence from the reference.
+    def kl_sums(self, shard: BatchedDataDict, estimator: KLEstimator, bound: float | None = None) -> BatchedDataDict:
+        """Return `kl_sum` f64 [B], each response's divergence from the reference.
+
+        If the estimator is bounded, `kl_bounded` f64 [B] counts the response's tokens at the bound.
 
         Args:
             shard: `response_mask`, `logprobs`, `reference_logprobs`.
             estimator: estimates the divergence at each token.
+            bound: largest value of k3 at a token, nats; None for none.
         """
         mask, own, reference = (shard[name] for name in ("response_mask", "logprobs", "reference_logprobs"))
-        kl = kl_estimate(own.values, reference.values, estimator, mask=mask.values)
-        return shard.keep([]).union({"kl_sum": row_sums(kl, mask)})
+        kl = kl_estimate(own.values, reference.values, estimator, bound=bound, mask=mask.values)
+        bounded = at_bound(kl, estimator, bound)
+        counted = {} if bounded is None else {"kl_bounded": row_sums(bounded, mask)}
+        return shard.keep([]).union({"kl_sum": row_sums(kl, mask), **counted})
 
     @sharded(reads=("response_mask", "logprobs", "rollout_logprobs"), mini_batches=True)
     def correct(self, shard: BatchedDataDict, settings: Correction) -> BatchedDataDict:

@@ -109,7 +109,8 @@ class CriticWorker(SteppedRole):
         penalties = None
         if kl_coef > 0:
             logprobs, reference = shard["logprobs"].values, shard["reference_logprobs"].values
-            penalties = kl_coef * kl_estimate(logprobs, reference, self._algorithm.kl_estimator, mask=valid_mask.values)
+            estimator, bound = self._algorithm.kl_estimator, self._algorithm.k3_bound
+            penalties = kl_coef * kl_estimate(logprobs, reference, estimator, bound=bound, mask=valid_mask.values)
         rewards = token_rewards(shard["rewards"], valid_mask, penalties)
         gamma, gae_lambda = self._settings.gamma, self._settings.gae_lambda
         estimates = compute_gae(values, rewards, valid_mask, gamma=gamma, gae_lambda=gae_lambda)

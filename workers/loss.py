@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlpack.algorithms.errors import AlgorithmError
-from rlpack.algorithms.kl import kl_estimate
+from rlpack.algorithms.kl import at_bound, kl_estimate
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import call_with, find_loss
 from rlpack.algorithms.statistics import concat_tokens, statistics_of
@@ -201,6 +201,8 @@ class PolicyGradientLoss(LogprobLoss):
             kl = self._kl(scores.logprobs, rows, tokens.mask)
             loss = loss + settings.kl_coef * (weight * kl).sum()
             metrics["kl"] = (token_weight * kl.detach()).sum()
+            if (bounded := at_bound(kl, settings.kl_estimator, settings.k3_bound)) is not None:
+                metrics["kl_bounded_fraction"] = (token_weight * bounded).sum()
             if self.on_policy:
                 metrics["response_kl"] = kl.detach().double().sum() / self.responses
         if self.on_policy:
@@ -224,7 +226,12 @@ class PolicyGradientLoss(LogprobLoss):
         """Return the estimate of the KL divergence from the reference at each token, [T]."""
         settings, reference = self.algorithm, response_values(rows, "reference_logprobs", logprobs)
         return kl_estimate(
-            logprobs, reference, settings.kl_estimator, straight_through=settings.kl_straight_through, mask=mask
+            logprobs,
+            reference,
+            settings.kl_estimator,
+            bound=settings.k3_bound,
+            straight_through=settings.kl_straight_through,
+            mask=mask,
         )
 
     def _statistics(self, tokens: PolicyTokens) -> dict[str, float]:

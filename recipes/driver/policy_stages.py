@@ -100,7 +100,10 @@ def collect_reference_logprobs(
     plan: MicrobatchPlan,
     pending: Pending[BatchedDataDict] | None,
 ) -> BatchedDataDict:
-    """Add `reference_logprobs` f32 [T], and `kl_sum` f64 [B] if the batch has `logprobs`; nothing without a KL term."""
+    """Add `reference_logprobs` f32 [T]; nothing without a KL term.
+
+    If the batch has `logprobs`, also `kl_sum` f64 [B], and `kl_bounded` f64 [B] with `algorithm.k3_bound`.
+    """
     if pending is None:
         return rollouts
     with step.timer("reference"):
@@ -109,8 +112,8 @@ def collect_reference_logprobs(
         session.performance.count(step, "reference", ReferenceWorker.logprobs, plan, scored)
         if "logprobs" not in rollouts:
             return rollouts
-        actor, estimator = session.actor.with_plan(plan), session.config.algorithm.kl_estimator
-        return rollouts.union(actor.run(ActorWorker.kl_sums, rollouts, estimator))
+        actor, settings = session.actor.with_plan(plan), session.config.algorithm
+        return rollouts.union(actor.run(ActorWorker.kl_sums, rollouts, settings.kl_estimator, settings.k3_bound))
 
 
 def compute_advantages(
@@ -159,6 +162,11 @@ def add_loss_weights(
     if "kl_sum" in rollouts:
         kl_sums = rollouts["kl_sum"][rollouts["valid"]]
         step.metrics["reference/kl"] = kl_sums.mean().item() if kl_sums.numel() else 0.0
+    if "kl_bounded" in rollouts:
+        bounded, tokens = (
+            rollouts[name].where(rollouts["valid"], 0).sum() for name in ("kl_bounded", "response_tokens")
+        )
+        step.metrics["reference/kl_bounded_fraction"] = (bounded / tokens.clamp(min=1)).item()
     step.report_plan(plan, keep=True)
     return rollouts.union(step_weights(counts, plan, session.config.algorithm))
 

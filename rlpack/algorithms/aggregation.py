@@ -20,7 +20,7 @@ from torch import Tensor
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.batch.ragged import Ragged
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,14 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
     - `seq_mean_token_mean`: 1 / (the row's tokens · sequences). Responses weigh the same (GRPO, arXiv:2402.03300).
     - `seq_mean_token_sum`: 1 / sequences. The mean over responses of their token sums (REINFORCE, RLOO).
     - `seq_mean_token_sum_norm`: 1 / (constant · sequences). No length bias (Dr. GRPO, arXiv:2503.20783).
+    - `token_sum`: 1. The gradient grows with the mini-batch, in sequences and in tokens.
 
     >>> row_weights(torch.tensor([2, 1, 0]), aggregation="seq_mean_token_mean", denominators=Denominators(3, 2))
     tensor([0.2500, 0.5000, 0.0000])
 
     Args:
         counts: tokens in the mask of each row, int64 [B].
-        aggregation: one of the four above.
+        aggregation: one of the five above.
         denominators: those of the rows' optimizer step.
 
     Raises:
@@ -84,10 +85,12 @@ def row_weights(counts: Tensor, *, aggregation: Aggregation, denominators: Denom
             )
         per_token = _inverse(denominators.constant * denominators.sequences)
         weights = torch.full(counts.shape, per_token, dtype=torch.float64)
+    elif aggregation == "token_sum":
+        weights = torch.ones(counts.shape, dtype=torch.float64)
     else:
         raise AlgorithmError(
             f"aggregation is {aggregation!r}; set algorithm.aggregation to token_mean, seq_mean_token_mean, "
-            "seq_mean_token_sum or seq_mean_token_sum_norm"
+            "seq_mean_token_sum, seq_mean_token_sum_norm or token_sum"
         )
     return torch.where(counts > 0, weights, 0.0).float()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlpack.algorithms.errors import AlgorithmError
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 MAX_EXPONENT = 20.0
 
@@ -18,6 +18,7 @@ def kl_estimate(
     reference_logprobs: Tensor,
     estimator: KLEstimator,
     *,
+    bound: float | None = None,
     straight_through: bool = False,
     mask: Tensor | None = None,
 ) -> Tensor:
@@ -25,8 +26,8 @@ def kl_estimate(
 
     With d = log π - log π_ref (Schulman 2020, http://joschu.net/blog/kl-approx.html): `k1` = d, unbiased, often
     negative; `k2` = d²/2, whose gradient is that of the divergence; `k3` = e^(-d) - 1 + d, unbiased and never
-    negative. The exponent is clamped at 20: a token whose probability under π is almost 0 adds a bounded value and no
-    gradient.
+    negative; `abs` = |d|, never negative and biased. Only k3 grows exponentially, at tokens that are much rarer under
+    π: its exponent is clamped at 20 and its value at `bound`, and there is no gradient beyond either.
 
     >>> kl_estimate(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), "k3")
     tensor([0.0000, 0.3679])
@@ -34,7 +35,8 @@ def kl_estimate(
     Args:
         logprobs: under the policy, with gradient, [T].
         reference_logprobs: under the reference, [T].
-        estimator: k1, k2 or k3.
+        estimator: k1, k2, k3 or abs.
+        bound: largest value of k3 at a token, nats; None for none.
         straight_through: whether to combine the estimator's value with the gradient of `k2`, which for tokens sampled
             from π is that of the divergence (Tang and Munos 2025, arXiv:2506.09477). The gradient of k1 has mean zero,
             that of k3 is biased.
@@ -51,8 +53,8 @@ def kl_estimate(
     difference = logprobs - reference_logprobs
     if straight_through and estimator != "k2":
         carrier = difference.square() / 2
-        value = kl_estimate(logprobs.detach(), reference_logprobs, estimator)
-        return value + carrier - carrier.detach()
+        value = kl_estimate(logprobs.detach(), reference_logprobs, estimator, bound=bound)
+        return value + (carrier - carrier.detach())  # the value keeps its bits
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -60,8 +62,19 @@ def kl_estimate(
     if estimator == "k3":
         bounded = difference.clamp(min=-MAX_EXPONENT)
         # expm1: near d = 0, the usual case in training, e^(-d) - 1 would lose all digits.
-        return torch.expm1(-bounded) + bounded
-    raise AlgorithmError(f"the KL estimator is {estimator!r}; set algorithm.kl_estimator to k1, k2 or k3")
+        return (torch.expm1(-bounded) + bounded).clamp(max=bound if bound is not None else math.inf)
+    if estimator == "abs":
+        return difference.abs()
+    raise AlgorithmError(f"the KL estimator is {estimator!r}; set algorithm.kl_estimator to k1, k2, k3 or abs")
+
+
+def at_bound(kl: Tensor, estimator: KLEstimator, bound: float | None) -> Tensor | None:
+    """Return which of the estimates have the value `bound`, bool [T]; None if the estimator has no bound.
+
+    >>> at_bound(torch.tensor([0.5, 10.0]), "k3", 10.0)
+    tensor([False,  True])
+    """
+    return kl.detach() >= bound if estimator == "k3" and bound is not None else None
 
 
 def next_kl_coef(kl_coef: float, measured: float, *, target: float, horizon: float, rows: int) -> float:

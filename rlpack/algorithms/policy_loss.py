@@ -76,10 +76,13 @@ class PolicyTokens:
         (Π r)^(1/n) over the row's n masked tokens. Its gradient is that of the token's own ratio.
         """
         own = self.logprobs.detach()
-        sums = own.new_zeros(self.lengths.shape[0])
+        return _bounded(self.row_means(own - self.old_logprobs)) * (self.logprobs - own).exp()
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Return the mean of `values` over the masked tokens of each token's row, [T]; they are 0 outside the mask."""
+        sums = values.new_zeros(self.lengths.shape[0])
         counts = sums.index_add(0, self.rows, self.mask.to(sums.dtype))
-        means = sums.index_add(0, self.rows, own - self.old_logprobs) / counts.clamp(min=1)
-        return _bounded(means[self.rows]) * (self.logprobs - own).exp()
+        return (sums.index_add(0, self.rows, values) / counts.clamp(min=1))[self.rows]
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,34 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
     tensor([-4., -4.])
     """
     return _clipped(tokens, tokens.sequence_ratio, clip_low, clip_high, None)
+
+
+def gmpo(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> PolicyLoss:
+    """Return `-A·(Π r̂)^(1/n)` over the row's n tokens, with ratios that are clipped one by one.
+
+    GMPO (Zhao et al. 2025, arXiv:2507.20673): r̂ is at most e^clip_high where A > 0, and at least e^(-clip_low) where
+    A < 0, so the bounds are log-ratios. A geometric mean is less sensitive to single ratios than PPO's arithmetic one.
+    All tokens of a row have the row's loss, so with `seq_mean_token_mean` value and gradient are those of the paper.
+
+    >>> both = torch.tensor([True, True])
+    >>> tokens = PolicyTokens(torch.tensor([0.5, 8.0]).log(), torch.zeros(2), torch.ones(2), both, torch.tensor([2]))
+    >>> gmpo(tokens, clip_high=torch.tensor(2.0).log().item()).token_losses
+    tensor([-1., -1.])
+
+    Args:
+        tokens: tokens of the microbatch.
+        clip_low: largest decrease of a token's log-prob that counts, if A < 0.
+        clip_high: largest increase of a token's log-prob that counts, if A > 0.
+
+    Raises:
+        AlgorithmError: a bound is outside its range.
+    """
+    _check_bounds(clip_low, clip_high, None, lowest_open=False)
+    rises, log_ratio = tokens.advantages > 0, tokens.logprobs - tokens.old_logprobs
+    clipped = torch.where(rises, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    losses = -_bounded(tokens.row_means(clipped)) * tokens.advantages
+    low, high = (log_ratio < -clip_low) & (tokens.advantages < 0), (log_ratio > clip_high) & rises
+    return PolicyLoss.of(tokens, losses, tokens.ratio, low, high)
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.28) -> PolicyLoss:

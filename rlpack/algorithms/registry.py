@@ -23,6 +23,7 @@ from rlpack.user_code import UserCode, describe_exception, import_user_module
 LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "ppo_clip": policy_loss.ppo_clip,
     "gspo": policy_loss.gspo,
+    "gmpo": policy_loss.gmpo,
     "cispo": policy_loss.cispo,
     "sapo": policy_loss.sapo,
     "dppo_tv": policy_loss.dppo_tv,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
 
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce", "kl_cov")
+LOSSES = ("ppo_clip", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "reinforce", "kl_cov")
 ADVANTAGES = ("group_relative", "opo", "remax", "reinforce_pp")
 
 

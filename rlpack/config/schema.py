@@ -94,7 +94,8 @@ class Algorithm(Section):
     )
     loss: str = Field(
         default="ppo_clip",
-        description="ppo_clip, gspo, cispo, sapo, dppo_tv, dppo_kl, reinforce, kl_cov, or package.module:function.",
+        description="ppo_clip, gspo, gmpo, cispo, sapo, dppo_tv, dppo_kl, reinforce, kl_cov, or "
+        "package.module:function.",
     )
     loss_arguments: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the loss function."
@@ -107,7 +108,13 @@ class Algorithm(Section):
     kl_coef: NonNegative = Field(
         default=0.0, description="Weight of the KL term; the reference is started only above 0."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of the KL divergence.")
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = Field(
+        default="k3", description="Estimator of the KL divergence at a token."
+    )
+    k3_bound: Positive | None = Field(
+        default=10.0,
+        description="Largest value of k3 at one token, in nats, beyond which it has no gradient; null for none.",
+    )
     kl_straight_through: bool = Field(
         default=False,
         description="Use kl_estimator's value with k2's gradient, the true gradient of the divergence.",
@@ -123,9 +130,9 @@ class Algorithm(Section):
     )
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     correction: Correction = Correction()
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = Field(
-        default="token_mean", description="How token losses are aggregated."
-    )
+    aggregation: Literal[
+        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"
+    ] = Field(default="token_mean", description="How token losses are aggregated over a mini-batch.")
     aggregation_constant: Positive | None = Field(
         default=None,
         description="Divisor of seq_mean_token_sum_norm (Dr. GRPO: the longest response).",

@@ -97,6 +97,7 @@ METRICS: dict[str, Metric] = {
     "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term."),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),
     "actor/kl": Metric("nats", "Mean KL divergence from the reference, estimated by algorithm.kl_estimator."),
+    "actor/kl_bounded_fraction": Metric("fraction", "Tokens whose KL estimate in actor/kl is at algorithm.k3_bound."),
     "actor/entropy": Metric("nats", "Mean entropy of the policy at the sampled tokens."),
     "actor/old_entropy": Metric(
         "nats",
@@ -127,6 +128,9 @@ METRICS: dict[str, Metric] = {
         "KL divergence from the reference, summed over a response's tokens; mean over responses. Where a batch gets a "
         "single optimizer step and the KL term is in the loss, the update measures it; the steps of recipe=ppo that "
         "train only the critic then lack it.",
+    ),
+    "reference/kl_bounded_fraction": Metric(
+        "fraction", "Tokens whose KL estimate in reference/kl is at algorithm.k3_bound; only before several updates."
     ),
     "reference/kl_coef": Metric("1", "Weight of the KL term in this step."),
     "sampling/rounds": Metric("1", "Rounds of drawing prompts for the step (recipe=dapo)."),

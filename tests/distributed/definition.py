@@ -3,6 +3,7 @@
 Nothing of rlpack's losses, weights or packing is used: it is their ground truth.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +98,8 @@ def row_loss(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm, s
         centered = (new.detach() - statistics["logprob_mean"]) * (advantage - statistics["advantage_mean"])
         held = centered >= statistics["threshold"]
         return RowLoss(-ratio * advantage + held * arguments["coef"] * (new - old).abs(), ratio, none, held)
-    if settings.loss.startswith("dppo"):
-        return _dppo(new, old, advantage, settings)
+    if settings.loss in ("gmpo", "dppo_tv", "dppo_kl"):
+        return (_gmpo if settings.loss == "gmpo" else _dppo)(new, old, advantage, settings)
     if settings.loss == "gspo":
         ratio = ((new - old).sum() / max(1, new.numel())).exp().expand(new.shape)
     bounded = torch.minimum(ratio * advantage, ratio.clamp(lowest, highest) * advantage)
@@ -118,6 +119,16 @@ def _dppo(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm) -> R
     high = (p > q) & (moved > settings.clip_high) if advantage > 0 else torch.zeros_like(p, dtype=torch.bool)
     weight = ratio.detach().clamp(max=settings.loss_arguments["max_ratio"]) * ~(low | high)
     return RowLoss(-weight * advantage * new, ratio, low, high)
+
+
+def _gmpo(new: Tensor, old: Tensor, advantage: Tensor, settings: Algorithm) -> RowLoss:
+    """Return the loss of GMPO: equation 4 of the paper, a product of clipped terms to the power of 1/n."""
+    ratio, low, high = (new - old).exp(), math.exp(-settings.clip_low), math.exp(settings.clip_high)
+    terms = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).abs()
+    objective = advantage.sign() * terms.prod() ** (1 / max(1, ratio.numel()))
+    return RowLoss(
+        -objective.expand(ratio.shape), ratio, (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
+    )
 
 
 def covariances(new: list[Tensor], advantages: list[Tensor], share: float) -> dict[str, float]:
@@ -140,6 +151,8 @@ def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
         return torch.stack([values.mean() for values in rows]).mean()
     if settings.aggregation == "seq_mean_token_sum":
         return torch.stack([values.sum() for values in rows]).mean()
+    if settings.aggregation == "token_sum":
+        return torch.cat(rows).sum()
     assert settings.aggregation_constant is not None
     return torch.stack([values.sum() for values in rows]).sum() / (settings.aggregation_constant * len(rows))
 
@@ -147,7 +160,8 @@ def aggregated(per_row: list[Tensor], settings: Algorithm) -> Tensor:
 def kl_of(new: Tensor, reference: Tensor, settings: Algorithm) -> Tensor:
     """Return the KL term at each token, with the gradient that the settings select."""
     difference = new - reference
-    kinds = {"k1": difference, "k2": difference**2 / 2, "k3": (-difference).exp() - 1 + difference}
+    k3 = ((-difference).exp() - 1 + difference).clamp(max=settings.k3_bound)
+    kinds = {"k1": difference, "k2": difference**2 / 2, "k3": k3, "abs": difference.abs()}
     value = kinds[settings.kl_estimator]
     return value.detach() + kinds["k2"] - kinds["k2"].detach() if settings.kl_straight_through else value
 
@@ -183,8 +197,11 @@ def step_by_definition(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= rate * parameter.grad
-    ratios = torch.cat([row.ratio for row in results])
-    return {
+    ratios, bounded = torch.cat([row.ratio for row in results]), {}
+    if settings.kl_estimator == "k3":
+        at_bound = torch.cat(kl) >= settings.k3_bound
+        bounded["actor/kl_bounded_fraction"] = at_bound.double().mean().item()
+    return bounded | {
         "actor/loss": loss.item(),
         "actor/policy_loss": policy_loss.item(),
         "actor/kl": torch.cat(kl).mean().item(),

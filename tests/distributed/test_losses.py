@@ -25,7 +25,7 @@ BATCHINGS = {
     "fixed": Batching(mode="fixed", micro_batch_size=7, max_tokens=None),
 }
 MICROBATCHES = (1, 4)
-AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum")
 RATE, TEMPERATURE = 0.02, 0.8
 # The third response is empty; the sixth row is quarantined.
 BATCH = scored([(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)], 5, TEMPERATURE)
@@ -34,7 +34,8 @@ BATCH = scored([(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)], 5, TEM
 SETTINGS = {
     "ppo_clip": {"dual_clip": 1.5},
     "gspo": {"clip_low": 0.03, "clip_high": 0.03},
-    "cispo": {"clip_low": 1.0, "entropy_coef": 0.05},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.25, "kl_estimator": "abs"},
+    "cispo": {"clip_low": 1.0, "entropy_coef": 0.05, "k3_bound": 0.1},
     "sapo": {"loss_arguments": {"tau_positive": 1.0, "tau_negative": 1.7}},
     "dppo_tv": {"clip_low": 0.002, "clip_high": 0.004, "loss_arguments": {"max_ratio": 1.3}},
     "dppo_kl": {"clip_low": 3e-4, "clip_high": 5e-4, "loss_arguments": {"max_ratio": 1.3}},
@@ -91,8 +92,10 @@ def test_value_gradients_and_metrics_are_those_of_the_definition(updated: Found,
 
 def test_every_loss_is_in_the_matrix_and_its_bounds_bind_somewhere(updated: Found):
     assert set(SETTINGS) == set(LOSSES)
-    for loss in ("ppo_clip", "gspo", "dppo_tv", "dppo_kl", "kl_cov"):
+    for loss in ("ppo_clip", "gspo", "gmpo", "dppo_tv", "dppo_kl", "kl_cov"):
         metrics, _ = updated[loss, "token_mean", "packed", 1, 1]
         assert 0 < metrics["actor/clip_low_fraction"] + metrics["actor/clip_high_fraction"] < 1
+    metrics, _ = updated["cispo", "token_mean", "packed", 1, 1]
+    assert 0 < metrics["actor/kl_bounded_fraction"] < 1
     values = {loss: updated[loss, "token_mean", "packed", 1, 1][0]["actor/policy_loss"] for loss in SETTINGS}
     assert len(set(values.values())) == len(values)

@@ -53,6 +53,15 @@ def token_loss(new, old, advantage, clip_low, clip_high, dual_clip):
     return -objective
 
 
+def gmpo(new, old, advantage, clip_low, clip_high):
+    """The objective of one sequence: a product of clipped terms to the power of 1/n, with the sign of the advantage."""
+    product, low, high = 1.0, math.exp(-clip_low), math.exp(clip_high)
+    for one, other in zip(new, old, strict=True):
+        ratio = math.exp(one - other)
+        product *= abs(min(ratio * advantage, min(max(ratio, low), high) * advantage)) ** (1 / len(new))
+    return math.copysign(product, advantage)
+
+
 def aggregate(losses, masks, aggregation, constant):
     """losses and masks: one list a sequence."""
     masked = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(losses, masks, strict=True)]
@@ -65,4 +74,6 @@ def aggregate(losses, masks, aggregation, constant):
         return sum(sum(row) / len(row) for row in rows) / len(rows)
     if aggregation == "seq_mean_token_sum":
         return sum(sum(row) for row in rows) / len(rows)
+    if aggregation == "token_sum":
+        return sum(sum(row) for row in rows)
     return sum(sum(row) for row in rows) / (constant * len(rows))

@@ -11,7 +11,7 @@ from rlpack.algorithms.errors import AlgorithmError
 from rlpack.batch.ragged import Ragged
 from tests.unit.algorithms import reference
 
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_sum"]
 masks = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=12)
 
 
@@ -88,7 +88,7 @@ def test_sequence_sum_asks_for_its_constant(constant):
 
 
 def test_an_unknown_aggregation_is_refused():
-    with pytest.raises(AlgorithmError, match="token_mean, seq_mean_token_mean, seq_mean_token_sum or"):
+    with pytest.raises(AlgorithmError, match="seq_mean_token_sum, seq_mean_token_sum_norm or token_sum"):
         weights_of([[True]], "mean", Denominators(1, 1))
 
 

@@ -141,6 +141,42 @@ def test_gspo_clips_by_the_geometric_mean_ratio_of_the_row():
     assert new.grad.tolist() == pytest.approx([-2.0, -2.0, 0.0, 0.0, 0.0])
 
 
+extreme = st.one_of(st.floats(-6, 0), st.floats(-45, 0))
+
+
+@given(rows=st.lists(st.tuples(extreme, extreme), min_size=1, max_size=9), advantage=st.floats(-3, 3))
+@settings(max_examples=100, deadline=None)
+def test_gmpo_is_the_geometric_mean_of_the_clipped_terms_of_a_row(rows, advantage):
+    new, old = columns(rows)
+    new.requires_grad_()
+    mask, lengths = torch.ones(len(rows), dtype=torch.bool), torch.tensor([len(rows)])
+    advantages = torch.full_like(old, advantage)
+    loss = policy_loss.gmpo(PolicyTokens(new, old, advantages, mask, lengths), clip_low=0.3, clip_high=0.5)
+    objective = reference.gmpo(new.tolist(), old.tolist(), advantage, 0.3, 0.5)
+    beyond = abs(objective) > abs(advantage) * math.exp(20)  # the mean log-ratio is clamped at 20
+    if beyond or abs(objective) < abs(advantage) * math.exp(-20):
+        objective = math.copysign(abs(advantage) * math.exp(20 if beyond else -20), advantage)
+    assert loss.token_losses.tolist() == pytest.approx([-objective] * len(rows), rel=1e-6)
+    # The gradient of the row's mean by a log-probability: -objective / n where the token's ratio is not clipped.
+    loss.token_losses.mean().backward()
+    assert new.grad is not None
+    for place, (one, other) in enumerate(rows):
+        clipped = (one - other > 0.5 and advantage > 0) or (one - other < -0.3 and advantage < 0)
+        assert bool(loss.clipped_low[place] | loss.clipped_high[place]) == clipped
+        if clipped:
+            assert new.grad[place].item() == 0
+        elif not beyond and abs(objective) > abs(advantage) * math.exp(-19):
+            assert new.grad[place].item() == pytest.approx(-objective / len(rows), rel=1e-6)
+
+
+def test_gmpo_keeps_rows_apart_and_ignores_masked_tokens():
+    new = torch.tensor([1.0, 4.0, 1e9, 0.5, 0.5], dtype=torch.float64).log()
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    loss = policy_loss.gmpo(two_rows(new, torch.zeros_like(new), advantages), clip_low=math.log(1.25), clip_high=9.0)
+    assert loss.token_losses.tolist() == pytest.approx([-2.0, -2.0, 0.0, 0.8, 0.8])
+    assert loss.clipped_low.tolist() == [False, False, False, True, True]
+
+
 def test_cispo_clips_the_weight_of_the_gradient_and_loses_no_token():
     new = torch.tensor([-1.0, -1.0, -1.0, -2.0, -2.0], requires_grad=True)
     old = new.detach() - torch.tensor([0.1, 3.0, 0.0, -3.0, 0.0])

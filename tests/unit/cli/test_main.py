@@ -91,7 +91,7 @@ def test_report_refuses_a_directory_that_holds_no_run(tmp_path, capsys):
     [
         ("rlpack ", "evaluate jobs logs plan report serve simulate stop submit trace train"),
         ("rlpack tra", "trace train"),
-        ("rlpack train recipe=g", "recipe=grpo recipe=gspo"),
+        ("rlpack train recipe=g", "recipe=gmpo recipe=grpo recipe=gspo"),
         ("rlpack train model=tiny trainer.st", "trainer.steps="),
         ("rlpack train placement.po", "placement.pools."),
         ("rlpack train batching.mode=", "batching.mode=packed batching.mode=dynamic batching.mode=fixed"),

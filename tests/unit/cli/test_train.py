@@ -275,7 +275,7 @@ def test_what_hydra_says_about_help_comes_from_this_project(ran, capsys):
     with pytest.raises(SystemExit) as left:
         main(["train", "--help"])
     assert left.value.code == 0
-    assert "recipe: cispo, dapo, dr_grpo, grpo, gspo, opo, " in capsys.readouterr().out
+    assert "recipe: cispo, dapo, dr_grpo, gmpo, grpo, gspo, " in capsys.readouterr().out
 
 
 def test_a_job_is_plain_data():

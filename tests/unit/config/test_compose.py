@@ -86,7 +86,7 @@ def test_an_unknown_key_is_refused_however_it_is_written(sign):
     ("override", "message"),
     [
         ("model=tinny", "model=tinny is not a choice; did you mean model=tiny? model has: pretrained, small, tiny"),
-        ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, grpo, gspo, opo"),
+        ("recipe=null", "recipe=null is not a choice; recipe has: cispo, dapo, dr_grpo, gmpo, grpo, gspo"),
         ("batching=[packed,dynamic]", "has more than one choice; batching takes one of: dynamic, fixed, packed"),
         ("trainer.steps=???", "trainer.steps is missing; set trainer.steps=… (rollout steps of the recipe)"),
         ("run_dir=${no.such.key}", "run_dir: "),

@@ -1,5 +1,6 @@
 """An actor alone, in this process."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +73,7 @@ def test_a_single_update_without_old_log_probs_is_the_one_with_them_bit_for_bit(
     batch = on_policy_batch(actors[0])
     old = batch.restore([actors[0].logprobs(shard_of(batch))])
     columns = batch.union(old.keep(["logprobs"]))
-    sums = batch.restore([actors[0].kl_sums(shard_of(columns), "k3")])["kl_sum"]
+    sums = batch.restore([actors[0].kl_sums(shard_of(columns), "k3", ON_POLICY.k3_bound)])["kl_sum"]
     (expected,) = actors[0].train_step(shard_of(columns.drop(["rollout_logprobs"])), loss_of(), 0.1)
     (metrics,) = actors[1].train_step(shard_of(batch), loss_of(on_policy=True, responses=2), 0.1)
     trains = torch.tensor([True, False, True])
@@ -83,6 +84,23 @@ def test_a_single_update_without_old_log_probs_is_the_one_with_them_bit_for_bit(
     assert metrics["actor/grad_norm"] > 0
     one, other = (exported_weights(actor) for actor in actors)
     assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_tokens_at_the_bound_of_the_divergence_are_counted_in_each_response():
+    batch = tiny_rollouts(SIZES).keep(["response_mask"])
+    mask = batch["response_mask"]
+    own = torch.full(mask.values.shape, -6.0)
+    reference = torch.full(mask.values.shape, -5.9)
+    reference[mask.segment_ids == 2] = -1.0
+    columns = {"input_ids": mask.with_values(torch.zeros(own.shape, dtype=torch.int64))}
+    columns |= {"logprobs": mask.with_values(own), "reference_logprobs": mask.with_values(reference)}
+    actor, shard = ActorWorker.__new__(ActorWorker), shard_of(batch.union(columns))  # needs no model
+    bounded = batch.restore([actor.kl_sums(shard, "k3", 10.0)])
+    ordinary = math.exp(0.1) - 1.1
+    assert bounded["kl_bounded"].tolist() == [0, 0, 6]
+    assert bounded["kl_sum"].tolist() == pytest.approx([9 * ordinary, ordinary, 60.0], rel=1e-4)
+    assert "kl_bounded" not in actor.kl_sums(shard, "k3")
+    assert "kl_bounded" not in actor.kl_sums(shard, "abs", 10.0)
 
 
 def test_advantages_are_normalized_by_the_moments_that_the_loss_gets():

@@ -15,6 +15,7 @@ from rlpack.config.schema import Actor, Algorithm, Trainer
 from rlpack.config.sections.optimization import Lora
 from rlpack.packing import Batching, MicrobatchPlan
 from rlpack.recipes.driver.policy_stages import (
+    add_loss_weights,
     collect_reference_logprobs,
     compute_advantages,
     compute_old_logprobs,
@@ -180,6 +181,16 @@ def test_advantages_are_reported_of_the_rows_that_train(tmp_path: Path):
     step = session.begin_step(1)
     compute_advantages(session, step, rollouts.union(columns), plan_of(session, rollouts))
     assert step.metrics["advantage/std"] == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+def test_the_share_of_tokens_at_the_bound_of_the_divergence_is_reported_over_valid_rows(tmp_path: Path):
+    session, rollouts = session_of(tmp_path), tiny_rollouts([(2, 4), (2, 6), (2, 8)])
+    set_group(session, "actor")
+    columns = {"valid": torch.tensor([True, True, False]), "response_tokens": torch.tensor([4, 6, 8])}
+    bounded = {"kl_bounded": torch.tensor([1.0, 0.0, 8.0]).double()}
+    step = session.begin_step(1)
+    add_loss_weights(session, step, rollouts.union(columns | bounded), plan_of(session, rollouts))
+    assert step.metrics["reference/kl_bounded_fraction"] == pytest.approx(0.1)
 
 
 class OffloadingStore(LocalStore):
