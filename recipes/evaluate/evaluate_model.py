@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from rlpack.checkpoint.commit import MANIFEST
 from rlpack.checkpoint.files import sha256_of
+from rlpack.checkpoint.publish import MANIFEST
 from rlpack.cli.tables import table
 from rlpack.config.recipes import recipe_section
 from rlpack.config.roles import started_roles

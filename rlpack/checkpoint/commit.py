@@ -19,7 +19,6 @@ Invariants (tests/unit/checkpoint):
 Only JSON is parsed here. Nothing else in a checkpoint may be opened before `newest` has returned it.
 """
 
-import json
 import logging
 import re
 import secrets
@@ -27,13 +26,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlpack import __version__
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import discard_folder, flush, flush_tree, regular_files, sha256_of, write_flushed
+from rlpack.checkpoint.files import discard_folder, flush, sha256_of, write_flushed
+from rlpack.checkpoint.publish import MANIFEST, MARKER, publish_folder, strict_json
 from rlpack.safe_files import read_json, read_object, read_text
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 # the manifest has the version of rlpack. 4: it may hold a batch that was drawn ahead. A field that a reader needs, in
 # any of the files, is a new format.
 FORMAT = 4
-STATE, MANIFEST, MARKER, HINT = "state.json", "manifest.json", "COMMITTED", "latest"
+STATE, HINT = "state.json", "latest"
 DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it
 NEVER_PRUNED = 2
 _STEP_FOLDER = re.compile(r"step-(0|[1-9]\d*)\Z")
@@ -88,24 +87,14 @@ class Staging:
         return manifest
 
     def _publish(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Write state and manifest, flush, rename, and write the marker."""
+        """Write the state, publish the folder, and update the hint."""
         version = {"format": FORMAT, "rlpack": __version__, "step": self.step}
         document = state | version
-        (self.path / STATE).write_text(_json(document), encoding="utf-8")
-        files = [
-            {"name": path.relative_to(self.path).as_posix(), "size": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in regular_files(self.path)
-        ]
-        manifest = version | {"files": files}
-        text = _json(manifest)
-        (self.path / MANIFEST).write_text(text, encoding="utf-8")
-        flush_tree(self.path)
+        (self.path / STATE).write_text(strict_json(document), encoding="utf-8")
         target = self.root / f"step-{self.step}"
-        if target.exists():  # damaged; new_checkpoint refuses otherwise
-            target.rename(self.root / f".replaced-{self.step}-{secrets.token_hex(4)}")
-        self.path.rename(target)
-        flush(self.root)
-        write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
+        # A checkpoint that is put aside is damaged; new_checkpoint refuses to replace any other.
+        aside = self.root / f".replaced-{self.step}-{secrets.token_hex(4)}"
+        manifest = publish_folder(self.path, target, version, aside=aside)
         self.committed = target
         hint = self.root / f".{HINT}"  # a fixed name, so that the next save overwrites what a crash leaves
         write_flushed(hint, target.name + "\n")
@@ -374,8 +363,3 @@ def _file_fault(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None
     if path.stat().st_size != entry["size"]:
         return f"{name} has {path.stat().st_size} bytes instead of {entry['size']}"
     return None if sha256_of(path) == entry["sha256"] else f"{name} has changed since it was written (SHA-256)"
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    """Return strict JSON; a value that JSON can't represent is a bug of the caller."""
-    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"

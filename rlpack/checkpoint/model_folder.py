@@ -12,17 +12,15 @@ Invariants (tests/unit/checkpoint/test_model_folder.py):
 2. A folder with a marker has all files that its manifest lists.
 """
 
-import json
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 
 from rlpack import __version__
-from rlpack.checkpoint.commit import MANIFEST, MARKER
 from rlpack.checkpoint.errors import CheckpointError
-from rlpack.checkpoint.files import discard_folder, flush, flush_tree, regular_files, sha256_of, write_flushed
+from rlpack.checkpoint.files import discard_folder
+from rlpack.checkpoint.publish import publish_folder
 
 
 @contextmanager
@@ -42,33 +40,14 @@ def new_model_folder(target: Path) -> Iterator[Path]:
     staging = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
     try:
         yield staging
-        _publish(staging, target)
+        aside = target.with_name(f".replaced-{target.name}-{secrets.token_hex(4)}")
+        publish_folder(staging, target, {"rlpack": __version__}, aside=aside)
+        for old in target.parent.glob(f".replaced-{target.name}-*"):
+            discard_folder(old)
     except OSError as error:
         raise CheckpointError(f"the model could not be written to {target}: {error}") from error
     finally:
         discard_folder(staging)
-
-
-def _publish(staging: Path, target: Path) -> None:
-    """Write the manifest, flush, rename, and write the marker."""
-    files = [
-        {"name": path.relative_to(staging).as_posix(), "size": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in regular_files(staging)
-    ]
-    text = json.dumps({"rlpack": __version__, "files": files}, indent=1, sort_keys=True) + "\n"
-    (staging / MANIFEST).write_text(text, encoding="utf-8")
-    flush_tree(staging)
-    if target.exists():
-        target.rename(target.with_name(f".replaced-{target.name}-{secrets.token_hex(4)}"))
-    try:
-        staging.rename(target)
-    except OSError:
-        _restore(target)
-        raise
-    flush(target.parent)
-    write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
-    for old in target.parent.glob(f".replaced-{target.name}-*"):
-        discard_folder(old)
 
 
 def _restore(target: Path) -> None:

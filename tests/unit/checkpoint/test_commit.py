@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import subprocess
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlpack import __version__
-from rlpack.checkpoint import commit as commit_module
-from rlpack.checkpoint.commit import load_state, new_checkpoint, newest, newest_damage, prune
+from rlpack.checkpoint.commit import FORMAT, load_state, new_checkpoint, newest, newest_damage, prune
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.checkpoint.files import sha256_of
 
 
 def save(root: Path, step: int, *, keep: int = 2, content: bytes = b"weights") -> None:
@@ -31,7 +32,7 @@ def test_a_committed_checkpoint_is_found_with_its_state_and_files(tmp_path: Path
     save(tmp_path, 20)
     found = newest(tmp_path)
     assert found == tmp_path / "step-20"
-    assert load_state(found) == {"seed": 7, "step": 20, "format": commit_module.FORMAT, "rlpack": __version__}
+    assert load_state(found) == {"seed": 7, "step": 20, "format": FORMAT, "rlpack": __version__}
     assert (found / "actor" / "shard-0.bin").read_bytes() == b"weights20"
     assert (tmp_path / "latest").read_text() == "step-20\n"
 
@@ -74,7 +75,7 @@ def test_leaving_by_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 KILLED_AT_EVERY_OPERATION = textwrap.dedent("""
     import json, os, signal, sys
     from pathlib import Path
-    from rlpack.checkpoint.commit import load_state, new_checkpoint, newest
+    from rlpack.checkpoint.commit import FORMAT, load_state, new_checkpoint, newest
 
     CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
     left = None  # file operations until the kill; None never kills
@@ -175,13 +176,13 @@ def rewrite_manifest(folder: Path, **changes: object) -> None:
     """Change the manifest and its marker, as another version or an attacker would."""
     text = json.dumps(json.loads((folder / "manifest.json").read_text()) | changes)
     (folder / "manifest.json").write_text(text)
-    (folder / "COMMITTED").write_text(commit_module.sha256(text.encode()).hexdigest())
+    (folder / "COMMITTED").write_text(hashlib.sha256(text.encode()).hexdigest())
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format": 4, "rlpack": "0.9.0", "files": {"in": "other words"}}, r"by rlpack 0\.9\.0 in format 4; this is"),
+        ({"format": 5, "rlpack": "0.0.9", "files": {"in": "other words"}}, r"by rlpack 0\.0\.9 in format 5; this is"),
         ({"format": 2, "rlpack": None}, "by rlpack an older version in format 2"),
         ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 4"),
     ],
@@ -354,9 +355,9 @@ def test_the_state_holds_strict_json_only(tmp_path: Path) -> None:
 def recommit(folder: Path) -> None:
     """Give a checkpoint's state, which was changed, hashes that fit it."""
     state, manifest = folder / "state.json", folder / "manifest.json"
-    entry = {"name": "state.json", "size": state.stat().st_size, "sha256": commit_module.sha256_of(state)}
+    entry = {"name": "state.json", "size": state.stat().st_size, "sha256": sha256_of(state)}
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": [entry]}))
-    (folder / "COMMITTED").write_text(commit_module.sha256_of(manifest))
+    (folder / "COMMITTED").write_text(sha256_of(manifest))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Publish a folder: it gets its name only once it is complete, and a marker that later changes contradict."""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rlpack.checkpoint.files import flush, flush_tree, regular_files, sha256_of, write_flushed
+
+MANIFEST, MARKER = "manifest.json", "COMMITTED"
+
+
+def publish_folder(staging: Path, target: Path, header: Mapping[str, Any], *, aside: Path) -> dict[str, Any]:
+    """List a folder's files in a manifest, flush everything, rename the folder, and write the marker.
+
+    The marker is the SHA-256 of the manifest.
+
+    Args:
+        staging: the complete folder, on the file system of `target`.
+        target: its name from now on.
+        header: entries of the manifest besides `files`, as JSON values.
+        aside: the name that an earlier folder at `target` gets. If renaming `staging` fails, it gets its own back.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        OSError: a file could not be written, or the folder renamed.
+    """
+    files = [
+        {"name": path.relative_to(staging).as_posix(), "size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in regular_files(staging)
+    ]
+    manifest = {**header, "files": files}
+    text = strict_json(manifest)
+    (staging / MANIFEST).write_text(text, encoding="utf-8")
+    flush_tree(staging)
+    replaces = target.exists()
+    if replaces:
+        target.rename(aside)
+    try:
+        staging.rename(target)
+    except OSError:
+        if replaces:
+            aside.rename(target)
+        raise
+    flush(target.parent)
+    write_flushed(target / MARKER, sha256(text.encode()).hexdigest() + "\n")
+    return manifest
+
+
+def strict_json(value: Mapping[str, Any]) -> str:
+    """Return strict JSON; a value that JSON can't represent is a bug of the caller."""
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n"
