@@ -25,6 +25,9 @@ from rlpack.worker import Trainable
 
 Groups = Mapping[str, WorkerGroup[Any]]
 
+# Ranks wait for their files a little shorter than the driver waits for their answer, which names the folder.
+_SHARE_OF_CALL = 0.9
+
 
 @dataclass
 class _InFlight:
@@ -53,7 +56,7 @@ class CheckpointWriter:
 
         Args:
             keep: number of committed checkpoints to keep.
-            timeout_s: deadline of a write in the background, and of a commit, in seconds.
+            timeout_s: deadline of a call of a rank, and of a commit, in seconds.
         """
         self._keep = keep
         self._timeout_s = timeout_s
@@ -142,7 +145,7 @@ class CheckpointWriter:
     def _start_commit(self, checkpoint: _InFlight) -> BackgroundCall[Any]:
         """Wait until all roles have written, and commit in a thread."""
         for group in checkpoint.groups.values():
-            group.run(Trainable.finish_save, self._timeout_s)
+            group.run(Trainable.finish_save, _SHARE_OF_CALL * self._timeout_s)
         commit = partial(checkpoint.staging.commit, checkpoint.state, keep=self._keep)
         # Unlike an executor's, this thread keeps no command that has given up waiting from ending.
         checkpoint.commit = BackgroundCall(commit, name="checkpoint")

@@ -20,6 +20,7 @@ class Role:
         self.failure: Exception | None = None
         self.is_done = False
         self.writes = 0
+        self.deadline_s = 0.0
 
     def group(self, name: str) -> Any:
         methods = ("save", "start_save", "save_is_done", "finish_save")
@@ -38,6 +39,7 @@ class Role:
         return self.is_done
 
     def finish_save(self, timeout_s: float) -> None:
+        self.deadline_s = timeout_s
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -98,3 +100,11 @@ def test_an_abandoned_checkpoint_leaves_the_one_before_it(tmp_path: Path):
     writer.abandon()
     assert not list(tmp_path.glob(".tmp-*"))
     assert newest(tmp_path) == tmp_path / "step-1"
+
+
+def test_ranks_give_up_on_their_files_before_the_driver_gives_up_on_them(tmp_path: Path):
+    # Otherwise the error would be that of a call without an answer, and not name the folder.
+    writer, role = CheckpointWriter(keep=2, timeout_s=30), Role()
+    written(writer, tmp_path, role, 1)
+    writer.finish()
+    assert 20 < role.deadline_s < 30
