@@ -27,6 +27,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *_untaught_model(config),
         *_unread_sections(config),
         *_unread_keys(config),
+        *_unread_correction(config),
         *_unread_revisions(config),
         *_offloading(config),
     ]
@@ -90,6 +91,18 @@ def _unread_keys(config: Config) -> Iterator[str]:
         if value != dict(default)[name] and (why := reasons.get(f"algorithm.{name}")):
             text = f"{value:g}" if isinstance(value, float) else value
             yield f"algorithm.{name} is {text} but unused: {why}"
+
+
+def _unread_correction(config: Config) -> Iterator[str]:
+    """Yield keys of `algorithm.correction` that are set without effect."""
+    correction, key = config.algorithm.correction, "algorithm.correction"
+    given = correction.model_dump(exclude_defaults=True)
+    if given and not recipe_of(config).generates:
+        yield f"{key}.* is set but unused: recipe={config.recipe.name} samples no responses"
+    elif correction.weights == "none":
+        for name in ("upper", "lower"):
+            if name in given:
+                yield f"{key}.{name} is {given[name]:g} but unused: there are no weights to bound; set {key}.weights"
 
 
 def _unread_revisions(config: Config) -> Iterator[str]:

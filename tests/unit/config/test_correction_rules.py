@@ -7,6 +7,7 @@ import pytest
 from rlpack.config.correction_rules import correction_problems
 from rlpack.config.schema import Algorithm, Rollout
 from rlpack.config.sections.correction_settings import Correction
+from rlpack.config.warnings import config_warnings
 from tests.builders import tiny_config
 
 
@@ -49,3 +50,22 @@ def test_bypass_needs_the_kl_term_in_the_loss():
     algorithm = Algorithm(correction=Correction(bypass=True), kl_coef=0.1, kl_placement="reward")
     (problem,) = correction_problems(tiny_config(algorithm=algorithm))
     assert "skips the old log-probs, which algorithm.kl_placement=reward needs" in problem
+
+
+@pytest.mark.parametrize(
+    ("recipe", "correction", "text"),
+    [
+        ("grpo", {"lower": 0.5}, "correction.lower is 0.5 but unused: there are no weights to bound; set"),
+        ("grpo", {"upper": 3.0, "reject": {"token_k3": 1.0}}, "correction.upper is 3 but unused"),
+        ("sft", {"weights": "token"}, "algorithm.correction.* is set but unused: recipe=sft samples no responses"),
+    ],
+)
+def test_settings_without_effect_are_named(recipe: str, correction: dict[str, Any], text: str):
+    algorithm = Algorithm(correction=Correction(**correction))
+    (warning,) = config_warnings(tiny_config(recipe, algorithm=algorithm))
+    assert text in warning
+
+
+def test_bounds_of_weights_have_an_effect():
+    algorithm = Algorithm(correction=Correction(weights="sequence", lower=0.5, upper=3.0))
+    assert config_warnings(tiny_config(algorithm=algorithm)) == []
