@@ -21,7 +21,7 @@ from benchmarks.generation import LONGEST, LONGEST_PROMPT, MODELS, TOKENS_PER_ST
 from rlpack.batch.ragged import Ragged
 from rlpack.config.schema import Rollout
 from rlpack.data.tokenization import character_tokenizer
-from rlpack.distributed.malloc_settings import keep_freed_memory
+from rlpack.malloc_settings import keep_freed_memory
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine

@@ -27,16 +27,16 @@ from rlpack.models import attention, own_attention
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_model
 from rlpack.models.errors import ModelError
-from rlpack.models.flops import num_experts
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_from_config
 from rlpack.models.packed import language_model
 from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
+from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.models.verified import is_verified
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
-from rlpack.rollout.vllm.arguments import Shape, length_limit, settings_of, shape_problem, split_problem
+from rlpack.rollout.vllm.arguments import Shape, length_limit, shape_problem, split_problem
 
 # A model of this size is built and compared within seconds.
 _MAX_WEIGHTS = 50_000_000

@@ -9,11 +9,10 @@ from rlpack.config.layout_sizes import layout_sizes, most_stages, nearest_ep, ne
 from rlpack.config.roles import pool_of, role_parallel
 from rlpack.config.schema import Config
 from rlpack.models.expert_parallel import expert_modules, uneven_experts
-from rlpack.models.flops import num_experts
 from rlpack.models.packed import language_model
 from rlpack.models.stage_wiring import LAYERS, wiring_problem
 from rlpack.models.tensor_parallel import split_problem, uneven_weight
-from rlpack.rollout.vllm.arguments import settings_of
+from rlpack.models.text_settings import num_experts, settings_of
 
 
 def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:

@@ -29,8 +29,8 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError
 from rlpack.distributed.jobs.secrets import load_secrets
 from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.malloc_settings import keep_freed_memory
 from rlpack.distributed.results import check_is_rows
+from rlpack.malloc_settings import keep_freed_memory
 from rlpack.run_log import log_until_exit
 from rlpack.spans import FOLDER, record_until_exit, span
 from rlpack.user_code import describe_exception, import_user_module, text_of

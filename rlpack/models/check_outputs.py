@@ -13,9 +13,9 @@ from rlpack.models.inputs import ModelInputs, pack_rows, pad_rows
 from rlpack.models.own_attention import REFERENCE, attention_implementation
 from rlpack.models.packed import PackedModel
 
-# Allowed rounding differences from transformers' own outputs, relative to the largest output; a leak, a lost mask or a
-# wrong position is orders of magnitude larger.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+# Allowed rounding differences from the outputs of other kernels, or of the same on parts of rows, relative to the
+# largest output; a leak, a lost mask or a wrong position is orders of magnitude larger.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 # Most logits of rows that are scored alone, as tokens, and most entries of their attention.
 _MAX_TOKENS, _MAX_ATTENTION = 512, 2**20
 
@@ -66,7 +66,7 @@ def layout_name(packed: bool) -> str:
 
 def tolerance(model: PackedModel) -> float:
     """Return the allowed difference from transformers' own forward pass, in units of `scale`."""
-    return _TOLERANCE[model.compute_dtype] * depth_factor(model)
+    return TOLERANCE[model.compute_dtype] * depth_factor(model)
 
 
 def depth_factor(model: PackedModel) -> float:

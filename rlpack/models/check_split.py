@@ -3,14 +3,12 @@
 import torch
 from torch import Tensor
 
-from rlpack.models.check_outputs import max_difference, scale, score_together
+from rlpack.models.check_outputs import TOLERANCE, max_difference, scale, score_together
 from rlpack.models.check_rows import draw_rows
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 
 _SEED = 20240609
-# Allowed rounding differences, relative to the largest output, from running the same kernels on parts of rows.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 @torch.no_grad()
@@ -46,9 +44,9 @@ def check_split(
     names = [name for name, split in splits.items() if split]
     for index, (found, expected) in enumerate(zip(score_whole_rows(model, device, vocab_size), whole, strict=True)):
         gap = max_difference(found, expected) / scale(expected)
-        if not gap <= _TOLERANCE[model.compute_dtype]:
+        if not gap <= TOLERANCE[model.compute_dtype]:
             raise ModelError(
                 f"{type(model.model).__name__} as the {role}: row {index} differs by {gap:.2e} if ranks share "
-                f"it (at most {_TOLERANCE[model.compute_dtype]:.0e}); set "
+                f"it (at most {TOLERANCE[model.compute_dtype]:.0e}); set "
                 + " ".join(f"{role}.parallel.{name}=1" for name in names)
             )

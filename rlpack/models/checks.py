@@ -184,7 +184,7 @@ def check_scores(
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether tokens are routed to experts."""
+    """Return whether tokens are routed to experts, by the model's modules: configs name experts in many ways."""
     names = {type(module).__name__.lower() for module in model.modules()}
     return any(re.search(r"expert|router|moe|sparsemoe", name) for name in names)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.packing import Cost
 
 
@@ -68,7 +69,7 @@ def sequence_cost(model: PreTrainedModel) -> Cost:
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
     """Return the FLOPs of a model, counted as in `sequence_cost`; frozen weights need fewer in an update."""
-    shape = _shape(model.config.get_text_config())
+    shape = settings_of(model.config)
     head = model.get_output_embeddings()
     heads = shape.get("num_attention_heads") or 0  # a model without attention has no quadratic part
     width = heads * (shape.get("head_dim") or shape["hidden_size"] // heads) if heads else 0
@@ -93,12 +94,6 @@ def _trained_share(model: PreTrainedModel) -> float:
     return trained / max(1, sum(weight.numel() for weight in matrices))
 
 
-def _shape(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a config's values under standard names, resolving the model's aliases."""
-    values = config.to_dict()
-    return values | {name: values[own] for name, own in config.attribute_map.items() if own in values}
-
-
 def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[float]:
     """Yield the weights that a token uses of each inner matrix."""
     outer = {id(parameter) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None
@@ -112,12 +107,6 @@ def _used_weights(model: PreTrainedModel, shape: Mapping[str, Any]) -> Iterator[
 def _routed_share(shape: Mapping[str, Any]) -> float:
     """Return the share of a layer's routed experts that a token uses."""
     return min(1.0, shape.get("num_experts_per_tok", 1) / max(1, num_experts(shape)))
-
-
-def num_experts(settings: Mapping[str, Any]) -> int:
-    """Return how many experts a layer routes tokens to, by a config's settings; 0 for dense layers."""
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((count for key in keys if (count := settings.get(key))), 0)
 
 
 def _windows(shape: Mapping[str, Any]) -> Iterator[int | None]:

@@ -28,10 +28,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlpack.models.errors import ModelError
+from rlpack.models.file_names import INDEX, WEIGHTS
 from rlpack.models.packed import PackedModel
 from rlpack.models.weight_stream import TensorSpec, WeightStream
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Small enough that ranks share the work on a large model; a small model is still a single file.
 FILE_BYTES = 10**9
 

@@ -18,11 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rlpack.models.errors import ModelError
+from rlpack.models.file_names import INDEX, WEIGHTS
 from rlpack.safe_files import read_object
 
 _log = logging.getLogger(__name__)
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_weight_files(model: PreTrainedModel, source: str, key: str) -> None:
@@ -109,10 +108,10 @@ def lacking_weights_error(key: str, source: str, name: str, missing: list[str]) 
 def _shapes(folder: Path) -> dict[str, Tensor] | None:
     """Return meta tensors by name, for the files that transformers would load; None if these can't be read."""
     try:
-        if (folder / _WEIGHTS).is_file():
-            names = {_WEIGHTS}
+        if (folder / WEIGHTS).is_file():
+            names = {WEIGHTS}
         else:
-            names = set(map(str, read_object(folder / _INDEX)["weight_map"].values()))
+            names = set(map(str, read_object(folder / INDEX)["weight_map"].values()))
         shapes: dict[str, Tensor] = {}
         for name in sorted(names):
             with safe_open(folder / name, framework="pt") as file:

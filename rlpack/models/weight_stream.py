@@ -149,15 +149,6 @@ class WeightStream:
         return (self.gather(index) for index in range(len(self.layout)))
 
 
-def full_state_dict(policy: PackedModel) -> dict[str, Tensor]:
-    """Return all weights on the CPU under the wrapped model's own names; a collective if sharded."""
-    stream = WeightStream(policy)
-    state: dict[str, Tensor] = {}
-    for index in range(len(stream.layout)):
-        state |= stream.gather(index)
-    return state
-
-
 def head_state_dict(policy: PackedModel) -> dict[str, Tensor]:
     """Return the whole weights outside the wrapped model, such as a value head's, on the CPU; a collective."""
     reshard(policy)
@@ -199,16 +190,6 @@ def copy_weights(model: PackedModel, state: Mapping[str, Tensor]) -> None:
     for name, weight in _weights(model):
         if name in state:
             copy_part(weight, state[name])
-
-
-def load_full_state_dict(policy: PackedModel, state: Mapping[str, Tensor]) -> None:
-    """Check and copy all weights of a model, the same on every rank; no rank communicates with another.
-
-    Raises:
-        ModelError: a weight is missing or has another shape, or a name belongs to no weight.
-    """
-    check_weights(policy, {name: tuple(weight.shape) for name, weight in state.items()})
-    copy_weights(policy, state)
 
 
 def load_folder(policy: PackedModel, folder: Path) -> None:

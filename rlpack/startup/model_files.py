@@ -15,13 +15,13 @@ from rlpack.config.schema import Config
 from rlpack.data.examples import SPECIAL_TOKENS
 from rlpack.data.hub import Repository
 from rlpack.models.errors import ModelError, no_end_problem, other_tokenizer_error
+from rlpack.models.file_names import INDEX, WEIGHTS
 from rlpack.models.hub_models import hub_model_problem
 from rlpack.observe.run_dir import CONFIG, METRICS, MODEL
 from rlpack.path_suggestions import suggest_path
 from rlpack.safe_files import open_regular, parse_json, read_object
 from rlpack.startup.dataset_checks import check_stop_ids
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8  # of the header's length, at the beginning of the file
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -113,23 +113,23 @@ def weight_problems(folder: Path) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"config.json can't be read ({error})"
         return
-    if not (folder / _INDEX).is_file():
-        if not (folder / _WEIGHTS).is_file():
-            yield f"there is no {_WEIGHTS} and no {_INDEX} in it, and weights of other formats aren't loaded"
+    if not (folder / INDEX).is_file():
+        if not (folder / WEIGHTS).is_file():
+            yield f"there is no {WEIGHTS} and no {INDEX} in it, and weights of other formats aren't loaded"
         else:
-            yield from _file_problems(folder / _WEIGHTS, set())
+            yield from _file_problems(folder / WEIGHTS, set())
         return
     try:
-        weight_map = read_object(folder / _INDEX)["weight_map"]
+        weight_map = read_object(folder / INDEX)["weight_map"]
         files: dict[str, set[str]] = {}
         for tensor, name in weight_map.items():
             files.setdefault(str(name), set()).add(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{_INDEX} can't be read ({type(error).__name__}: {error})"
+        yield f"{INDEX} can't be read ({type(error).__name__}: {error})"
         return
     for name, tensors in sorted(files.items()):
         if not (folder / name).is_file():
-            yield f"{name}, which {_INDEX} names, is missing"
+            yield f"{name}, which {INDEX} names, is missing"
         else:
             yield from _file_problems(folder / name, tensors)
 
@@ -154,7 +154,7 @@ def _file_problems(path: Path, tensors: set[str]) -> Iterator[str]:
     elif not entries:
         yield f"{path.name} holds no tensors"
     elif missing := sorted(tensors - entries.keys()):
-        yield f"{path.name} lacks {missing[0]} and {len(missing) - 1} more of the tensors that {_INDEX} names"
+        yield f"{path.name} lacks {missing[0]} and {len(missing) - 1} more of the tensors that {INDEX} names"
 
 
 def _tokenizer_problems(config: Config) -> Iterator[str]:

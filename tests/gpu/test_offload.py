@@ -17,8 +17,8 @@ from rlpack.models.optimizers import build_optimizer
 from rlpack.models.parallel import clip_grad_norm, reshard, shard_model
 from rlpack.models.parts import local_part
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import full_state_dict
 from tests.unit.models.tiny import tiny_model, tiny_rows
+from tests.whole_weights import full_state_dict
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
 from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_split import WeightSplit
-from rlpack.models.weight_stream import full_state_dict
 from tests.unit.models.tiny import tiny_model, tiny_rows
+from tests.whole_weights import full_state_dict
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 # returning the memory in some runs.
 FAULTS = """
 import ctypes, resource, sys
-from rlpack.distributed.malloc_settings import keep_freed_memory
+from rlpack.malloc_settings import keep_freed_memory
 assert sys.argv[1] == "default" or keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

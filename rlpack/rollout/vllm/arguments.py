@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from rlpack.config.schema import Rollout
 from rlpack.models.errors import ModelError
+from rlpack.models.text_settings import settings_of
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.argument_names import CPU_BLOCK_SIZE
 from rlpack.rollout.vllm.shared_names import BACKEND, EXTENSION
@@ -71,13 +72,6 @@ class Shape:
     def cache_bytes(self, tokens: int, dtype: str) -> int:
         """Return the size of the keys and values of some tokens, in bytes."""
         return 2 * self.layers * self.kv_heads * self.head_size * tokens * _BYTES[dtype]
-
-
-def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a language model, under transformers' common names, too: GPT-2 calls its heads n_head."""
-    text = config.get_text_config()
-    settings = text.to_dict()
-    return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}
 
 
 def shape_problem(

@@ -11,6 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlpack.config.schema import Model
 from rlpack.data.tokenization import eos_id, pad_id
+from rlpack.models.file_names import WEIGHTS
 from rlpack.models.loading import build_causal_lm
 from rlpack.rollout.layout_check import weights_and_buffers
 
@@ -36,7 +37,7 @@ def initial_weights(model: Model, tokenizer: PreTrainedTokenizerBase, seed: int)
         weights = revert_weight_conversion(built, weights_and_buffers(built))
         save_file(
             {name: weight.detach().contiguous() for name, weight in weights.items()},
-            Path(folder) / "model.safetensors",
+            Path(folder) / WEIGHTS,
             metadata={"format": "pt"},
         )
         del built, weights

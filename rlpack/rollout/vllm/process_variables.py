@@ -1,13 +1,13 @@
 """The environment variables of vLLM's processes."""
 
+from rlpack import malloc_settings
+
 # Where the user has not set them.
 DEFAULT_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines share cores; each has its own number of threads
-    # Keep freed memory, as ranks do (`rlpack.distributed.malloc_settings`).
-    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    **malloc_settings.VARIABLES,
 }
 
 

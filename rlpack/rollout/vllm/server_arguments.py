@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlpack.models.errors import ModelError
+from rlpack.models.text_settings import settings_of
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.arguments import (
     Capacity,
@@ -17,7 +18,6 @@ from rlpack.rollout.vllm.arguments import (
     cache_budget,
     default_dtype,
     least_cache_bytes,
-    settings_of,
     shape_problem,
 )
 from rlpack.rollout.vllm.server_options import ServerOptions

@@ -11,8 +11,8 @@ from rlpack.models.errors import ModelError
 from rlpack.models.inputs import ModelInputs, pack_rows
 from rlpack.models.parallel import clip_grad_norm, set_gradient_sync, shard_model
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import full_state_dict, load_full_state_dict
 from tests.unit.models.tiny import VOCABULARY, tiny_model, tiny_rows
+from tests.whole_weights import full_state_dict, load_full_state_dict
 
 ROWS = tiny_rows([9, 3, 13, 6, 1, 4])
 

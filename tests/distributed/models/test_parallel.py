@@ -6,10 +6,10 @@ import torch
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
 from rlpack.models.parallel import clip_grad_norm, shard_model
-from rlpack.models.weight_stream import full_state_dict, load_full_state_dict
 from tests.distributed.models import ranks
 from tests.distributed.models.ranks import MICROBATCHES, ROWS, Step, canary, load_and_save, new_policy
 from tests.distributed.processes import on_ranks
+from tests.whole_weights import full_state_dict, load_full_state_dict
 
 
 def one_process(dtype: torch.dtype = torch.float64, max_norm: float = 1e9) -> Step:

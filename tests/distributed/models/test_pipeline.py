@@ -19,7 +19,7 @@ from rlpack.models.packed import PackedModel
 from rlpack.models.pipeline_parallel import cut_model, meta_copy
 from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
-from rlpack.models.weight_stream import WeightForm, WeightStream, full_state_dict, load_folder
+from rlpack.models.weight_stream import WeightForm, WeightStream, load_folder
 from rlpack.worker import RankContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker
@@ -32,6 +32,7 @@ from tests.distributed.layouts.truth import batch_with_values
 from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
 from tests.distributed.processes import on_ranks
 from tests.unit.models.tiny import tiny_model
+from tests.whole_weights import full_state_dict
 
 CANARY = torch.tensor([[3, 5, 7, 11], [2, 4, 6, 8]])
 # Runs that a pipeline repeats; the last is saved in the background. Llama's embedding is tied, so it is on two stages.

@@ -27,12 +27,13 @@ from rlpack.models.tensor_parallel import FAMILIES as TENSOR_PARALLEL
 from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_files import WeightFiles
 from rlpack.models.weight_split import WeightSplit
-from rlpack.models.weight_stream import full_state_dict, head_state_dict, load_folder
+from rlpack.models.weight_stream import head_state_dict, load_folder
 from rlpack.worker import RankContext
 from rlpack.workers.build import build_critic, build_policy, build_reward_model
 from tests.builders import tiny_config, tiny_tokenizer
 from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
 from tests.distributed.processes import on_ranks
+from tests.whole_weights import full_state_dict
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "mixtral", "gpt_neox", "deepseek_v3", "phi3")
 EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")

@@ -14,8 +14,8 @@ from rlpack.models.check_adapters import check_adapters
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import full_state_dict
 from tests.unit.models.tiny import KINDS, VOCABULARY, pad_rows, reference_scores, tiny_model, tiny_rows
+from tests.whole_weights import full_state_dict
 
 ROWS = tiny_rows([9, 1, 13, 6])
 LORA = Lora(rank=3, alpha=6.0)

@@ -9,8 +9,9 @@ from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import add_adapters
 from rlpack.models.errors import ModelError
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import WeightStream, check_weights, copy_weights, load_full_state_dict
+from rlpack.models.weight_stream import WeightStream, check_weights, copy_weights
 from tests.unit.models.tiny import tiny_model
+from tests.whole_weights import load_full_state_dict
 
 FP32 = torch.float32
 

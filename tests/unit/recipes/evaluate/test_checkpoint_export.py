@@ -16,12 +16,12 @@ from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.optimizers import build_optimizer
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import full_state_dict
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.recipes.evaluate.checkpoint_export import export_checkpoint, exported_checkpoint
 from rlpack.workers.build import set_trained_weights
 from tests.builders import MODEL, tiny_config
 from tests.unit.recipes.driver.sessions import DATA
+from tests.whole_weights import full_state_dict
 
 
 @pytest.fixture

@@ -1,0 +1,19 @@
+"""Settings of language models under transformers' common names, whatever an architecture calls them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a language model, under transformers' common names, too: GPT-2 calls its heads n_head."""
+    text = config.get_text_config()
+    settings = text.to_dict()
+    return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}
+
+
+def num_experts(settings: Mapping[str, Any]) -> int:
+    """Return how many experts a layer routes tokens to, by what `settings_of` returned; 0 for dense layers."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((count for key in keys if (count := settings.get(key))), 0)
