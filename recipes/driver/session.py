@@ -24,6 +24,7 @@ from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config
+from rlpack.data.sampler import step_seed
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
@@ -208,6 +209,8 @@ class Session:
             self.step.lease.release()
             self._discard_calls(self.step)
         self.run.has_begun = True
+        for group in self.groups.values():
+            group.seed = step_seed(self.config.seed, self.progress.phase, number)
         self.performance.reset()
         progress = replace(self.progress, step=number)
         self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))

@@ -41,7 +41,9 @@ def role_batching(config: Config, role: str) -> Batching:
     # Roles without microbatches have no token budget: prompts on their way to them are never cut or dropped.
     if role == "rollout":
         rows = min(config.rollout.max_num_seqs, MAX_LENGTH)
-        return config.batching.override(mode="fixed", micro_batch_size=rows, overlong="own_microbatch")
+        return config.batching.override(
+            mode="fixed", micro_batch_size=rows, overlong="own_microbatch", equal_rows=False
+        )
     if role == "reward":
         return config.batching.override(overlong="own_microbatch")
     own = own_batching(config, role)

@@ -61,6 +61,19 @@ def splitmix64(state: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
+def step_seed(seed: int, purpose: str, step: int) -> int:
+    """Return a seed of 62 bits for one purpose in one step, a hash of the run's seed, the purpose and the step.
+
+    >>> step_seed(1, "train", 2) == step_seed(1, "train", 2) != step_seed(1, "train", 3)
+    True
+    """
+    words = [seed % _WORD, int.from_bytes(purpose.encode()[:8], "little"), step]
+    mixed = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        mixed = splitmix64(mixed ^ np.uint64(word))
+    return int(mixed[0]) >> 2
+
+
 def row_seeds(seed: int, step: int, positions: np.ndarray, samples: int) -> np.ndarray:
     """Return one seed per sample of each prompt, uint64 [len(positions) * samples], prompt by prompt.
 

@@ -99,6 +99,9 @@ class Ranks(Protocol):
 class WorkerGroup(Generic[W]):
     """The ranks of one role.
 
+    `seed`, an integer that the driver sets at each step, is that of the packer `first_fit_shuffle` in the group's
+    plans.
+
     Methods are named by the function itself, `group.run(ActorWorker.logprobs, batch)`, so a type checker checks the
     arguments and a rename finds every caller. The role's own class may override the method: then its version runs, as
     its decorator declares.
@@ -144,6 +147,7 @@ class WorkerGroup(Generic[W]):
         self._cost = cost
         self._producers: Producers = producers or {}
         self._plan: MicrobatchPlan | None = None
+        self.seed = 0
 
     @property
     def num_ranks(self) -> int:
@@ -184,6 +188,7 @@ class WorkerGroup(Generic[W]):
                 mini_batch_size=self.mini_batch_size if mini_batches else None,
                 groups=batch["group_ids"].numpy() if whole_groups else None,
                 cost=self._cost,
+                seed=self.seed,
             )
 
     def with_plan(self, plan: MicrobatchPlan) -> Self:

@@ -11,13 +11,14 @@ from rlpack.packing.algorithms.partition import partition
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.analysis.invariants import assert_invariants
 from rlpack.packing.analysis.metrics import PackingMetrics
-from rlpack.packing.batching import Algorithm, Batching, Mode, Overlong
+from rlpack.packing.batching import Algorithm, Balance, Batching, Mode, Overlong
 from rlpack.packing.errors import PackingError
 from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import Microbatch, MicrobatchPlan, RankPlan
 
 __all__ = [
     "Algorithm",
+    "Balance",
     "Batching",
     "Cost",
     "Microbatch",

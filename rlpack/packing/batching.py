@@ -21,6 +21,7 @@ Algorithm = Literal[
     "optimal",
 ]
 Overlong = Literal["error", "truncate", "drop", "own_microbatch"]
+Balance = Literal["cost", "tokens", "none"]
 
 # A plan holds every microbatch of every rank, empty ones too: larger numbers are typos that would exhaust memory.
 _MAX_MICROBATCHES = 2**20
@@ -43,6 +44,10 @@ class Batching:
         min_microbatches: fewest microbatches per rank and optimizer step.
         divisible_by: divisor of the number of microbatches per rank and optimizer step.
         overlong: handling of a sequence over the budget.
+        balance: what microbatches at the same index and ranks share evenly: `cost` is estimated compute, `tokens`
+            token slots. `none` keeps the packer's microbatches in arrival order, and gives each rank a run of them.
+        equal_rows: divide rows among ranks first, equally many to each (one less where they don't divide), by
+            `balance`; each rank then forms its microbatches.
 
     Raises:
         PackingError: a value is outside its limits.
@@ -59,16 +64,21 @@ class Batching:
     min_microbatches: int = 1
     divisible_by: int = 1
     overlong: Overlong = "error"
+    balance: Balance = "cost"
+    equal_rows: bool = False
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""
-        for name, allowed in (("mode", Mode), ("algorithm", Algorithm), ("overlong", Overlong)):
+        choices_of = {"mode": Mode, "algorithm": Algorithm, "overlong": Overlong, "balance": Balance}
+        for name, allowed in choices_of.items():
             value, choices = getattr(self, name), get_args(allowed)
             if not isinstance(value, str) or value not in choices:
                 raise PackingError(f"batching.{name} is {value!r}; choose one of {', '.join(choices)}")
+        if not isinstance(self.equal_rows, bool):
+            raise PackingError(f"batching.equal_rows is {self.equal_rows!r}; set true or false")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in {"mode", "algorithm", "overlong"} or (field.name == "max_tokens" and value is None):
+            if field.name in {*choices_of, "equal_rows"} or (field.name == "max_tokens" and value is None):
                 continue
             check_count(value, f"batching.{field.name}", _LIMITS.get(field.name, MAX_LENGTH))
         if self.max_tokens is None and self.mode != "fixed":
@@ -83,6 +93,11 @@ class Batching:
     def alignment(self) -> int:
         """Multiple that slots are rounded up to, and the padded length of a dummy microbatch."""
         return self.pad_to_multiple if self.mode == "packed" else self.length_multiple
+
+    @property
+    def divides_rows_first(self) -> bool:
+        """Whether rows are divided among ranks before microbatches are formed."""
+        return self.mode == "fixed" or self.equal_rows
 
     def slots_of(self, lengths: np.ndarray) -> np.ndarray:
         """Return the slots of each row, int64 [B]: its aligned length, in padded modes at least one alignment."""

@@ -4,15 +4,18 @@
 
 1. No bin exceeds the token budget, except one that holds a single oversized item.
 2. The number of bins is a multiple of the ranks; the number per rank meets `min_microbatches` and `divisible_by`.
-3. Bins of similar cost are at the same index on all ranks.
+3. Bins of similar cost are at the same index on all ranks, unless `balance` is "none" or the mode is fixed.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
 from rlpack.packing.algorithms import kernels
 from rlpack.packing.algorithms.halving import halve_costliest
-from rlpack.packing.algorithms.packers import optimal, pack_labels
-from rlpack.packing.algorithms.sorting import ascending, decreasing
+from rlpack.packing.algorithms.packers import bins_of, optimal, pack_labels
+from rlpack.packing.algorithms.partition import balance
+from rlpack.packing.algorithms.sorting import ascending, by_first_row, decreasing
 from rlpack.packing.analysis.cost import lockstep_cost
 from rlpack.packing.batching import Batching
 from rlpack.packing.candidates import candidates, lockstep_bound
@@ -57,9 +60,10 @@ def split_bins(batching: Batching, items: RowSets, labels: np.ndarray, num_bins:
     packed = batching.mode == "packed"
     costs = items.costs if packed else items.longest_costs
     keys = items.costs if packed else items.longest_slots
-    members = np.arange(items.size) if batching.mode == "fixed" else decreasing(keys)
+    in_order = batching.mode == "fixed" or (packed and batching.balance == "none")
+    members = np.arange(items.size) if in_order else decreasing(keys)
     members = members[ascending(labels[members])]
-    return halve_costliest(labels, members, sizes, num_bins, items.counts, costs, packed)
+    return halve_costliest(labels, members, sizes, num_bins, items.counts, costs, packed, in_order)
 
 
 def bin_step(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
@@ -72,26 +76,67 @@ def bin_step(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tup
 
     Returns:
         The cell of each item, index * ranks + column, int64 [I]; the number of indices; whether the search for fewer
-        bins hit its limit. In fixed mode the column is the rank; in the other modes the columns of an index are still
-        to be dealt to the ranks.
+        bins hit its limit. In fixed mode, with `equal_rows` and with `balance=none`, the column is the rank; else the
+        columns of an index are still to be dealt to the ranks.
     """
-    if request.batching.mode == "fixed":
-        return (*_bin_in_order(request, items), False)
+    if request.batching.divides_rows_first:
+        return _bin_per_rank(request, items, oversized)
+    if request.batching.balance == "none":
+        return _bin_as_packed(request, items, oversized)
     return _bin_by_cost(request, items, oversized)
 
 
-def _bin_in_order(request: PlanRequest, items: RowSets) -> tuple[np.ndarray, int]:
-    """Give each rank a run of items, which it chunks by itself."""
+def _bin_per_rank(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
+    """Divide the items among the ranks, equally many for each; each forms bins of its own."""
     batching, ranks = request.batching, request.dp_size
-    # With fewer items than ranks, most ranks have nothing to plan: only runs that hold an item are visited.
-    runs = np.array_split(np.arange(items.size), min(ranks, max(1, items.size)))
-    packed = [pack_items(batching, items.select(run), request.seed)[0] for run in runs]
-    num_indices = _num_indices(batching, max(_num_bins(labels) for labels in packed))
+    parts = _equal_parts(request, items)
+    packed = [_pack_all(request, items.select(part), oversized[part]) for part in parts]
+    num_indices = _num_indices(batching, max(_num_bins(labels) for labels, _ in packed))
     cells = np.empty(items.size, dtype=np.int64)
-    for rank, (run, labels) in enumerate(zip(runs, packed, strict=True)):
-        index = _in_arrival_order(split_bins(batching, items.select(run), labels, num_indices))
-        cells[run] = index * ranks + rank
-    return cells, num_indices
+    for rank, (part, (labels, _)) in enumerate(zip(parts, packed, strict=True)):
+        own = items.select(part)
+        if batching.mode == "fixed" or batching.balance == "none":
+            index = by_first_row(split_bins(batching, own, labels, num_indices))
+        else:
+            alone = replace(request, dp_size=1)
+            sharing = own.select(~oversized[part])
+            labels = _best_bins(alone, own, sharing, oversized[part], labels[~oversized[part]], num_indices)
+            index = _cells_by_cost(own.merged_costs(labels, batching.mode), 1, num_indices)[labels]
+        cells[part] = index * ranks + rank
+    return cells, num_indices, any(hit_limit for _, hit_limit in packed)
+
+
+def _equal_parts(request: PlanRequest, items: RowSets) -> list[np.ndarray]:
+    """Return the items of each rank, ascending, as many ranks as have any; their numbers differ by at most one.
+
+    They have similar costs if `batching.equal_rows` is set, unless `balance` is "none"; else each is a run of items.
+    """
+    batching, count = request.batching, min(request.dp_size, max(1, items.size))
+    if batching.equal_rows and batching.balance != "none" and items.size:
+        return bins_of(balance(items.costs, count, equal_size=True))
+    return np.array_split(np.arange(items.size), count)
+
+
+def _pack_all(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Return the labels of `pack_items`, in which oversized items have the last bins, and whether it hit its limit."""
+    if request.batching.mode == "fixed" or not oversized.any():  # chunks in arrival order hold such an item alone
+        return pack_items(request.batching, items, request.seed)
+    packed, hit_limit = pack_items(request.batching, items.select(~oversized), request.seed)
+    return _with_oversized(packed, oversized), hit_limit
+
+
+def _bin_as_packed(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
+    """Keep the packer's bins, in the order of their first items, and give each rank a run of them.
+
+    Bins are split only where there are too few.
+    """
+    ranks = request.dp_size
+    labels, hit_limit = _pack_all(request, items, oversized)
+    num_indices = _num_indices(request.batching, -(-_num_bins(labels) // ranks))
+    labels = by_first_row(split_bins(request.batching, items, labels, num_indices * ranks))
+    runs = np.array_split(np.arange(_num_bins(labels)), ranks)
+    cells = np.concatenate([np.arange(run.size) * ranks + rank for rank, run in enumerate(runs)])
+    return cells[labels], num_indices, hit_limit
 
 
 def _bin_by_cost(request: PlanRequest, items: RowSets, oversized: np.ndarray) -> tuple[np.ndarray, int, bool]:
@@ -184,8 +229,3 @@ def _work(request: PlanRequest) -> int:
 
 def _num_bins(labels: np.ndarray) -> int:
     return int(labels.max(initial=-1)) + 1
-
-
-def _in_arrival_order(labels: np.ndarray) -> np.ndarray:
-    """Renumber the labels of consecutive items by their first items."""
-    return np.cumsum(np.diff(labels, prepend=labels[:1]) != 0)

@@ -9,7 +9,9 @@
     cells   = deal_to_ranks(cells)                # similar totals of slots on all ranks
     plan    = lay_out(rows, cells)                # with its metrics
 
-In fixed mode rows stay in arrival order: each rank gets a run of them and chunks it by itself.
+In fixed mode rows stay in arrival order: each rank gets a run of them and chunks it by itself. With `equal_rows`, too,
+rows are divided among ranks first. With `balance=none` the packer's bins stay as they are, in arrival order, and each
+rank gets a run of them.
 
 Two types carry the data from the request to the plan: `Rows`, and `RowSets` for items and bins. What a plan guarantees
 is numbered in `rlpack.packing.analysis.invariants`.
@@ -55,7 +57,7 @@ def make_plan(
         groups: group id of each row; the rows of a group stay in one microbatch.
         split_groups: split a group that no microbatch can hold, into as few as the mode's packer finds. The default
             raises an error. The metrics count the groups that were split.
-        cost: cost model of a row, for balancing; None counts slots.
+        cost: cost model of a row, for balancing and metrics; None counts slots. `batching.balance` may balance slots.
         seed: seed of the `first_fit_shuffle` packer.
 
     Raises:
@@ -95,7 +97,7 @@ def _deal_to_ranks(rows: Rows, cells: np.ndarray) -> np.ndarray:
     """
     ranks, mode = rows.request.dp_size, rows.request.batching.mode
     index, column = cells // ranks, cells % ranks
-    if mode == "fixed":
+    if rows.request.batching.divides_rows_first or rows.request.batching.balance == "none":
         return np.stack((np.where(cells < 0, -1, column), index))
     planned = np.flatnonzero(cells >= 0)
     slots = np.zeros((int(index.max(initial=-1)) + 1, ranks), dtype=np.int64)

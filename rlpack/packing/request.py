@@ -44,6 +44,11 @@ class PlanRequest:
         return self.mini_batch_size or max(1, self.lengths.size)
 
     @property
+    def balanced_cost(self) -> Cost | None:
+        """Cost model by which rows are balanced; None for their slots."""
+        return self.cost if self.batching.balance == "cost" else None
+
+    @property
     def num_steps(self) -> int:
         """Number of optimizer steps; the last may hold fewer rows."""
         return -(-self.lengths.size // self.rows_per_step)

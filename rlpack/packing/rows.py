@@ -73,7 +73,7 @@ def resolve_rows(request: PlanRequest, *, split_groups: bool = False) -> Rows:
     """
     batching = request.batching
     lengths = _resolve_lengths(request)
-    items = RowSets.of_rows(batching.slots_of(lengths), request.cost)
+    items = RowSets.of_rows(batching.slots_of(lengths), request.balanced_cost)
     item, num_split = np.arange(lengths.size), 0
     if request.groups is not None:
         item = by_first_row(request.groups)

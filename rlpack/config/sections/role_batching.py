@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, TypeAdapter
 
 from rlpack.config.sections.section import Count, Section
 from rlpack.packing.batching import Algorithm as Packer
-from rlpack.packing.batching import Batching, Mode, Overlong
+from rlpack.packing.batching import Balance, Batching, Mode, Overlong
 
 
 def _as_batching(value: Any) -> Any:
@@ -36,6 +36,8 @@ class RoleBatching(Section):
     min_microbatches: Count | None = None
     divisible_by: Count | None = None
     overlong: Overlong | None = None
+    balance: Balance | None = None
+    equal_rows: bool | None = None
 
 
 class ForwardBatching(Section):
@@ -52,3 +54,5 @@ class ForwardBatching(Section):
     length_multiple: Count | None = None
     min_microbatches: Count | None = None
     divisible_by: Count | None = None
+    balance: Balance | None = None
+    equal_rows: bool | None = None

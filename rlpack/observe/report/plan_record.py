@@ -11,7 +11,7 @@ import numpy as np
 from rlpack.batch.errors import DataError
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.batching import Batching, Mode
-from rlpack.packing.lengths import check_count, check_lengths
+from rlpack.packing.lengths import check_count, check_lengths, check_seed
 from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.safe_files import read_json
@@ -36,6 +36,7 @@ class PlanRecord:
         num_ranks: data-parallel ranks.
         mini_batch_size: sequences per optimizer step; None for all.
         cost: cost model by which ranks were balanced; None for token slots.
+        seed: seed of the packer `first_fit_shuffle`.
     """
 
     step: int
@@ -44,13 +45,14 @@ class PlanRecord:
     num_ranks: int
     mini_batch_size: int | None = None
     cost: Cost | None = None
+    seed: int = 0
 
     @classmethod
     def of(cls, plan: MicrobatchPlan, step: int = 0) -> Self:
         """Return the inputs of a plan."""
         asked = plan.request
         lengths = tuple(int(length) for length in asked.lengths)
-        return cls(step, lengths, asked.batching, asked.dp_size, asked.mini_batch_size, asked.cost)
+        return cls(step, lengths, asked.batching, asked.dp_size, asked.mini_batch_size, asked.cost, asked.seed)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -90,6 +92,7 @@ class PlanRecord:
             num_ranks=check_count(values["num_ranks"], "num_ranks"),
             mini_batch_size=None if size is None else check_count(size, "mini_batch_size"),
             cost=Cost(**values["cost"]) if values.get("cost") else None,
+            seed=check_seed(values.get("seed", 0)),
         )
 
     def write(self, path: Path) -> None:
@@ -103,9 +106,8 @@ class PlanRecord:
         """
         batching = replace(self.batching, mode=mode or self.batching.mode, overlong="own_microbatch")
         lengths = np.asarray(self.lengths, dtype=np.int64)
-        return make_plan(
-            lengths, batching, dp_size=self.num_ranks, mini_batch_size=self.mini_batch_size, cost=self.cost
-        )
+        sizes = {"dp_size": self.num_ranks, "mini_batch_size": self.mini_batch_size}
+        return make_plan(lengths, batching, **sizes, cost=self.cost, seed=self.seed)
 
     def comparison(self) -> dict[str, MicrobatchPlan]:
         """Return plans of the same lengths by title: padded in arrival order, batched as in the run, and packed."""

@@ -1,7 +1,7 @@
 """Split the costliest bins in half until there are enough.
 
-The halves of a packed bin have similar costs; those of a padded bin keep its rows sorted by width, so that the costlier
-half costs as little as possible.
+The halves of a packed bin have similar costs. A padded bin, and a packed one whose rows keep their order, is cut where
+the costlier half costs as little as possible.
 """
 
 import heapq
@@ -20,18 +20,20 @@ def halve_costliest(
     counts: np.ndarray,
     costs: np.ndarray,
     packed: bool,
+    in_order: bool,
 ) -> np.ndarray:
     """Halve the costliest bin until there are `count` or no bin of several items is left; return the labels.
 
     Args:
         labels: bin of each item, int64 [I].
-        members: items of one bin after the other, int64 [I]: packed ones costliest first, padded ones widest first or
-            in arrival order.
+        members: items of one bin after the other, int64 [I]: in arrival order, or packed ones costliest first and
+            padded ones widest first.
         sizes: number of items of each bin, int64 [K].
         count: number of bins to reach.
         counts: rows of each item, int64 [I].
         costs: integer cost of each item when packed, else of its longest row, int64 [I].
         packed: whether bins are packed; else they are padded.
+        in_order: whether packed members keep their order; padded ones always do.
     """
     labels, members = labels.copy(), members.copy()
     bins = sizes.size
@@ -48,7 +50,12 @@ def halve_costliest(
     while bins < count and len(heap) > 0:
         _, _, at = heapq.heappop(heap)
         inside = members[starts[at] : ends[at]]
-        middle = starts[at] + (_halve(inside, costs) if packed else _halve_in_order(inside, counts, costs))
+        if packed and in_order:
+            middle = starts[at] + _halve_packed_in_order(inside, costs)
+        elif packed:
+            middle = starts[at] + _halve(inside, costs)
+        else:
+            middle = starts[at] + _halve_in_order(inside, counts, costs)
         starts[bins], ends[bins], ends[at] = middle, ends[at], middle
         labels[members[middle : ends[bins]]] = bins
         for half in (at, bins):
@@ -91,6 +98,22 @@ def _halve(members: np.ndarray, costs: np.ndarray) -> int:
             ahead -= cost
     members[first:] = others[:second]
     return first
+
+
+@compiled
+def _halve_packed_in_order(members: np.ndarray, costs: np.ndarray) -> int:
+    """Return the size of the first part if packed members are cut where the costlier part costs least.
+
+    Ties go to the cut nearest to the middle.
+    """
+    total, whole = members.size, int(costs[members].sum())
+    best, least, distance, ahead = 1, whole, total, 0
+    for at in range(1, total):
+        ahead += int(costs[members[at - 1]])
+        costlier, away = max(ahead, whole - ahead), abs(2 * at - total)
+        if costlier < least or (costlier == least and away < distance):
+            best, least, distance = at, costlier, away
+    return best
 
 
 @compiled

@@ -77,8 +77,8 @@ def _assert_counts(plan: MicrobatchPlan) -> None:
         (count,) = counts
         assert count % batching.divisible_by == 0, f"4: {count} microbatches, not divisible by {batching.divisible_by}"
         assert count >= batching.min_microbatches, f"4: {count} microbatches, under {batching.min_microbatches}"
-        # In fixed mode each rank splits its own rows; in the other modes, rows may go to any rank.
-        pools = per_rank if batching.mode == "fixed" else [[each for mine in per_rank for each in mine]]
+        # If rows are divided among ranks first, each splits its own; else rows may go to any rank.
+        pools = per_rank if batching.divides_rows_first else [[each for mine in per_rank for each in mine]]
         for pool in pools:
             assert all(each.is_dummy == (each.rows.size == 0) for each in pool), "3: is_dummy is wrong"
             if any(each.is_dummy for each in pool):

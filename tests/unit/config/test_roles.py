@@ -27,8 +27,18 @@ from rlpack.packing.batching import Batching
 
 ACTOR = Batching(
     mode="dynamic", max_tokens=77, micro_batch_size=3, algorithm="first_fit_shuffle", pad_to_multiple=2,
-    length_multiple=4,     min_microbatches=5, divisible_by=6, overlong="drop",
+    length_multiple=4,     min_microbatches=5, divisible_by=6, overlong="drop", balance="tokens",
 )  # fmt: skip
+
+
+# Values of keys that don't count anything.
+CHOICES = {
+    "mode": "packed",
+    "algorithm": "concatenative",
+    "overlong": "truncate",
+    "balance": "none",
+    "equal_rows": True,
+}
 
 
 def test_a_role_may_set_every_key_of_the_actors_batching():
@@ -58,7 +68,7 @@ def test_engines_get_equally_many_prompts_however_long_they_are(lengths, ranks):
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Batching)])
 def test_a_role_overrides_one_key_and_inherits_the_others(name):
-    value = {"mode": "packed", "algorithm": "concatenative", "overlong": "truncate"}.get(name, 9)
+    value = CHOICES.get(name, 9)
     config = Config.model_validate({"reference": {"batching": {name: value}}}).model_copy(update={"batching": ACTOR})
     found = role_batching(config, "reference")
     assert getattr(found, name) == value
@@ -74,7 +84,7 @@ def test_passes_without_gradients_follow_the_updates_plan_unless_a_key_is_set():
 
 @pytest.mark.parametrize("name", list(ForwardBatching.model_fields))
 def test_passes_without_gradients_override_one_key_and_inherit_the_roles_own(name):
-    value = "concatenative" if name == "algorithm" else 9
+    value = CHOICES.get(name, 9)
     critic = {"batching": {"length_multiple": 3}, "forward_batching": {name: value}}
     config = Config.model_validate({"critic": critic}).model_copy(update={"batching": ACTOR})
     of_role = role_batching(config, "critic")

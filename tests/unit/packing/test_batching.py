@@ -13,6 +13,8 @@ from rlpack.packing import Batching, PackingError
         ({"mode": "packd"}, "batching.mode is 'packd'; choose one of packed, dynamic, fixed"),
         ({"algorithm": "ffd"}, "batching.algorithm is 'ffd'; choose one of concatenative"),
         ({"overlong": "cut"}, "batching.overlong is 'cut'; choose one of error, truncate, drop, own_microbatch"),
+        ({"balance": "slots"}, "batching.balance is 'slots'; choose one of cost, tokens, none"),
+        ({"equal_rows": 1}, "batching.equal_rows is 1; set true or false"),
         ({"max_tokens": 0}, "batching.max_tokens is 0"),
         ({"max_tokens": None}, "batching.max_tokens is not set; batching.mode=packed needs"),
         ({"micro_batch_size": True}, "batching.micro_batch_size is True"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlpack.packing import (
     Algorithm,
+    Balance,
     Batching,
     Cost,
     MicrobatchPlan,
@@ -46,6 +47,8 @@ def requests(draw: st.DrawFn, overlong: tuple[Overlong, ...] = get_args(Overlong
         min_microbatches=draw(st.integers(1, 5)),
         divisible_by=draw(st.sampled_from([1, 2, 3, 4])),
         overlong=policy,
+        balance=draw(st.sampled_from(get_args(Balance))),
+        equal_rows=draw(st.booleans()),
     )
     most_groups = draw(st.sampled_from([0, 0, 2, 4]))
     longest = budget // multiple * multiple if policy == "error" else 3 * budget // 2

@@ -58,8 +58,9 @@ def test_python_and_numba_agree(sizes: list[int], k: int) -> None:
         (kernels.spread, (lengths[order], lengths[order], k, 10**9)),
         (kernels.chunk, (ones, lengths, lengths, (k, 100, 90))),
         (partitioning._differencing, (lengths, order, k, 1)),
-        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True)),
-        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, False)),
+        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True, False)),
+        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, True, True)),
+        (halving.halve_costliest, (0 * lengths, order, lengths[:1] * 0 + lengths.size, k, ones, lengths, False, True)),
     ]
     for function, arguments in calls:
         assert function(*arguments).tolist() == function.python(*arguments).tolist(), function.python.__name__

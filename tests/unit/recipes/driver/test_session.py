@@ -10,10 +10,13 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Checkpoint, Evaluation, Trainer
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.packing import Batching
 from rlpack.recipes.driver.dynamic_sampling import sample_informative_groups
 from rlpack.recipes.driver.resume import LoadedCheckpoint
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.testing.local_ranks import LocalRanks
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import RecordingRun, run_of, session_of, set_group
 
@@ -219,3 +222,18 @@ def without_times(run: RecordingRun) -> list[tuple[tuple[str, int], dict[str, fl
         {name: value for name, value in record.items() if not name.startswith("time/")} for record in run.records
     ]
     return list(zip(run.logged, records, strict=True))
+
+
+def test_a_step_that_is_repeated_packs_alike_and_the_next_one_does_not(tmp_path: Path):
+    batching = Batching(max_tokens=64, algorithm="first_fit_shuffle", balance="none")
+    rollouts = tiny_rollouts([(2, 3 + row) for row in range(12)])
+
+    def order_of(step: int, seed: int = 1) -> list[int]:
+        session = session_of(tmp_path, seed=seed)
+        session.groups["actor"] = WorkerGroup("actor", LocalRanks([lambda context: None]), batching)
+        session.begin_step(step)
+        return session.actor.plan(rollouts).order.tolist()
+
+    assert order_of(1) == order_of(1)
+    assert order_of(1) != order_of(2)
+    assert order_of(1) != order_of(1, seed=2)
