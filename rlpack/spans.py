@@ -67,6 +67,7 @@ class SpanFile:
         """Close the file."""
         with self._lock:
             os.close(self._descriptor)
+            self._descriptor = -1  # a thread that writes later fails, and doesn't write to a file with this number
 
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -79,3 +79,13 @@ def test_a_long_run_keeps_its_newest_spans_within_two_files(tmp_path: Path):
     kept = [json.loads(line)[1] for path in reversed(paths) for line in path.read_text().splitlines()[1:]]
     assert kept == list(range(kept[0], 300))
     assert len(kept) > 40
+
+
+def test_a_closed_file_is_not_written_to_under_its_old_number(tmp_path: Path):
+    file = SpanFile(tmp_path / "spans", "main/0")
+    file.close()
+    with (tmp_path / "other").open("wb") as other:  # gets the number that is free now
+        file.write([("late", 0, 1)])
+        assert other.fileno() > 0
+    assert (tmp_path / "other").read_bytes() == b""
+    assert lines(tmp_path / "spans") == []
