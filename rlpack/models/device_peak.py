@@ -5,6 +5,7 @@ It is the denominator of a model's FLOP utilization (MFU).
 
 import functools
 import math
+import re
 import time
 from typing import Literal
 
@@ -12,12 +13,13 @@ import torch
 
 from rlpack.models.cpu_products import matmul_transposed
 
-# Dense peaks in TFLOP/s by a part of the device's name: bf16 with fp32 sums, and fp32 without TF32, PyTorch's default.
+# Dense peaks in TFLOP/s by words of the device's name: bf16 with fp32 sums, and fp32 without TF32, PyTorch's default.
 # The first match counts. From the vendors' data sheets (NVIDIA's state bf16 with sparsity, twice the dense rate, from
 # Ampere on) at the boost clock; torchtitan's table (torchtitan/tools/utils.py) has the same bf16 numbers.
 PEAKS: tuple[tuple[str, float, float], ...] = (
     ("GB200", 2500.0, 80.0),
     ("B200", 2250.0, 75.0),
+    ("GH200", 989.4, 66.9),
     ("H200 NVL", 835.5, 60.0),
     ("H200", 989.4, 66.9),
     ("H100 NVL", 835.5, 60.0),
@@ -39,6 +41,8 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
     ("RTX 3090", 71.2, 35.6),
     ("MI300X", 1307.4, 163.4),
 )
+# Parts of a GPU, and models that are slower than the ones that they are named after.
+_SMALLER = re.compile(r"\b(MIG|Laptop|Max-Q|D)\b")
 # Time limit of a measurement, after one product to warm up.
 _MEASURE_S = 0.2
 _MEASURED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,13 +53,15 @@ Dtype = Literal["fp32", "bf16"]
 
 
 def listed_peak(name: str, dtype: Dtype) -> float | None:
-    """Return the FLOP/s of a GPU by its name; None if the table lacks it.
+    """Return the FLOP/s of a GPU by its name; None if the table lacks it, or for a part of a GPU.
 
     >>> listed_peak("NVIDIA A100-SXM4-80GB", "bf16"), listed_peak("NVIDIA A100-SXM4-80GB", "fp32")
     (312000000000000.0, 19500000000000.0)
     """
-    for part, bf16, fp32 in PEAKS:
-        if part in name:
+    if _SMALLER.search(name):
+        return None
+    for words, bf16, fp32 in PEAKS:
+        if re.search(rf"\b{words}\b", name):
             return 1e12 * (bf16 if dtype == "bf16" else fp32)
     return None
 
