@@ -39,20 +39,25 @@ def check_parameters(
         AlgorithmError: names the argument or the parameter.
     """
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    unknown = sorted(set(arguments) - names)
-    if unknown and not accepts_any:
+    by_position = {parameter.name for parameter in parameters[:positional]}
+    names = sorted(parameter.name for parameter in parameters[positional:] if not _is_variadic(parameter))
+    unknown = [name for name in arguments if name in by_position or not (accepts_any or name in names)]
+    if unknown:
+        those = f"those are {', '.join(names)}" if names else "it has none"
         raise AlgorithmError(
-            f"{key}_arguments.{unknown[0]} is not a parameter of the function; those are {sorted(names)}"
+            f"{key}_arguments.{min(unknown)} is not a parameter of the function that can be set; {those}"
         )
     available = {*offered, *arguments}
     for parameter in parameters[positional:]:
-        is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if not is_variadic and parameter.default is parameter.empty and parameter.name not in available:
+        if not _is_variadic(parameter) and parameter.default is parameter.empty and parameter.name not in available:
             raise AlgorithmError(
                 f"the function of {key} requires {parameter.name!r}; available are {', '.join(sorted(available))}; "
                 f"set others in {key}_arguments"
             )
+
+
+def _is_variadic(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
 
 
 def check_limits(key: str, arguments: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_advantages_carry_no_gradient():
         (
             "infinite",
             {"power": 2.0},
-            r"algorithm.advantage_arguments.power is not a parameter .* those are \['rewards'\]",
+            r"algorithm.advantage_arguments.power is not a parameter .* those are rewards",
         ),
         ("missing", {}, "has no function missing; its functions are: .*styled"),
     ],
@@ -90,6 +90,8 @@ def test_a_loss_is_found_with_arguments_that_it_takes():
     assert find_loss(f"{__name__}:tapered", {"power": 2.0}, SETTINGS).__name__ == "tapered"
     with pytest.raises(AlgorithmError, match=r"algorithm.loss_arguments.taper is not a parameter of the function"):
         find_loss(f"{__name__}:tapered", {"taper": 2.0}, SETTINGS)
+    with pytest.raises(AlgorithmError, match=r"loss_arguments.tokens is not a .* set; those are clip_high, clip_low"):
+        find_loss("ppo_clip", {"tokens": 2.0}, SETTINGS)  # passed by position
     with pytest.raises(AlgorithmError, match=r"the function of algorithm.loss requires 'clip_low'"):
         find_loss(f"{__name__}:tapered", {}, {})
 
