@@ -45,7 +45,7 @@ def _stages_problem(config: Config, role: str, model: PreTrainedModel) -> str | 
     if num_layers >= pp:
         return None
     fitting = most_stages(config, role, num_layers)
-    return f"has {num_layers} layers, fewer than the {pp} stages of {key}; set {key}={fitting}"
+    return f"has {num_layers} layer{'s' * (num_layers > 1)}, fewer than the {pp} stages of {key}; set {key}={fitting}"
 
 
 def _weights_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:

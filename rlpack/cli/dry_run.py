@@ -20,13 +20,15 @@ def split_options(arguments: Sequence[str]) -> tuple[bool, float | None, list[st
     """Return whether `--dry-run` is given, the value of `--memory-gb`, and the other arguments.
 
     Raises:
-        ConfigError: the memory is not a number above 0, or is given without `--dry-run`.
+        ConfigError: the memory is not a number above 0, or is given without `--dry-run`, which takes no value.
     """
     words = iter(arguments)
     is_dry, memory, rest = False, None, []
     for word in words:
         name, has_value, value = word.partition("=")
-        if word == _FLAG:
+        if name == _FLAG:
+            if has_value:
+                raise ConfigError([f"{word}: {_FLAG} takes no value; write {_FLAG} alone"])
             is_dry = True
         elif name == _MEMORY:
             memory = positive_number(_MEMORY, value if has_value else next(words, ""))

@@ -37,6 +37,11 @@ def test_memory_is_a_number_above_0_for_a_dry_run(words: list[str]):
         split_options(words)
 
 
+def test_a_dry_run_takes_no_value():
+    with pytest.raises(ConfigError, match="--dry-run=1: --dry-run takes no value"):
+        split_options(["--dry-run=1"])
+
+
 def test_the_exit_code_says_whether_the_run_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--dry-run", "--memory-gb", "8", *SMALL]) == 0
     assert "it fits" in capsys.readouterr().out
