@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
 from rlpack.algorithms.correction import importance_weights, kept_tokens, mismatch_sums
+from rlpack.algorithms.gae import compute_gae, token_rewards
 from rlpack.algorithms.kl import KLEstimator, at_bound, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket, pack_bucket
-from rlpack.config.schema import Actor, Config
+from rlpack.config.schema import Actor, Algorithm, Config
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.models.adapters import dropout_seed
 from rlpack.models.inputs import to_model_inputs
@@ -28,7 +29,7 @@ from rlpack.models.weight_stream import WeightForm, WeightLayout, WeightStream
 from rlpack.worker import RankContext, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
-from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, columns_of, needs_whole_groups, trained_tokens
+from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, Moments, columns_of, needs_whole_groups, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
 from rlpack.workers.stepped_role import SteppedRole
 
@@ -101,6 +102,48 @@ class ActorWorker(SteppedRole):
         bounded = at_bound(kl, estimator, bound)
         counted = {} if bounded is None else {"kl_bounded": row_sums(bounded, mask)}
         return shard.keep([]).union({"kl_sum": row_sums(kl, mask), **counted})
+
+    @sharded(
+        reads=("response_mask", "logprobs", "reference_logprobs", "rewards", "valid"),
+        returns=("advantages",),
+        mini_batches=True,
+    )
+    def token_returns(
+        self, shard: BatchedDataDict, settings: Algorithm, kl_coef: float, pivot: float
+    ) -> BatchedDataDict:
+        """Return `advantages` f32 [T]: the sum of the rewards from each token on, 0 outside valid responses.
+
+        The reward of a token is -kl_coef times its KL estimate; the last token has the response's reward, too
+        (REINFORCE++, Hu et al. 2025, arXiv:2501.03262). It is generalized advantage estimation without
+        values, with γ = λ = 1. `return_sum` and `return_squares`, f64 [B], are sums over each row's tokens of the
+        returns minus `pivot`, and of their squares.
+
+        Args:
+            shard: `response_mask`, `logprobs`, `reference_logprobs`, `rewards`, `valid`.
+            settings: the estimator of the KL divergence.
+            kl_coef: weight of the KL term in this step.
+            pivot: a number near the mean return, so that no digits are lost.
+        """
+        mask = shard["response_mask"]
+        valid_mask = mask.with_values(mask.values & shard["valid"][mask.segment_ids])
+        own, reference = shard["logprobs"].values, shard["reference_logprobs"].values
+        kl = kl_estimate(own, reference, settings.kl_estimator, bound=settings.k3_bound, mask=valid_mask.values)
+        rewards = token_rewards(shard["rewards"], valid_mask, kl_coef * kl)
+        returns = compute_gae(torch.zeros_like(rewards), rewards, valid_mask, gamma=1.0, gae_lambda=1.0).returns
+        distances = returns.double() - pivot
+        sums = {
+            "return_sum": row_sums(distances, valid_mask),
+            "return_squares": row_sums(distances.square(), valid_mask),
+        }
+        return shard.keep([]).union({"advantages": mask.with_values(returns), **sums})
+
+    @sharded(reads=("response_mask", "advantages", "valid"), returns=("advantages",), mini_batches=True)
+    def normalize_advantages(self, shard: BatchedDataDict, moments: Moments, epsilon: float) -> BatchedDataDict:
+        """Return `advantages` f32 [T] minus their mean, over their standard deviation plus `epsilon`."""
+        mask, advantages = shard["response_mask"], shard["advantages"]
+        inside = mask.values & shard["valid"][mask.segment_ids]
+        normalized = moments.normalize(advantages.values.double(), epsilon)
+        return shard.keep([]).union({"advantages": mask.with_values(torch.where(inside, normalized, 0.0).float())})
 
     @sharded(reads=("response_mask", "logprobs", "rollout_logprobs"), mini_batches=True)
     def correct(self, shard: BatchedDataDict, settings: Correction) -> BatchedDataDict:

@@ -110,9 +110,9 @@ class Moments(NamedTuple):
     mean: float
     std: float
 
-    def normalize(self, advantages: Tensor) -> Tensor:
-        """Return advantages of mean 0 and standard deviation 1."""
-        return (advantages - self.mean) / (self.std + 1e-8)
+    def normalize(self, advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
+        """Return advantages of mean 0 and standard deviation 1; `epsilon` is added to the latter."""
+        return (advantages - self.mean) / (self.std + epsilon)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_we
 from rlpack.recipes.driver.reference_policy import reference_model, remove_reference, store_reference
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.recipes.driver.token_returns import compute_token_returns
 from rlpack.worker import Trainable
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss
@@ -122,13 +123,18 @@ def compute_advantages(
     """Add `advantages`, and `loss_weight` and `token_weight` of the row's optimizer step, all f32 [B].
 
     The advantage function gets the per-row columns that it names, including those that roles added. With
-    `algorithm.kl_placement=reward`, the KL term is subtracted from the rewards first. Metrics are over the valid rows.
+    `algorithm.kl_placement=reward`, the KL term is subtracted from the rewards first: summed over the response, or per
+    token by `reinforce_pp`, whose `advantages` are then [T]. Metrics are over the valid rows.
     """
-    settings = session.config.algorithm
+    settings, kl_coef = session.config.algorithm, reward_kl_coef(session)
+    if settings.advantage == "reinforce_pp" and kl_coef > 0:
+        with step.timer("advantages"):
+            rollouts = compute_token_returns(session, step, rollouts, plan, kl_coef)
+        return add_loss_weights(session, step, rollouts, plan)
     with step.timer("advantages"):
         columns = dict(_columns_for_advantages(session, rollouts))
-        if reward_kl_coef(session) > 0:
-            columns["rewards"] = (columns["rewards"] - reward_kl_coef(session) * columns["kl_sum"]).float()
+        if kl_coef > 0:
+            columns["rewards"] = (columns["rewards"] - kl_coef * columns["kl_sum"]).float()
         per_row = row_advantages(settings.advantage, settings.advantage_arguments, dict(settings), columns)
     valid_advantages = per_row[rollouts["valid"]]
     step.metrics |= {

@@ -142,7 +142,8 @@ def reinforce_pp(
 
     REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): with γ = 1 and the reward at the end, the return of every token of a
     response is its reward; mean and standard deviation are taken over all response tokens. `center_groups` first
-    subtracts the group's mean reward, the paper's variant with a baseline.
+    subtracts the group's mean reward, the paper's variant with a baseline. With a KL penalty in the rewards, returns
+    differ within a response: see `ActorWorker.token_returns`.
 
     >>> reinforce_pp(torch.tensor([1.0, 0.0]), torch.tensor([7, 9]), torch.tensor([10, 10]))
     tensor([ 0.9747, -0.9747])
@@ -163,9 +164,8 @@ def reinforce_pp(
         return rewards.float()
     nonzero = included
     if center_groups:
-        groups = _group(values, group_ids, included)
-        values = torch.where(groups.degenerate[groups.of_row], 0.0, values - groups.means[groups.of_row])
-        nonzero = included & ~groups.degenerate[groups.of_row]
+        values, degenerate = _centered(values, group_ids, included)
+        nonzero = included & ~degenerate
     weights = torch.where(included, response_tokens, 0).double()
     total = weights.sum()
     weighted = values[weights > 0]
@@ -174,6 +174,26 @@ def reinforce_pp(
     mean = (weights * values).sum() / total
     deviation = ((weights * (values - mean).square()).sum() / (total - 1).clamp(min=1)).sqrt()
     return torch.where(nonzero, (values - mean) / (deviation + epsilon), 0.0).float()
+
+
+def center_by_group(rewards: Tensor, group_ids: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Return each reward minus the mean of its group, f32 [B]; 0 in groups without a comparison.
+
+    >>> center_by_group(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 7, 9]))
+    tensor([ 0.5000, -0.5000,  0.0000])
+
+    Args:
+        rewards: one per row, [B].
+        group_ids: rows with the same id are samples of one prompt, int64 [B].
+        valid: rows to include, bool [B]; None includes all.
+
+    Raises:
+        AlgorithmError: shapes differ, or a valid reward is not finite.
+    """
+    included, values = _checked(rewards, group_ids, valid)
+    if rewards.numel() == 0:
+        return rewards.float()
+    return torch.where(included, _centered(values, group_ids, included)[0], 0.0).float()
 
 
 def zero_group_fraction(advantages: Tensor, group_ids: Tensor) -> float:
@@ -213,6 +233,13 @@ def _check(rewards: Tensor, group_ids: Tensor, included: Tensor) -> None:
     if invalid:
         reward = rewards[invalid[0]].item()
         raise AlgorithmError(f"the reward of row {invalid[0]} is {reward}; mark rows without a finite reward not valid")
+
+
+def _centered(values: Tensor, group_ids: Tensor, included: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values minus their group's mean, f64 [B], and which rows are in degenerate groups, bool [B]; 0 there."""
+    groups = _group(values, group_ids, included)
+    degenerate = groups.degenerate[groups.of_row]
+    return torch.where(degenerate, 0.0, values - groups.means[groups.of_row]), degenerate
 
 
 def _group(values: Tensor, group_ids: Tensor, included: Tensor) -> _Groups:

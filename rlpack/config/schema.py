@@ -120,7 +120,9 @@ class Algorithm(Section):
         description="Use kl_estimator's value with k2's gradient, the true gradient of the divergence.",
     )
     kl_placement: Literal["loss", "reward"] = Field(
-        default="loss", description="Whether the KL term is added to the loss or subtracted from the rewards."
+        default="loss",
+        description="Whether the KL term is added to the loss or subtracted from the rewards: of each token under "
+        "recipe=ppo and reinforce_pp, else of the response.",
     )
     kl_target: Positive | None = Field(
         default=None, description="Target KL of a response, in nats, for an adaptive kl_coef; null keeps kl_coef fixed."

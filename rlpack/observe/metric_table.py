@@ -138,7 +138,11 @@ METRICS: dict[str, Metric] = {
     "sampling/discarded_groups": Metric("groups", "Groups drawn for the step that are not trained on."),
     "sampling/filled_groups": Metric("groups", "Groups with equal rewards that fill the batch after dapo.max_rounds."),
     "sampling/overlong_filtered": Metric("rows", "Responses excluded from the loss by dapo.overlong_filter."),
-    "advantage/mean": Metric("1", "Mean advantage of the rollouts that are trained on."),
+    "advantage/mean": Metric(
+        "1",
+        "Mean advantage of the rollouts that are trained on. Where they differ within a response, over tokens and "
+        "before normalization.",
+    ),
     "advantage/std": Metric("1", "Standard deviation of the advantages in advantage/mean."),
     "advantage/zero_group_fraction": Metric(
         "fraction", "Groups without gradient, because all their rewards are equal."
