@@ -77,6 +77,9 @@ class _KeptOutputs:
         self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         name = operation.name()
+        if context.is_recompute:
+            # PyTorch before 2.13 asks again. By now, kept outputs may be freed, and others have their memory.
+            return CheckpointPolicy.MUST_SAVE if is_kept(name) else CheckpointPolicy.PREFER_RECOMPUTE
         if is_kept(name):
             outputs = context.op_output if isinstance(context.op_output, tuple | list) else (context.op_output,)
             self._memory |= {_memory(output) for output in outputs if isinstance(output, Tensor) and output.numel()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rlpack.config.schema import Actor, Config
 from rlpack.config.sections.value_models import Critic
@@ -16,6 +17,7 @@ from rlpack.models.cpu_products import use_faster_products
 from rlpack.models.errors import ModelError
 from rlpack.models.inputs import pack_rows
 from rlpack.models.policy import Policy
+from rlpack.models.selective_checkpointing import _KeptOutputs
 from tests.unit.models.tiny import KINDS, pad_rows, tiny_model, tiny_rows
 
 # More than 64 slots, from which linear layers use oneDNN where it is faster.
@@ -110,6 +112,18 @@ def test_a_layer_that_changes_a_product_in_place_is_refused_instead_of_trained_w
     policy.checkpoint_activations("selective", "critic")
     with pytest.raises(ModelError, match=r"in place \(aten::mul_.*set critic\.gradient_checkpointing to full or none"):
         check_gradients(policy, ROWS, "cpu", packed=True, role="critic")
+
+
+def test_a_recomputation_may_write_to_memory_that_a_kept_output_had():
+    # PyTorch before 2.13 asks in the recomputation, too, when kept outputs may be freed.
+    policy, output = _KeptOutputs("actor.gradient_checkpointing"), torch.ones(2)
+    forward, again = (SelectiveCheckpointContext(is_recompute=False, op_output=output) for _ in range(2))
+    again.is_recompute = True
+    product, sum_in_place = torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor
+    assert policy(forward, product) is policy(again, product) is CheckpointPolicy.MUST_SAVE
+    with pytest.raises(ModelError, match="in place"):
+        policy(forward, sum_in_place, output, 1.0)
+    assert policy(again, sum_in_place, output, 1.0) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_true_and_false_are_full_and_none():
