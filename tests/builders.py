@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import unpack_bucket
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.weight_layout import WeightForm
 from rlpack.config.recipes import builtin_target, config_class
 from rlpack.config.schema import Actor, Algorithm, Config, Model, Optimizer
 from rlpack.data.tokenization import character_tokenizer
-from rlpack.models.weight_stream import WeightForm
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.types import Generations, TrajectoryBatch
 from rlpack.workers.actor import ActorWorker

@@ -18,9 +18,10 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket, pack_bucket
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.distributed.context import RankContext
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import WeightLayout, WeightStream
+from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.canary import canary_tokens
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.types import SamplingParams

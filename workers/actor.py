@@ -18,6 +18,7 @@ from rlpack.algorithms.kl import KLEstimator, at_bound, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket, pack_bucket
+from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.config.schema import Actor, Algorithm, Config
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.models.adapters import dropout_seed
@@ -25,7 +26,7 @@ from rlpack.models.inputs import to_model_inputs
 from rlpack.models.model_export import export_model
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import TokenScores
-from rlpack.models.weight_stream import WeightForm, WeightLayout, WeightStream
+from rlpack.models.weight_stream import WeightStream
 from rlpack.worker import RankContext, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer

@@ -16,19 +16,13 @@ from rlpack.algorithms.metric_reduction import merge_steps
 from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.bucket import Bucket
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.config.schema import Algorithm, Config, Critic
 from rlpack.data.tokenization import pad_id
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.model_export import export_model
-from rlpack.models.weight_stream import (
-    WeightForm,
-    WeightLayout,
-    base_name,
-    check_weights,
-    copy_weights,
-    head_state_dict,
-)
+from rlpack.models.weight_stream import base_name, check_weights, copy_weights, head_state_dict
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.worker import RankContext, broadcast, rank_zero, sharded
 from rlpack.workers.build import build_critic

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket
+from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.config.roles import longest_rollout, shares_gpus, sleep_level
 from rlpack.config.schema import Config, Rollout
-from rlpack.models.weight_stream import WeightForm, WeightLayout
 from rlpack.rollout.assemble import assemble
 from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, calibrated, canary_tolerance, check_canary

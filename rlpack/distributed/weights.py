@@ -20,13 +20,13 @@ Invariants (tests/distributed/test_weights.py):
    and ends no update before all buckets have arrived (`rlpack.rollout.bucket_receiver`).
 """
 
-from collections.abc import Sized
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from rlpack.batch.bucket import Bucket
+from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.distributed.calls import Relay
 from rlpack.distributed.dispatch import broadcast, rank_zero
 from rlpack.distributed.worker_group import WorkerGroup
@@ -36,12 +36,12 @@ class WeightSource(Protocol):
     """A role whose weights other roles get. Its methods carry these decorators."""
 
     @broadcast
-    def open_weights(self, form: Any) -> Sized:
-        """Plan buckets of weights in the target's form; return the layout, whose length is the number of buckets."""
+    def open_weights(self, form: WeightForm) -> WeightLayout:
+        """Plan buckets of weights in the target's form."""
         ...
 
     @broadcast
-    def export_bucket(self, index: int, form: Any, version: int) -> Bucket | None:
+    def export_bucket(self, index: int, form: WeightForm, version: int) -> Bucket | None:
         """Gather a bucket of the layout of `form` for the update to `version`, a collective.
 
         Only source rank `index` mod (number of source ranks) returns it.
@@ -62,12 +62,12 @@ class WeightTarget(Protocol):
     """A role that loads weights. Its methods carry these decorators."""
 
     @rank_zero
-    def weights_form(self) -> Any:
-        """Return the form in which weights have to arrive, which the source understands; ours is `WeightForm`."""
+    def weights_form(self) -> WeightForm:
+        """Return the form in which weights have to arrive."""
         ...
 
     @broadcast
-    def check_weights(self, layout: Any) -> None:
+    def check_weights(self, layout: WeightLayout) -> None:
         """Raise unless weights of this layout fit; every update then consists of its buckets."""
         ...
 

@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlpack.batch.weight_layout import TensorSpec
 from rlpack.models.errors import ModelError
 from rlpack.models.file_names import INDEX, WEIGHTS
 from rlpack.models.packed import PackedModel
-from rlpack.models.weight_stream import TensorSpec, WeightStream
+from rlpack.models.weight_stream import WeightStream
 
 # Small enough that ranks share the work on a large model; a small model is still a single file.
 FILE_BYTES = 10**9

@@ -12,14 +12,12 @@ Invariants (tests/unit/models/test_weight_stream.py, tests/distributed/models/te
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlpack.batch.weight_layout import TensorSpec, WeightLayout
 from rlpack.models.adapters import find_adapters, merged_name, peft_name
 from rlpack.models.errors import ModelError
 from rlpack.models.gather_weights import gather_weights
@@ -31,46 +29,6 @@ from rlpack.models.weight_files import WeightFiles
 BUCKET_BYTES = 256 * 2**20
 # Start of the names of the wrapped model's weights.
 _WRAPPED = "model."
-
-
-class TensorSpec(NamedTuple):
-    """Name, shape and dtype of one weight on its way."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tensor in bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-class WeightForm(NamedTuple):
-    """The form in which a receiver takes the weights of a model.
-
-    Attributes:
-        dtype: of floating-point weights; None keeps each weight's dtype.
-        adapters_only: whether it takes only the matrices of adapters, because it already has the base weights.
-    """
-
-    dtype: torch.dtype | None = None
-    adapters_only: bool = False
-
-
-@dataclass(frozen=True)
-class WeightLayout:
-    """The weights of a stream by bucket, in the order in which they are sent."""
-
-    buckets: tuple[tuple[TensorSpec, ...], ...]
-
-    def __len__(self) -> int:
-        return len(self.buckets)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight by its name."""
-        return {spec.name: spec.shape for bucket in self.buckets for spec in bucket}
 
 
 class WeightStream:

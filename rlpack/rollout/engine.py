@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.config.schema import Model, Rollout
-from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.types import Generations, SamplingParams
 
 # `rollout.engine` to package.module:Class; only the selected engine is imported.

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.config.schema import Model, Rollout
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
-from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.decoders import Decoder
 from rlpack.rollout.decoding import choose_decoder
 from rlpack.rollout.errors import EngineError, SamplingError

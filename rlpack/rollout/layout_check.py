@@ -3,7 +3,7 @@
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlpack.models.weight_stream import WeightLayout
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.rollout.errors import EngineError
 
 

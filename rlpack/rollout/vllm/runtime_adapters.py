@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.config.sections.optimization import ADAPTER_RANKS
 from rlpack.models.adapters import is_linear
-from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.errors import EngineError
 
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

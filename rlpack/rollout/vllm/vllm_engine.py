@@ -20,10 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.weight_layout import WeightLayout
 from rlpack.config.schema import Model, Rollout
 from rlpack.data.tokenization import pad_id
 from rlpack.models.loading import build_meta_model
-from rlpack.models.weight_stream import WeightLayout
 from rlpack.rollout.deterministic import check_deterministic
 from rlpack.rollout.engine import FinishedRow
 from rlpack.rollout.errors import EngineError, SamplingError

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.weight_layout import WeightForm
 from rlpack.config.schema import Config, Model
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.models.errors import ModelError
@@ -19,7 +20,7 @@ from rlpack.models.packed import PackedModel
 from rlpack.models.pipeline_parallel import cut_model, meta_copy
 from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
-from rlpack.models.weight_stream import WeightForm, WeightStream, load_folder
+from rlpack.models.weight_stream import WeightStream, load_folder
 from rlpack.worker import RankContext
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.critic import CriticWorker

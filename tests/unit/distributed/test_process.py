@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
+from rlpack.batch.weight_layout import WeightForm
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import PlacementError, RankError, RoleError, StoreFullError
 from rlpack.distributed.process import RankProcess, load_class
-from rlpack.models.weight_stream import WeightForm
 from rlpack.worker import Worker
 from rlpack.workers.reward import RewardWorker
 from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlpack.batch.ragged import Ragged
-from rlpack.models.weight_stream import TensorSpec, WeightLayout
+from rlpack.batch.weight_layout import TensorSpec, WeightLayout
 from rlpack.rollout import decoding
 from rlpack.rollout.decoding import DECODERS
 from rlpack.rollout.errors import EngineError, SamplingError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlpack.models.weight_stream import TensorSpec, WeightLayout
+from rlpack.batch.weight_layout import TensorSpec, WeightLayout
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.layout_check import check_layout, tied_names
 from tests.unit.rollout.builders import SIZES

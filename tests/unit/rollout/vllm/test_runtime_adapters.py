@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlpack.batch.weight_layout import TensorSpec, WeightLayout
 from rlpack.config.sections.optimization import Lora
 from rlpack.models.adapters import add_adapters
 from rlpack.models.errors import ModelError
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import TensorSpec, WeightLayout, WeightStream
+from rlpack.models.weight_stream import WeightStream
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 
