@@ -12,4 +12,4 @@ def greedy_is_used(config: Config) -> Iterator[str]:
         yield f"algorithm.advantage is {config.algorithm.advantage}: the greedy responses are generated but not used"
 
 
-SPEC = RecipeSpec(runs_ahead=True, warnings=(greedy_is_used,), advantage_columns=("greedy_rewards",))
+SPEC = RecipeSpec(runs_ahead=True, draws_once=True, warnings=(greedy_is_used,), advantage_columns=("greedy_rewards",))

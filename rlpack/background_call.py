@@ -1,7 +1,7 @@
 """A call in a thread, for calls that may never return: the caller decides how long to wait."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent import futures
 from threading import Thread
 from typing import Generic, TypeVar
 
@@ -18,13 +18,12 @@ class BackgroundCall(Generic[R]):
 
     def __init__(self, function: Callable[[], R], *, name: str) -> None:
         """Start the thread."""
-        self._future: Future[R] = Future()
-        self._thread = Thread(target=self._run, args=(function,), name=name, daemon=True)
-        self._thread.start()
+        self._future: futures.Future[R] = futures.Future()
+        Thread(target=self._run, args=(function,), name=name, daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the call, at most as long; return whether it ended."""
-        self._thread.join(timeout_s)
+        """Wait for the end of the call, at most as long; return whether it ended. The call itself may ask, too."""
+        futures.wait([self._future], timeout=timeout_s)
         return self._future.done()
 
     def outcome(self) -> R:

@@ -21,7 +21,7 @@ from rlpack.rollout.bucket_receiver import BucketReceiver
 from rlpack.rollout.canary import CANARY_LENGTH, CanaryTolerance, calibrated, canary_tolerance, check_canary
 from rlpack.rollout.device_memory import used_bytes
 from rlpack.rollout.engine import STREAMING_ENGINES, Engine, StreamingEngine, engine_class
-from rlpack.rollout.errors import CanaryError
+from rlpack.rollout.errors import CanaryError, EngineError
 from rlpack.rollout.in_flight import GroupsInFlight
 from rlpack.rollout.types import Generations, SamplingParams, TrajectoryBatch
 from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, sharded
@@ -63,7 +63,7 @@ class RolloutWorker(Worker):
         super().__init__(context)
         self._adapters_only, self._rebuild = adapters_only, rebuild
         self._in_flight: GroupsInFlight | None = None
-        self._is_unhealthy = False
+        self._is_unhealthy = self._is_interrupted = False
         self._engine = engine
         self._tokenizer = tokenizer
         self._canary_tolerance, self._is_calibrated = canary_tolerance, False
@@ -109,14 +109,15 @@ class RolloutWorker(Worker):
 
     @one_rank(reads=("input_ids", "seeds", "group_ids", "uid"), returns=(*_COLUMNS, "engine_failure"))
     def advance(
-        self, rows: BatchedDataDict, params: SamplingParams, generation: int, timeout_s: float
+        self, rows: BatchedDataDict, params: SamplingParams, generation: int, oldest: int, timeout_s: float
     ) -> BatchedDataDict:
-        """Start more rows, and return the groups that have ended, as soon as there are some.
+        """Start more rows of a generation, and return its groups that have ended, as soon as there are some.
 
         Args:
             rows: as of `generate`, whole groups; may be none.
-            params: how tokens are sampled.
-            generation: number of the generation that the rows belong to; rows of an earlier one are aborted.
+            params: how tokens are sampled, the same in all calls of the generation.
+            generation: number of the generation that the rows belong to.
+            oldest: number of the oldest generation that is waited for; rows of earlier ones are aborted.
             timeout_s: longest wait, in seconds.
 
         Returns:
@@ -129,11 +130,22 @@ class RolloutWorker(Worker):
         self._received.check_usable()
         if self._in_flight is None:
             self._in_flight = GroupsInFlight(cast(StreamingEngine, self._engine))
+        self._in_flight.abandon(oldest)
         self._in_flight.begin(rows, params, generation)
-        ended = self._in_flight.ended(timeout_s)
+        ended = self._in_flight.ended(generation, timeout_s)
         if any(ended.failures):
             self._is_unhealthy = True
         return self._rows(ended.rows, ended.generations).union({"engine_failure": ended.failures})
+
+    @broadcast
+    def interrupt(self) -> None:
+        """Stop sampling until new weights are published; rows in flight keep the tokens that they have."""
+        engine, self._is_interrupted = cast(StreamingEngine, self._engine), True
+        try:
+            engine.interrupt()
+        except EngineError as error:
+            logger.warning("the engine of rank %d can't be interrupted, and is replaced: %s", self.context.rank, error)
+            self._is_unhealthy = True
 
     @broadcast
     def sleep(self) -> tuple[int, int]:
@@ -162,7 +174,9 @@ class RolloutWorker(Worker):
             return
         logger.warning("rank %d of role rollout starts a new engine in place of one that failed", self.context.rank)
         engine.close()
-        self._engine, self._in_flight, self._is_unhealthy = self._rebuild(), None, False
+        self._engine, self._is_unhealthy = self._rebuild(), False
+        if self._in_flight is not None:
+            self._in_flight.move_to(self._engine)
         self._received.require_update("the engine is new, and no weights have been published to it")
 
     def _rows(self, rows: BatchedDataDict, generations: Generations) -> BatchedDataDict:
@@ -208,6 +222,8 @@ class RolloutWorker(Worker):
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool = False) -> float:
         """Check that all buckets arrived, and the canary; then sample with them as policy version `version`.
 
+        Rows that were interrupted are continued.
+
         Args:
             expected: the trainer's log-probs of the canary, f32 [R, L].
             token_ids: the canary, int64 [R, L].
@@ -237,6 +253,9 @@ class RolloutWorker(Worker):
             self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, logprobs, reference), True
         self._engine.policy_version = version
         self._received.close()
+        if self._is_interrupted:
+            cast(StreamingEngine, self._engine).resume()
+            self._is_interrupted = False
         return gap
 
 

@@ -1,4 +1,4 @@
-"""Running ahead: the next batch is drawn while the actor trains on the current one (`trainer.lead=1`).
+"""Running ahead: batches are drawn while the actor trains on earlier ones (`trainer.lead`).
 
     step            1           2           3
     main thread     take 1      take 2      take 3
@@ -6,30 +6,40 @@
                     train 1  │  train 2  │  train 3  │
                     drain  ◄─┘  drain  ◄─┘  drain  ◄─┘
                     publish     publish     publish
-    second thread   draw 2      draw 3      draw 4
+    other threads   draw 2      draw 3      draw 4
 
 A batch is *begun*, then *drawn* (its prompts are chosen, its responses sampled and scored), then *taken* by the step of
-its number. Batch 1, and the first after a checkpoint that holds none, is drawn by `take` itself.
+its number. The picture shows `rollout.publish=drain` and a lead of 1. With `rollout.publish=in_flight` there is no
+drain: new weights reach engines while they sample, and a response goes on with them. Then a lead of several steps makes
+sense: while the last responses of a batch are sampled, the engines' free slots sample the next ones.
 
 Each batch is trained on by exactly one step, and its tokens are at most `lead` policy versions older than the newest:
 
-1. `take` at step b returns batch b, and begins batch b + 1 if the run has such a step. Nothing else begins a batch. So
-   batches are begun in order, each once, and at most one waits. It continues the stream of prompts where the one before
-   it, which is complete by then, left it. None is ever replaced or dropped.
-2. `publish` waits for the batch that was begun before it loads weights (`drain`). So all tokens of a batch have one
-   version: the newest at the step that began it.
-3. Batch b is begun at step b - 1 or later, and `publish` is called once per step. So at most one version is newer when
-   step b takes it. `take` reads the tokens' versions and checks this all the same.
-4. A checkpoint is written between steps, when the waiting batch is complete, and holds that batch. So a resumed run
-   trains on the same batch, bit for bit, and then draws from the same position of the stream.
-5. Every wait ends: the second thread waits for calls of roles only, which have deadlines, and the main thread for the
-   second only. That thread is never waited for by a call that it waits for, because a pool that generates runs no role
-   of the main thread (`rlpack.config.ahead_rules`).
+1. `take` at step b begins all batches up to b + lead that were not begun, in order, and returns batch b. Nothing else
+   begins a batch. So each is begun once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
+   replaced or dropped.
+2. Batches divide the stream of prompts: each begins where the one before it ends. That is known once that one is drawn,
+   or before, if the recipe draws `trainer.prompts_per_step` prompts for every batch (`RecipeSpec.draws_once`). Only
+   then are several drawn at a time.
+3. `publish` is called once per step. So at most `lead` versions appear between the beginning of batch b and step b,
+   which takes it. With drain, `publish` waits for the batch that was begun before it loads weights, so all tokens of a
+   batch have one version. `take` reads the tokens' versions and checks all of this nevertheless.
+4. A checkpoint is written between steps. It holds the waiting batches that are drawn. With drain that is every one, so
+   a resumed run trains on the same batches, bit for bit, and then draws from the same position of the stream. With
+   in_flight, batches that are not drawn yet are drawn again as a whole, from the same positions and seeds, with the
+   weights of the checkpoint: every prompt is trained on once. All rows of a batch are drawn again, whether they had
+   ended or not, so long responses have no disadvantage. The tokens differ, because the moments of publication do.
+5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, and for publications; the main
+   thread waits for them. They are never waited for by a call that they wait for, because a pool that generates runs no
+   role of the main thread (`rlpack.config.ahead_rules`). If all engines have failed, a thread waits for the next
+   publication, which replaces them; while the main thread waits for a batch itself, it replaces them.
 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
 """
 
 import json
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +49,7 @@ from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import check_lists, read_batch, write_batch
 from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.recipes import recipe_of
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver.draws import Batch, Draw, as_scored
 from rlpack.recipes.driver.engine_weights import sync_weights
@@ -49,7 +60,7 @@ from rlpack.safe_files import read_object
 
 # In a checkpoint: a folder with the batches, one folder each, and their list.
 FOLDER, _LIST = "ahead", "ahead.json"
-# Interval at which a wait for the second thread can be interrupted.
+# Interval at which a wait for another thread can be interrupted.
 _LOOK_S = 1.0
 
 
@@ -59,17 +70,25 @@ class _Begun:
 
     Attributes:
         context: where its draw records metrics, timers and the position in the stream of prompts.
+        start: position of its first prompt.
         call: the draw, which returns scored rollouts.
+        rollouts: what the draw returned.
     """
 
     context: StepContext
+    start: int
     call: BackgroundCall[BatchedDataDict] | None = None
     rollouts: BatchedDataDict | None = None
 
-    def drawn(self) -> BatchedDataDict:
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether the draw has ended."""
+        return self.rollouts is not None or (self.call is not None and self.call.wait(0.0))
+
+    def drawn(self, while_waiting: Callable[[], None] = lambda: None) -> BatchedDataDict:
         """Return the scored rollouts once they are drawn, or raise what the draw raised."""
         while self.call is not None and not self.call.wait(_LOOK_S):
-            pass
+            while_waiting()
         if self.call is not None:
             self.rollouts, self.call = self.call.outcome(), None
         assert self.rollouts is not None
@@ -80,7 +99,7 @@ class AheadQueue:
     """The batches of a recipe's steps, drawn up to `trainer.lead` steps ahead."""
 
     def __init__(self, session: Session, draw: Draw) -> None:
-        """Take the recipe's draw, and the batch in the checkpoint that the session was restored from, if any.
+        """Take the recipe's draw, and the batches in the checkpoint that the session was restored from, if any.
 
         Create it before the first publication of weights: a restored run continues to count policy versions.
 
@@ -89,13 +108,15 @@ class AheadQueue:
             draw: draws the batch of one step, in the context that it gets.
 
         Raises:
-            CheckpointError: the checkpoint's batch can't be read.
+            CheckpointError: a batch of the checkpoint can't be read.
         """
         self._session, self._draw_batch = session, draw
         self._lead = session.config.trainer.lead
-        self._waiting: _Begun | None = None
+        self._in_flight = session.config.rollout.publish == "in_flight"
+        self._draws_once = recipe_of(session.config).draws_once
+        self._waiting: deque[_Begun] = deque()
         self._taken: _Begun | None = None
-        self._is_checked = False
+        self._is_checked = self._is_beginning = False
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
         if self._lead and folder is not None and folder.exists():
@@ -103,14 +124,12 @@ class AheadQueue:
 
     @property
     def is_drawing(self) -> bool:
-        """Return whether a batch is being drawn in the second thread."""
-        begun = self._waiting
-        if begun is None or begun.rollouts is not None:
-            return False
-        return begun.call is None or not begun.call.wait(0.0)  # the thread may run before its call is assigned
+        """Return whether a batch is being drawn in another thread."""
+        # A thread may run before its call is assigned.
+        return self._is_beginning or any(one.call is not None and not one.is_drawn for one in self._waiting)
 
     def take(self, step: StepContext) -> Batch:
-        """Return the batch of a step, and begin the next one; a step that failed and is run again gets the same batch.
+        """Return the batch of a step, and begin later ones; a step that failed and is run again gets the same batch.
 
         Raises:
             RoleError: drawing the batch failed.
@@ -122,82 +141,120 @@ class AheadQueue:
         if self._taken is None or self._taken.context.number != step.number:
             self._take_next(step)
         assert self._taken is not None
-        context, rollouts = self._taken.context, self._taken.drawn()
+        context, rollouts = self._taken.context, self._taken.drawn(self._replace_failed_engines)
+        self._begin_until(step.number + self._lead)
         step.advance(prompts_consumed=context.progress.prompts_consumed)
         step.metrics |= context.metrics | context.timer.as_metrics()
         step.lag = self._lag(rollouts, step.number)
         step.metrics["rollout/lag"] = float(step.lag)
-        if self._waiting is None and step.number < self._session.config.trainer.steps:
-            self._waiting = self._context_of(step.number + 1, context.progress.prompts_consumed)
-            draw = partial(self._waiting.context.lease.run, partial(self._draw, self._waiting.context))
-            self._waiting.call = BackgroundCall(draw, name="draw")
         return Batch(rollouts, as_scored)
 
     def drain(self) -> None:
-        """Wait until the batch that was begun is drawn.
+        """Wait until all batches that were begun are drawn.
 
         Raises:
-            RoleError: drawing it failed.
+            RoleError: drawing one failed.
         """
-        if self._waiting is not None:
-            self._waiting.drawn()
+        for begun in self._waiting:
+            begun.drawn(self._replace_failed_engines)
 
     def publish(self, step: StepContext) -> None:
-        """Wait for the batch that was begun, and send the actor's weights to the engines (`sync_weights`).
+        """Send the actor's weights to the engines (`sync_weights`); with drain, once the batch that was begun is drawn.
 
         Raises:
             RoleError: drawing the batch, or the transfer, failed.
         """
-        if self._waiting is not None:
+        if self._waiting and not self._in_flight:
             with step.timer("drain"):
                 self.drain()
         sync_weights(self._session, step)
 
     def save(self, folder: Path) -> None:
-        """Write the batch that waits, if any, into a checkpoint.
+        """Write the batches that wait into a checkpoint: those that are drawn, and where the others begin.
 
         Raises:
             CheckpointError: a file can't be written.
-            RoleError: drawing the batch failed.
+            RoleError: drawing a batch failed.
         """
         if not self._lead:
             return
+        if not self._in_flight:
+            self.drain()
         target, entries = folder / FOLDER, []
         try:
             target.mkdir()
-            if self._waiting is not None:
-                context = self._waiting.context
-                write_batch(self._session.store.fetch(self._waiting.drawn()), target / f"step-{context.number}")
-                entries.append(
-                    {
-                        "step": context.number,
+            for begun in self._waiting:
+                context, is_drawn = begun.context, begun.is_drawn
+                entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": is_drawn}
+                if is_drawn:
+                    write_batch(self._session.store.fetch(begun.drawn()), target / f"step-{context.number}")
+                    entry |= {
                         "prompts_consumed": context.progress.prompts_consumed,
                         "metrics": context.metrics | context.timer.as_metrics(),
                     }
-                )
+                entries.append(entry)
             document = {"policy_version": self._session.rollout_weights.version, "batches": entries}
             (target / _LIST).write_text(json.dumps(document), encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"the batch drawn ahead could not be written to {target}: {error}") from error
+            raise CheckpointError(f"the batches drawn ahead could not be written to {target}: {error}") from error
 
     def _take_next(self, step: StepContext) -> None:
-        """Make the waiting batch the taken one; draw it now if none waits."""
+        """Make the first waiting batch the taken one; draw it now if none waits."""
         if self._taken is not None:
             self._taken.context.lease.release()
-        if self._waiting is None:
-            begun = self._context_of(step.number, step.progress.prompts_consumed)
+        for begun in self._waiting:
+            if begun.call is None and begun.rollouts is None:  # of a checkpoint that was written while it was drawn
+                self._start(begun)
+        if not self._waiting and not self._draws_ahead:
+            begun = self._begun(step.number, step.progress.prompts_consumed)
             begun.rollouts = begun.context.lease.run(partial(self._draw, begun.context))
+            self._taken = begun
         else:
-            begun, self._waiting = self._waiting, None
-            begun.drawn()
-        assert begun.context.number == step.number, "batches are taken in order"
-        self._taken = begun
+            if not self._waiting:
+                self._begin(step.number, step.progress.prompts_consumed)
+            self._taken = self._waiting.popleft()
+            self._begin_until(step.number + self._lead if self._draws_ahead else 0)
+            self._taken.drawn(self._replace_failed_engines)
+        assert self._taken.context.number == step.number, "batches are taken in order"
 
-    def _context_of(self, number: int, prompts_consumed: int) -> _Begun:
+    @property
+    def _draws_ahead(self) -> bool:
+        """Return whether a batch may be begun before the one before it is drawn."""
+        return self._in_flight and self._draws_once
+
+    def _begin_until(self, number: int) -> None:
+        """Begin the batches after the last one that was begun, in order, up to that of a step."""
+        assert self._taken is not None
+        while True:
+            last = self._waiting[-1] if self._waiting else self._taken
+            if last.context.number >= min(number, self._session.config.trainer.steps):
+                return
+            if self._draws_ahead:
+                start = last.start + self._session.config.trainer.prompts_per_step
+            elif last.is_drawn:
+                start = last.context.progress.prompts_consumed
+            else:
+                return
+            self._begin(last.context.number + 1, start)
+
+    def _begin(self, number: int, start: int) -> None:
+        """Begin the batch of a step."""
+        begun = self._begun(number, start)
+        self._waiting.append(begun)
+        self._start(begun)
+
+    def _start(self, begun: _Begun) -> None:
+        """Draw a batch in a thread of its own."""
+        self._is_beginning = True
+        draw = partial(begun.context.lease.run, partial(self._draw, begun.context))
+        begun.call = BackgroundCall(draw, name="draw")
+        self._is_beginning = False
+
+    def _begun(self, number: int, start: int) -> _Begun:
         """Return a batch whose draw is about to begin."""
-        progress = replace(self._session.progress, step=number, prompts_consumed=prompts_consumed)
+        progress = replace(self._session.progress, step=number, prompts_consumed=start)
         lease = self._session.store.lease(f"the batch of step {number}")
-        return _Begun(StepContext(number, progress, lease=lease))
+        return _Begun(StepContext(number, progress, lease=lease), start)
 
     def _draw(self, context: StepContext) -> BatchedDataDict:
         """Return the scored rollouts of a step."""
@@ -211,6 +268,12 @@ class AheadQueue:
             check_lists(self._session.store.fetch(scored))
             self._is_checked = True
         return scored
+
+    def _replace_failed_engines(self) -> None:
+        """Replace the engines if a draw waits for that: the weights are still those that were published last."""
+        if self._session.engine_access.needs_engines:
+            with self._session.publication():
+                self._session.replace_engines()
 
     def _lag(self, rollouts: BatchedDataDict, number: int) -> int:
         """Return how many policy versions the oldest token is behind the newest.
@@ -228,18 +291,20 @@ class AheadQueue:
         return newest - int(sampled.min()) if sampled.numel() else 0
 
     def _restore(self, folder: Path) -> None:
-        """Take over the batch in a checkpoint, and the number of the newest policy version."""
+        """Take over the batches in a checkpoint, and the number of the newest policy version."""
         try:
             document: dict[str, Any] = read_object(folder / _LIST)
             # The first publication sends the weights that already had this number.
             self._session.rollout_weights.version = document["policy_version"] - 1
             for entry in document["batches"]:
-                begun = self._context_of(entry["step"], entry["prompts_consumed"])
-                begun.context.metrics |= entry["metrics"]
-                rollouts = read_batch(folder / f"step-{entry['step']}")
-                begun.rollouts = begun.context.lease.run(partial(self._session.store.offload, rollouts))
-                self._waiting = begun
+                begun = self._begun(entry["step"], entry["start"])
+                if entry["is_drawn"]:
+                    begun.context.advance(prompts_consumed=entry["prompts_consumed"])
+                    begun.context.metrics |= entry["metrics"]
+                    rollouts = read_batch(folder / f"step-{entry['step']}")
+                    begun.rollouts = begun.context.lease.run(partial(self._session.store.offload, rollouts))
+                self._waiting.append(begun)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the batch drawn ahead in {folder} can't be read: {error}; choose another run_dir"
+                f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"
             ) from error

@@ -20,7 +20,7 @@ def sync_weights(session: Session, step: StepContext | None = None) -> None:
     if step is not None and step.progress.optimizer_steps == session.progress.optimizer_steps:
         return
     timer = session.run.timer if step is None else step.timer
-    with timer("sync"):
+    with timer("sync"), session.publication():
         if session.config.rollout.engine in STREAMING_ENGINES:
             session.rollout.run(RolloutWorker.replace_failed_engine)
         gap = session.rollout_weights.publish(canary_tokens(len(session.tokenizer)))

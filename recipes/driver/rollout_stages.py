@@ -17,12 +17,16 @@ from rlpack.config.schema import Config
 from rlpack.data.sampler import prompt_positions, row_seeds
 from rlpack.data.tokenization import eos_id
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.router import Router
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.engine import STREAMING_ENGINES
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.rollout import RolloutWorker
+
+# Longest wait of an engine's call for a group that ends, in seconds; shorter where publications wait for calls.
+_CALL_S, _SHORT_CALL_S = 1.0, 0.1
 
 # Called with each part of a batch as soon as it is generated.
 OnPart = Callable[[BatchedDataDict], None]
@@ -43,13 +47,7 @@ class DrawnPrompts(NamedTuple):
 
 
 class SamplingSession(Protocol):
-    """What sampling needs of a session.
-
-    Attributes:
-        repeated_rows: responses that were generated again so far, because an engine failed.
-    """
-
-    repeated_rows: int
+    """What sampling needs of a session."""
 
     @property
     def config(self) -> Config:
@@ -66,8 +64,13 @@ class SamplingSession(Protocol):
         """The generating ranks."""
         ...
 
-    def replace_engines(self) -> float:
-        """Start a new engine for each that failed, with the weights that the others have."""
+    @property
+    def engine_access(self) -> EngineAccess:
+        """The turns of generations and publications."""
+        ...
+
+    def renew_engines(self, generation: int) -> bool:
+        """Replace the engines of a generation, all of which failed; return whether that was possible."""
         ...
 
 
@@ -94,13 +97,13 @@ def generate(
     `on_part` the batch is generated in parts of whole groups, and `on_part` gets each part before the next begins.
     """
     settings = session.config
-    repeated = session.repeated_rows
     with step.timer("generate"):
         rollouts = sample_responses(
-            session, drawn, settings.trainer.group_size, temperature=settings.rollout.temperature, on_part=on_part
+            *(session, drawn, settings.trainer.group_size),
+            temperature=settings.rollout.temperature,
+            on_part=on_part,
+            metrics=step.metrics,
         )
-    if settings.rollout.engine in STREAMING_ENGINES:
-        step.metrics["rollout/repeated_rows"] = float(session.repeated_rows - repeated)
     report_lengths(step, rollouts)
     return rollouts
 
@@ -122,19 +125,26 @@ def report_lengths(step: StepContext, rollouts: BatchedDataDict) -> None:
 
 
 def sample_responses(
-    session: SamplingSession, drawn: DrawnPrompts, samples: int, *, temperature: float, on_part: OnPart | None = None
+    session: SamplingSession,
+    drawn: DrawnPrompts,
+    samples: int,
+    *,
+    temperature: float,
+    on_part: OnPart | None = None,
+    metrics: dict[str, float] | None = None,
 ) -> BatchedDataDict:
     """Return `samples` adjacent responses per prompt.
 
     The position of a prompt in the run determines the random streams of its responses. With `on_part` the batch is
-    generated in parts of whole groups, and `on_part` gets each part before the next begins.
+    generated in parts of whole groups, and `on_part` gets each part before the next begins. A streaming engine adds
+    `rollout/repeated_rows` to `metrics`.
     """
     prompts = drawn.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(drawn.prompts.num_rows).repeat_interleave(samples)
     prompts["seeds"] = torch.from_numpy(sample_seeds(session.config.seed, drawn, samples).view(np.int64))
     params = _sampling_params(session, temperature)
     if session.config.rollout.engine in STREAMING_ENGINES:
-        return _stream(session, prompts, params, on_part)
+        return _stream(session, prompts, params, on_part, {} if metrics is None else metrics)
     sizes = [prompts.num_rows] if on_part is None else _part_rows(session, drawn.prompts.num_rows, samples)
     parts: list[BatchedDataDict] = []
     for part in prompts.split(sizes):
@@ -146,14 +156,20 @@ def sample_responses(
 
 
 def _stream(
-    session: SamplingSession, prompts: BatchedDataDict, params: SamplingParams, on_part: OnPart | None
+    session: SamplingSession,
+    prompts: BatchedDataDict,
+    params: SamplingParams,
+    on_part: OnPart | None,
+    metrics: dict[str, float],
 ) -> BatchedDataDict:
     """Return a response to each prompt, in the order of the prompts; `on_part` gets groups as soon as they end."""
     router = Router(
         session.rollout,
         params,
         capacity=session.config.rollout.max_num_seqs,
-        replace_engines=session.replace_engines,
+        access=session.engine_access,
+        replace_engines=session.renew_engines,
+        call_s=_SHORT_CALL_S if session.config.rollout.publish == "in_flight" else _CALL_S,
     )
     parts: list[BatchedDataDict] = []
     for ended in router.run(prompts):
@@ -161,7 +177,7 @@ def _stream(
         parts.append(ended.union(dict(given.drop(["seeds", *(name for name in given if name in ended)]))))
         if on_part is not None:
             on_part(parts[-1])
-    session.repeated_rows += router.repeated
+    metrics["rollout/repeated_rows"] = metrics.get("rollout/repeated_rows", 0.0) + router.repeated
     batch = BatchedDataDict.concat(parts)
     return batch.select(np.argsort(batch.row_ids))
 

@@ -6,7 +6,7 @@
            ◄─ groups that ended ───────────  rows, and why a row failed
 
 One call per rank is under way; it returns as soon as a group ends, and the next call brings new groups. Ranks never
-wait for each other. A rank waits for a group that ends, for at most `_CALL_S`; the driver waits for the first rank that
+wait for each other. A rank waits for a group that ends, for at most `call_s`; the driver waits for the first rank that
 returns.
 
 Invariants (tests/unit/recipes/driver/test_router.py):
@@ -15,13 +15,13 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 2. a rank has at most `capacity` rows in flight, or a single larger group;
 3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together;
 4. a group that fails is sent again, to another engine if there is one, at most `MOST_ATTEMPTS` times in all. An engine
-   that failed gets no more groups until it is replaced.
+   that failed gets no more groups until it is replaced;
+5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`).
 """
 
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from itertools import count
 
 import numpy as np
 
@@ -30,17 +30,15 @@ from rlpack.batch.columns import lengths_of
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.rollout.types import SamplingParams
 from rlpack.workers.rollout import RolloutWorker
 
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
-# Longest wait of a call for a group that ends, in seconds: how late a rank with work gets the groups of a failed one.
-_CALL_S = 1.0
 # Longest wait of the driver for any rank, beyond which the calls' own deadline decides.
 _WAIT_S = 10.0
-_GENERATIONS = count()
 
 
 class Router:
@@ -52,7 +50,9 @@ class Router:
         params: SamplingParams,
         *,
         capacity: int,
-        replace_engines: Callable[[], None],
+        access: EngineAccess,
+        replace_engines: Callable[[int], bool],
+        call_s: float = 1.0,
     ) -> None:
         """Take the engines.
 
@@ -60,15 +60,19 @@ class Router:
             group: the rollout role.
             params: how tokens are sampled.
             capacity: rows that an engine runs at once.
-            replace_engines: starts new engines for those that failed, with the same weights; called if none is left.
+            access: turns of generations and publications.
+            replace_engines: starts new engines for those that failed, with the same weights; called with the number of
+                the generation if none is left. It returns False if only a publication can do that, which is then
+                waited for.
+            call_s: longest wait of a call for a group that ends, in seconds: how late a rank with work gets the groups
+                of a failed one, and how long a publication waits.
 
         Attributes:
             repeated: how many rows were sent again.
         """
         self.repeated = 0
         self._group, self._params, self._capacity = group, params, capacity
-        self._replace_engines = replace_engines
-        self._generation = next(_GENERATIONS)
+        self._access, self._replace_engines, self._call_s = access, replace_engines, call_s
         self._healthy = set(range(group.num_ranks))
 
     def run(self, prompts: BatchedDataDict) -> Iterator[BatchedDataDict]:
@@ -92,19 +96,39 @@ class Router:
         self._attempts: Counter[int] = Counter()
         self._waiting = deque(self._rows)
         self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
+        with self._access.generation() as self._generation:
+            yield from self._run()
+
+    def _run(self) -> Iterator[BatchedDataDict]:
+        """Yield whole groups as they end."""
         calls: dict[int, Pending[BatchedDataDict]] = {}
+        epoch = self._access.epoch
         while self._waiting or any(self._in_flight.values()):
+            if self._access.is_wanted and not calls:
+                self._access.wait_for_turn(self._generation)
+            if epoch != self._access.epoch:  # a publication has replaced the engines that had failed
+                epoch, self._healthy = self._access.epoch, set(self._in_flight)
             if not self._healthy and not calls:
-                self._replace_engines()
-                self._healthy = set(self._in_flight)
-            outboxes = self._assign(free=self._healthy - calls.keys())
-            for rank in self._in_flight:
-                if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
-                    calls[rank] = self._advance(rank, outboxes[rank])
+                self._get_engines()
+            if not self._access.is_wanted:
+                self._send(calls)
             ranks = list(calls)
-            for place in self._group.ranks.wait_any(list(calls.values()), _WAIT_S) or [0]:
+            for place in (self._group.ranks.wait_any(list(calls.values()), _WAIT_S) or [0]) if calls else []:
                 ended = calls.pop(ranks[place]).result()
                 yield from self._accept(ranks[place], ended)
+
+    def _get_engines(self) -> None:
+        """Get new engines in place of all that failed; no call is under way."""
+        if not self._replace_engines(self._generation):
+            self._access.wait_for_engines(self._generation)
+        self._healthy = set(self._in_flight)
+
+    def _send(self, calls: dict[int, Pending[BatchedDataDict]]) -> None:
+        """Add calls to all ranks that have none and have something to do."""
+        outboxes = self._assign(free=self._healthy - calls.keys())
+        for rank in self._in_flight:
+            if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
+                calls[rank] = self._advance(rank, outboxes[rank])
 
     def _assign(self, free: set[int]) -> dict[int, list[int]]:
         """Assign waiting groups to ranks that have no call under way, and return the groups of each rank."""
@@ -127,7 +151,8 @@ class Router:
         """Start a call that brings groups to a rank and returns those that end."""
         places = [self._rows[group] for group in groups]
         rows = self._prompts.select(np.concatenate(places) if places else np.zeros(0, dtype=np.int64))
-        return self._group.submit_to(rank, RolloutWorker.advance, rows, self._params, self._generation, _CALL_S)
+        turn = (self._generation, self._access.oldest, self._call_s)
+        return self._group.submit_to(rank, RolloutWorker.advance, rows, self._params, *turn)
 
     def _accept(self, rank: int, ended: BatchedDataDict) -> Iterator[BatchedDataDict]:
         """Yield the groups that a rank answered, and queue those that failed."""

@@ -9,8 +9,10 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import MODEL, record_hashes
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
+from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
@@ -61,10 +64,6 @@ class Ahead(Protocol):
         """Return whether a batch is being drawn in the background."""
         ...
 
-    def drain(self) -> None:
-        """Wait until all batches that were begun are drawn."""
-        ...
-
     def save(self, folder: Path) -> None:
         """Write the batches that no step has trained on yet into a checkpoint."""
         ...
@@ -91,10 +90,10 @@ class Session:
         evaluated: phase and step of the last evaluation.
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
         reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
-        repeated_rows: responses that were generated again so far, because an engine failed.
         performance: turns the FLOPs of a step into rates.
         ahead: the batches that are drawn ahead of their steps; None before the recipe's own steps.
         restored: folder of the checkpoint that the run continues from, if any.
+        thread: the thread that runs the recipe's steps.
     """
 
     config: Config
@@ -109,10 +108,10 @@ class Session:
     evaluated: tuple[Phase, int] | None = None
     completed: tuple[Phase, int] | None = None
     reference_hashes: Mapping[str, str] | None = None
-    repeated_rows: int = 0
     performance: PerformanceMeter = field(default_factory=PerformanceMeter)
     ahead: Ahead | None = None
     restored: Path | None = None
+    thread: threading.Thread = field(default_factory=threading.current_thread)
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -198,13 +197,9 @@ class Session:
     def begin_step(self, number: int) -> StepContext:
         """Return the context of a step, after discarding what the last one left: payloads, and calls not waited for.
 
-        Batches that are being drawn are waited for, so that none of their calls is discarded.
-
         Raises:
             RoleError: such a call failed.
         """
-        if self.ahead is not None:
-            self.ahead.drain()
         if self.step is not None:
             self.step.lease.release()
             self._discard_calls(self.step)
@@ -273,21 +268,55 @@ class Session:
                 self.tokenizer.save_pretrained(staging)
             self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
 
+    @cached_property
+    def engine_access(self) -> EngineAccess:
+        """Return the turns of generations and publications."""
+        return EngineAccess(are_concurrent=self.config.rollout.publish == "in_flight")
+
+    @contextmanager
+    def publication(self, of: int | None = None) -> Iterator[None]:
+        """Stop generation for a block that publishes weights; rows in flight go on with the new ones.
+
+        Args:
+            of: number of the generation that publishes; None if none does.
+        """
+        with self.engine_access.publication(of):
+            if self.config.rollout.publish == "in_flight":
+                self.rollout.run(RolloutWorker.interrupt)
+            yield
+
     def replace_engines(self) -> float:
         """Start a new engine for each that failed, with the weights that were published last; return the canary's gap.
 
+        Call it within a `publication`.
+
         Raises:
-            RoleError: a rank raised, died or missed its deadline, or an engine failed the canary; or the actor's
-                weights may have changed since they were published.
+            RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
         """
-        if self.ahead is not None and self.ahead.is_drawing:
+        self.rollout.run(RolloutWorker.replace_failed_engine)
+        return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
+
+    def renew_engines(self, generation: int) -> bool:
+        """Replace the engines of a generation, all of which failed; return whether that was possible at this moment.
+
+        A generation in a thread of its own has to wait for the main thread, because the actor may have changed the
+        weights that were published last.
+
+        Raises:
+            RoleError: see `replace_engines`; or weights are published after the generation only, so that its weights
+                are gone.
+        """
+        if self.ahead is not None and self.ahead.is_drawing and threading.current_thread() is not self.thread:
+            if self.config.rollout.publish == "in_flight":
+                return False
             cause = (
                 "every engine failed while the actor trains on an earlier batch (trainer.lead), so the weights that "
                 "this batch began with are gone; resume the run from its last checkpoint"
             )
             raise RoleError("rollout", None, RolloutWorker.replace_failed_engine.__name__, cause)
-        self.rollout.run(RolloutWorker.replace_failed_engine)
-        return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
+        with self.publication(generation):
+            self.replace_engines()
+        return True
 
     def stop_if_interrupted(self) -> None:
         """End the run after a Ctrl-C; called where no work would be lost.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlpack.config.sections.evaluation_settings import Evaluate
 from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.evaluation.sample_rows import SampleRow
+from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.evaluation import draw_held_out, sample_and_score
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_seeds
 from rlpack.recipes.driver.splits import Split
@@ -31,7 +33,6 @@ class EvaluationSession:
         held_out: the prompts.
         groups: the roles `rollout` and `reward`.
         store: holds the tokens and texts of a part.
-        repeated_rows: responses that were generated again so far, because an engine failed.
     """
 
     config: Config
@@ -39,17 +40,21 @@ class EvaluationSession:
     held_out: Split
     groups: dict[str, WorkerGroup[Any]]
     store: Store
-    repeated_rows: int = 0
 
     @property
     def rollout(self) -> WorkerGroup[RolloutWorker]:
         """Return the generating ranks."""
         return self.groups["rollout"]
 
-    def replace_engines(self) -> float:
-        """Start a new engine for each that failed, which loads the model's weights; return 0, no gap being measured."""
+    @cached_property
+    def engine_access(self) -> EngineAccess:
+        """Return the turns of generations, of which one runs at a time."""
+        return EngineAccess(are_concurrent=False)
+
+    def renew_engines(self, generation: int) -> bool:
+        """Start a new engine for each that failed, which loads the model's weights."""
         self.rollout.run(RolloutWorker.replace_failed_engine)
-        return 0.0
+        return True
 
     def rows_of_part(self, positions: np.ndarray, reader: AnswerReader) -> list[SampleRow]:
         """Sample, score, and return the rows of these prompts, prompt by prompt.

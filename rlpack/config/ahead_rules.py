@@ -13,13 +13,9 @@ _DRAWING = ("rollout", "reward")
 def ahead_problems(config: Config) -> Iterator[str]:
     """Yield why a run can't draw its batches ahead."""
     lead, spec = config.trainer.lead, recipe_of(config)
+    yield from _publish_problems(config)
     if not lead:
         return
-    if lead > 1:
-        yield (
-            f"trainer.lead is {lead}; it can be at most 1, because engines load new weights only when no batch is "
-            "being drawn, so a second batch ahead would only wait; set trainer.lead=1"
-        )
     if not spec.runs_ahead:
         why = "draws its batches itself" if spec.generates else "generates nothing"
         yield f"trainer.lead is {lead}, but recipe={config.recipe.name} {why}; set trainer.lead=0"
@@ -31,4 +27,37 @@ def ahead_problems(config: Config) -> Iterator[str]:
             f"trainer.lead is {lead}, but the pool {pool!r} of the role rollout also runs {', '.join(sharing)}; its "
             "processes would take turns, and nothing would overlap. Give rollout a pool of its own, "
             "as placement=two_pools does, or set trainer.lead=0"
+        )
+
+
+def _publish_problems(config: Config) -> Iterator[str]:
+    """Yield what contradicts `rollout.publish`."""
+    lead, rollout = config.trainer.lead, config.rollout
+    if rollout.publish == "drain":
+        if lead > 1:
+            yield (
+                f"trainer.lead is {lead}; with rollout.publish=drain it can be at most 1, because engines load new "
+                "weights only when no batch is being drawn, so a second batch ahead would only wait; set "
+                "trainer.lead=1, or rollout.publish=in_flight with rollout.engine=vllm"
+            )
+        return
+    if not lead:
+        yield (
+            "rollout.publish is in_flight, but trainer.lead is 0, so nothing is generated while weights are published; "
+            "set trainer.lead to 1 or more, or rollout.publish=drain"
+        )
+    if rollout.engine != "vllm":
+        yield (
+            f"rollout.publish is in_flight, but rollout.engine={rollout.engine} can't change weights within a "
+            "response; set rollout.engine=vllm, or rollout.publish=drain"
+        )
+    if rollout.deterministic:
+        yield (
+            "rollout.deterministic is true, but with rollout.publish=in_flight tokens depend on the moment at which "
+            "new weights come; set rollout.deterministic=false, or rollout.publish=drain"
+        )
+    if lead > 1 and recipe_of(config).runs_ahead and not recipe_of(config).draws_once:
+        yield (
+            f"trainer.lead is {lead}, but recipe={config.recipe.name} knows where a batch begins only once the one "
+            "before it is drawn; set trainer.lead=1"
         )

@@ -57,6 +57,8 @@ class RecipeSpec:
         advantage_columns: columns that it adds to rollouts for the advantage function.
         needs_demonstrations: whether its own steps train on demonstrations.
         runs_ahead: whether it takes its batches from `rlpack.recipes.driver.ahead`, as `trainer.lead` needs.
+        draws_once: whether the batch of every step takes exactly `trainer.prompts_per_step` prompts from the stream, so
+            that it is known where the next one begins.
     """
 
     roles: tuple[str, ...] = ("actor", "rollout", "reward")
@@ -69,6 +71,7 @@ class RecipeSpec:
     advantage_columns: tuple[str, ...] = ()
     needs_demonstrations: bool = False
     runs_ahead: bool = False
+    draws_once: bool = False
 
     @property
     def starts(self) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ class Trainer(Section):
     lead: int = Field(
         default=0,
         ge=0,
-        description="How many steps before its training a batch may be begun: 0, or 1 to generate the next batch while "
-        "the actor trains on the current one, whose weights are then one policy version older. 1 needs a pool of its "
-        "own for the role rollout.",
+        description="How many steps before its training a batch may be begun: 1 to generate the next batch while the "
+        "actor trains on the current one, with weights that are one policy version older; more only with "
+        "rollout.publish=in_flight; 0 for one after the other. From 1 on, the role rollout needs a pool of its own.",
     )
 
 
@@ -193,6 +193,12 @@ class Rollout(Section):
         default=(),
         strict=False,
         description="Token ids that end a response, in addition to the tokenizer's end of sequence.",
+    )
+    publish: Literal["drain", "in_flight"] = Field(
+        default="drain",
+        description="When new weights reach the engines with trainer.lead: drain once the batch that was begun is "
+        "generated, so that all of its tokens have one policy version and a resumed run is the same bit for bit; "
+        "in_flight at once (vllm), so that responses go on with the new weights.",
     )
     max_logprob_gap: Positive | None = Field(
         default=None,

@@ -210,7 +210,7 @@ class RayRanks:
             ]
 
     def discard_submitted(self) -> list[str]:
-        """Drop the results that have not been requested, and return the names of their calls.
+        """Drop the results of this thread's calls that have not been requested, and return the names of the calls.
 
         Ranks complete them first, because one that left a collective would block the others in it. Background calls
         take part in none: those that are not running yet are canceled, and the others complete later.
@@ -218,7 +218,7 @@ class RayRanks:
         Raises:
             RoleError: one of them failed, or missed its deadline.
         """
-        discarded = self._submitted.pop_all()
+        discarded = self._submitted.pop_own()
         for call_id, submitted in discarded.items():
             self._wait(list(submitted.unfinished.values()), self._call_s)
             if submitted.call.returns_rows:

@@ -7,7 +7,7 @@ Invariants (tests/unit/distributed/test_submitted.py):
 """
 
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, get_ident
 
 import ray
 
@@ -22,10 +22,12 @@ class SubmittedCall:
     Attributes:
         call: the call.
         unfinished: its per-rank calls that have no known answer yet, by reference.
+        thread: identifier of the thread that submitted it.
     """
 
     call: Call
     unfinished: dict[ray.ObjectRef, RankCall]
+    thread: int = field(default_factory=get_ident)
 
 
 @dataclass
@@ -63,8 +65,10 @@ class SubmittedCalls:
         with self._lock:
             return [submitted.call.name for submitted in self._calls.values() if submitted.call.background]
 
-    def pop_all(self) -> dict[int, SubmittedCall]:
-        """Forget all calls and return them by their ids."""
+    def pop_own(self) -> dict[int, SubmittedCall]:
+        """Forget all calls of this thread, and return them by their ids."""
         with self._lock:
-            calls, self._calls = self._calls, {}
-        return calls
+            own = {call_id: one for call_id, one in self._calls.items() if one.thread == get_ident()}
+            for call_id in own:
+                del self._calls[call_id]
+        return own

@@ -255,7 +255,7 @@ class WorkerGroup(Generic[W]):
         return Pending(result_rows, pending.answers)
 
     def discard_submitted(self) -> list[str]:
-        """Drop the results that have not been requested, and return the names of their calls.
+        """Drop the results of this thread's calls that have not been requested, and return the names of the calls.
 
         These are the calls of all roles on the same processes. Nobody may wait for one of them afterwards.
 

@@ -153,6 +153,24 @@ class StreamingEngine(Engine, Protocol):
         """Forget all rows that are in flight."""
         ...
 
+    def interrupt(self) -> None:
+        """Stop sampling until `resume`; rows in flight keep the tokens that they have, and new rows wait.
+
+        The engine can load weights meanwhile, and score the canary.
+
+        Raises:
+            EngineError: rows could not be stopped.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Continue the rows in flight, with the weights that the engine has now; without an interruption, nothing.
+
+        Keys and values of the tokens so far are computed again. A row that is continued draws other random numbers than
+        one that was not interrupted.
+        """
+        ...
+
     def sleep(self) -> None:
         """Free GPU memory until `wake` or the end of an update; abort rows in flight, and refuse new ones."""
         ...

@@ -24,6 +24,7 @@ FIXED_KEYS = ("recipe", "seed", "model", "data", "sft_warmup")
 _OPTIMIZER_KEYS = ("name", "freeze", "no_decay")
 FIXED_PREFIXES = (
     "trainer.lead",
+    "rollout.publish",
     "actor.lora.",
     "critic.path",
     "critic.revision",

@@ -55,6 +55,9 @@ BOUNDED = {
         "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, timeout_s, what).result()",
         "rlpack/rollout/vllm/weight_sender.py: call.result()",
     },
+    "it stands in a block with a deadline, `asyncio.timeout`": {
+        "rlpack/rollout/vllm/row_requests.py: self._may_ask.wait()",
+    },
     "it runs on a rank, within a call that the driver ends at its deadline": {
         "rlpack/distributed/process.py: self._background.pop(call_id).result()",
         "rlpack/models/stage_link.py: dist.recv(tensor, group=group, group_src=stage)",

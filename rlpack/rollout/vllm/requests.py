@@ -8,7 +8,7 @@ Invariants (tests/vllm/test_engine.py):
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,78 @@ from rlpack.rollout.types import FinishReason, Generations, SamplingParams
 _SEED_MASK = (1 << 63) - 1
 
 
-def to_prompt(token_ids: np.ndarray, policy_version: int) -> dict[str, Any]:
+class _Logprobs(NamedTuple):
+    """Log-probs of tokens, with the attributes of vLLM's `FlatLogprobs`."""
+
+    start_indices: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+class _VersionSpan(NamedTuple):
+    """The policy version of consecutive tokens, with the attributes of vLLM's spans."""
+
+    start: int
+    end: int
+    version: str
+
+
+class JoinedOutput(NamedTuple):
+    """A response that was sampled in parts, with the attributes of `vllm.CompletionOutput` that are read here."""
+
+    token_ids: list[int]
+    logprobs: _Logprobs | None
+    finish_reason: str | None
+    weight_versions: list[_VersionSpan]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the parts of one response, `vllm.CompletionOutput` each, as one; its end is that of the last part."""
+    if len(parts) == 1:
+        return parts[0]
+    spans, offset = [], 0
+    for part in parts:
+        spans += [
+            _VersionSpan(offset + span.start, offset + span.end, span.version) for span in part.weight_versions or ()
+        ]
+        offset += len(part.token_ids)
+    return JoinedOutput(
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=_joined_logprobs(parts),
+        finish_reason=parts[-1].finish_reason,
+        weight_versions=spans,
+    )
+
+
+def _joined_logprobs(parts: Sequence[Any]) -> _Logprobs | None:
+    """Return the log-probs of all parts; None if a part with tokens has none."""
+    flats = [part.logprobs for part in parts if len(part.token_ids)]
+    if any(flat is None for flat in flats):
+        return None
+    starts, offset = [], 0
+    for flat in flats:
+        starts.append(np.asarray(flat.start_indices, dtype=np.int64) + offset)
+        offset += len(flat.token_ids)
+    return _Logprobs(
+        np.concatenate([np.zeros(0, dtype=np.int64), *starts]),
+        np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(flat.token_ids) for flat in flats)]),
+        np.concatenate([np.zeros(0), *(np.asarray(flat.logprobs, dtype=np.float64) for flat in flats)]),
+    )
+
+
+def continuation_seed(seed: int, num_sampled: int) -> int:
+    """Return the seed of the tokens after the first `num_sampled` ones of a row; for 0 it is the row's own.
+
+    Each request starts its own random numbers, so the row's seed would draw those of its first tokens again.
+    """
+    if num_sampled == 0:
+        return seed
+    return int(np.random.SeedSequence([seed & _SEED_MASK, num_sampled]).generate_state(1, np.uint64)[0])
+
+
+def to_prompt(token_ids: Sequence[int], policy_version: int) -> dict[str, Any]:
     """Return a prompt of token ids; the salt keeps prefixes that older weights computed apart."""
-    return {"prompt_token_ids": token_ids.tolist(), "cache_salt": str(policy_version)}
+    return {"prompt_token_ids": list(token_ids), "cache_salt": str(policy_version)}
 
 
 def to_sampling(params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -6,10 +6,8 @@ short response makes room for the next one at once. New weights reach EngineCore
 """
 
 import asyncio
-import queue
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
@@ -33,7 +31,8 @@ from rlpack.rollout.vllm.arguments import Shape, engine_arguments
 from rlpack.rollout.vllm.device_buffers import DeviceBuffers
 from rlpack.rollout.vllm.event_loop import EventLoop, gather
 from rlpack.rollout.vllm.initial_weights import initial_weights
-from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt, to_sampling
+from rlpack.rollout.vllm.requests import prompt_logprobs, to_generations, to_prompt
+from rlpack.rollout.vllm.row_requests import Row, RowRequests
 from rlpack.rollout.vllm.runtime_adapters import RuntimeAdapters, adapter_arguments
 from rlpack.rollout.vllm.sleep_cycle import SleepCycle
 from rlpack.rollout.vllm.start_engine import StartedEngine, start_engine
@@ -83,8 +82,7 @@ class VLLMEngine:
         self._aliases = tied_names(model)
         self._adapters = RuntimeAdapters(model) if takes_adapters else None
         self._next_request = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
+        self._rows = RowRequests(engine.front_end, self._request, self._explain)
         self._sender = WeightSender(engine.front_end, loop, self._explain)
         self._cycle = SleepCycle(engine.front_end, self._control, sleep_level)
         self._cause: str | None = None
@@ -197,29 +195,35 @@ class VLLMEngine:
                 f"that is over the engine's {self._max_length}. Raise data.max_prompt_tokens, from which the engine's "
                 "length is derived"
             )
-        requests = [
-            (key, to_prompt(row.numpy(), self._policy_version), to_sampling(params, int(seed)))
+        rows = [
+            Row(key, row.numpy(), int(seed), params)
             for key, row, seed in zip(keys, prompts.rows(), seeds.astype(np.uint64), strict=True)
         ]
-        self._loop.run(self._begin(requests), _CONTROL_S, "take new requests")
+        self._loop.run(self._rows.begin(rows, self._policy_version), _CONTROL_S, "take new requests")
 
     def finished(self, timeout_s: float) -> list[FinishedRow]:
         """Return the rows that ended; see `StreamingEngine.finished`."""
-        rows: list[FinishedRow] = []
-        with suppress(queue.Empty):
-            rows.append(self._done.get(timeout=timeout_s))
-            while True:
-                rows.append(self._done.get_nowait())
-        return rows
+        return self._rows.finished(timeout_s)
 
     def to_generations(self, responses: Sequence[Any], params: SamplingParams) -> Generations:
         """Return the rows' tokens; see `StreamingEngine.to_generations`."""
-        return to_generations([response.outputs[0] for response in responses], params)
+        return to_generations(responses, params)
 
     def abort(self) -> None:
         """Cancel all requests, and drop their results."""
-        self._loop.run(self._cancel(), _CONTROL_S, "cancel its requests")
-        self._done = queue.SimpleQueue()
+        self._loop.run(self._rows.cancel(), _CONTROL_S, "cancel its requests")
+
+    def interrupt(self) -> None:
+        """Stop sampling, and keep what was sampled; see `StreamingEngine.interrupt`.
+
+        Raises:
+            EngineError: vLLM died, or missed a deadline.
+        """
+        self._control(self._rows.interrupt(), "interrupt its requests")
+
+    def resume(self) -> None:
+        """Continue interrupted rows; see `StreamingEngine.resume`."""
+        self._loop.run(self._rows.resume(self._policy_version), _CONTROL_S, "continue its requests")
 
     def sleep(self) -> None:
         """Free GPU memory; see `StreamingEngine.sleep`."""
@@ -239,7 +243,7 @@ class VLLMEngine:
         """Return log p(token | tokens before it), f32 [R, L], as documented at `Engine.logprobs`."""
         self._cycle.check_awake()
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "flat_logprobs": True, "detokenize": False, "seed": 0}
-        requests = [self._request(to_prompt(row.numpy(), self._policy_version), sampling) for row in token_ids]
+        requests = [self._request(to_prompt(row.tolist(), self._policy_version), sampling) for row in token_ids]
         outputs = self._answers(requests, self._request_timeout_s + _CONTROL_S)
         return torch.stack([prompt_logprobs(output, token_ids.shape[1]) for output in outputs])
 
@@ -312,35 +316,6 @@ class VLLMEngine:
             if name in weights:
                 named |= dict.fromkeys(aliases, weights[name])
         return revert_weight_conversion(self._model, named)
-
-    async def _begin(self, requests: Sequence[tuple[int, dict[str, Any], dict[str, Any]]]) -> None:
-        """Make a task for each request, in the event loop."""
-        for key, prompt, sampling in requests:
-            task = asyncio.ensure_future(self._respond(key, prompt, sampling, self._done))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _respond(
-        self, key: int, prompt: dict[str, Any], sampling: dict[str, Any], done: queue.SimpleQueue[FinishedRow]
-    ) -> None:
-        """Put the result of a request, or its failure, into a queue."""
-        try:
-            row = FinishedRow(key, await self._request(prompt, sampling), "")
-        except EngineError as error:
-            row = FinishedRow(key, None, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is a failure of the row
-            row = FinishedRow(
-                key, None, f"vLLM failed at policy version {self._policy_version}: {self._explain(error)}"
-            )
-        done.put(row)
-
-    async def _cancel(self) -> None:
-        """Cancel all requests, which aborts them in vLLM."""
-        tasks = set(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_CONTROL_S / 2)
 
     def _explain(self, error: Exception) -> str:
         """Return the cause of an error of vLLM; that of its end is the same for all requests."""

@@ -1,17 +1,24 @@
 """What `trainer.lead` needs: a recipe that takes its batches early, and engines that nothing else waits for."""
 
+from typing import Any
+
 import pytest
 
 from rlpack.config.ahead_rules import ahead_problems
-from rlpack.config.schema import Placement, Pool, Trainer
+from rlpack.config.schema import Placement, Pool, Rollout, Trainer
 from tests.builders import tiny_config
 
 APART = {"pools": {"main": Pool(), "engines": Pool()}}
 
 
-def problems(recipe: str = "grpo", *, lead: int = 1, **roles: str) -> list[str]:
+def problems(recipe: str = "grpo", *, lead: int = 1, generation: Rollout | None = None, **roles: str) -> list[str]:
     placement = Placement(**APART, roles=roles)
-    return list(ahead_problems(tiny_config(recipe, trainer=Trainer(lead=lead), placement=placement)))
+    sections = {"trainer": Trainer(lead=lead), "placement": placement, "rollout": generation or Rollout()}
+    return list(ahead_problems(tiny_config(recipe, **sections)))
+
+
+def in_flight(**settings: Any) -> Rollout:
+    return Rollout(**({"engine": "vllm", "publish": "in_flight"} | settings))
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "dapo", "remax"])
@@ -26,7 +33,34 @@ def test_without_a_lead_any_placement_is_fine():
 
 def test_two_steps_ahead_are_refused_with_the_reason():
     (problem,) = problems(lead=2, rollout="engines")
-    assert problem.startswith("trainer.lead is 2; it can be at most 1, because engines load new weights only when")
+    assert "with rollout.publish=drain it can be at most 1, because engines load new weights only when" in problem
+    assert "rollout.publish=in_flight with rollout.engine=vllm" in problem
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "remax"])
+def test_weights_in_flight_allow_any_lead(recipe: str):
+    assert problems(recipe, lead=4, generation=in_flight(), rollout="engines") == []
+
+
+def test_a_recipe_that_draws_until_a_batch_is_full_runs_one_step_ahead():
+    assert problems("dapo", lead=1, generation=in_flight(), rollout="engines") == []
+    (problem,) = problems("dapo", lead=2, generation=in_flight(), rollout="engines")
+    assert problem.startswith("trainer.lead is 2, but recipe=dapo knows where a batch begins only once")
+
+
+@pytest.mark.parametrize(
+    ("lead", "settings", "said"),
+    [
+        (0, {}, "trainer.lead is 0, so nothing is generated while weights are published"),
+        (1, {"engine": "hf"}, "rollout.engine=hf can't change weights within a response; set rollout.engine=vllm"),
+        (1, {"deterministic": True}, "set rollout.deterministic=false, or rollout.publish=drain"),
+    ],
+)
+def test_weights_in_flight_are_refused_where_they_have_no_effect_or_no_engine(
+    lead: int, settings: dict[str, Any], said: str
+):
+    (problem,) = problems(lead=lead, generation=in_flight(**settings), rollout="engines")
+    assert said in problem
 
 
 @pytest.mark.parametrize(

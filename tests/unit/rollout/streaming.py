@@ -18,19 +18,20 @@ class StreamingHF(HFEngine):
     Attributes:
         fails: how many of the next answers are failures; an engine that failed is dead.
         most: the most rows that were in flight together.
-        begun: groups of keys, in the order in which they were begun.
+        lengths: of the prompts, in the order in which they were begun.
     """
 
     at_once = 3
     fails = 0
     most = 0
+    lengths: tuple[int, ...] | list[int] = ()
 
     def begin(self, keys: Sequence[int], prompts: Ragged, params: SamplingParams, seeds: np.ndarray) -> None:
         rows = vars(self).setdefault("rows", {})
         generations = self.generate(prompts, params, seeds)
         rows |= {key: (generations, place) for place, key in enumerate(keys)}
         self.most = max(self.most, len(rows))
-        vars(self).setdefault("begun", []).append(list(keys))
+        self.lengths = [*self.lengths, *prompts.lengths.tolist()]
 
     def finished(self, timeout_s: float) -> list[FinishedRow]:
         rows: dict[int, Any] = vars(self).setdefault("rows", {})
@@ -64,6 +65,10 @@ class StreamingHF(HFEngine):
 
     def abort(self) -> None:
         self.rows = {}
+
+    def interrupt(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def sleep(self) -> None: ...
 

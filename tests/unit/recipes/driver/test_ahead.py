@@ -204,7 +204,8 @@ def test_every_engine_failing_while_the_actor_trains_is_an_error(tmp_path: Path,
 
     def draw(session: Session, step: StepContext) -> Batch:
         if step.number == 2:
-            session.replace_engines()
+            time.sleep(0.1)  # by now the queue knows this thread's call
+            session.renew_engines(0)
         return engines.draw(session, step)
 
     with pytest.raises(RoleError, match="the weights that this batch began with are gone; resume"):
@@ -262,12 +263,12 @@ def test_a_damaged_batch_in_a_checkpoint_is_one_error(tmp_path: Path, publicatio
     (checkpoint / "ahead" / target).write_text("{}")
     session = session_ahead(tmp_path, steps=5)
     session.restored = checkpoint
-    with pytest.raises(CheckpointError, match=r"the batch drawn ahead in .* can't be read"):
+    with pytest.raises(CheckpointError, match=r"the batches drawn ahead in .* can't be read"):
         AheadQueue(session, publications(Engines(session)).draw)
 
 
 def test_a_full_disk_is_one_error(tmp_path: Path, publications: Any):
     session = session_ahead(tmp_path, steps=5)
     queue = AheadQueue(session, publications(Engines(session)).draw)
-    with pytest.raises(CheckpointError, match="the batch drawn ahead could not be written"):
+    with pytest.raises(CheckpointError, match="the batches drawn ahead could not be written"):
         queue.save(tmp_path / "missing" / "step-1")

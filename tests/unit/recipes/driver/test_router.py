@@ -11,6 +11,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.distributed.errors import RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
+from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.router import MOST_ATTEMPTS, Router
 from rlpack.rollout.canary import canary_tolerance
 from rlpack.rollout.types import SamplingParams
@@ -30,6 +31,7 @@ class Ranks:
         self.model = build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=3, attention_name="sdpa")
         self.engines: list[StreamingHF] = []
         self.workers: list[RolloutWorker] = []
+        self.access = EngineAccess(are_concurrent=False)
         self.group = WorkerGroup("rollout", LocalRanks([self._worker] * count), Batching(max_tokens=64))
 
     def engine(self) -> StreamingHF:
@@ -44,11 +46,17 @@ class Ranks:
         self.workers.append(worker)
         return worker
 
-    def replace(self) -> None:
+    def replace(self, generation: int) -> bool:
         self.group.run(RolloutWorker.replace_failed_engine)
+        return True
 
     def run(self, prompts: BatchedDataDict, capacity: int = 64, **given: Any) -> tuple[BatchedDataDict, Router]:
-        router = Router(self.group, PARAMS, capacity=capacity, replace_engines=given.get("replace", self.replace))
+        router = Router(
+            *(self.group, PARAMS),
+            capacity=capacity,
+            access=self.access,
+            replace_engines=given.get("replace", self.replace),
+        )
         parts = list(router.run(prompts))
         for part in parts:
             sizes = prompts["group_ids"].bincount()
@@ -99,7 +107,7 @@ def test_groups_go_to_the_rank_with_the_fewest_tokens_in_flight():
     rows = tiny_rollouts([(30, 0), (2, 0), (3, 0), (4, 0)], group=1).keep(["input_ids", "uid"])
     batch = rows.union({"group_ids": torch.arange(4), "seeds": torch.arange(4)})
     ranks.run(batch)
-    assert [vars(engine)["begun"] for engine in ranks.engines] == [[[0]], [[1, 2, 3]]]
+    assert [engine.lengths for engine in ranks.engines] == [[30], [2, 3, 4]]
 
 
 def test_groups_of_a_dead_engine_are_generated_elsewhere_from_the_same_seeds():
@@ -122,9 +130,10 @@ def test_the_last_engine_is_replaced_and_its_groups_generated_again():
 def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reason():
     ranks = Ranks(1)
 
-    def replace() -> None:
-        ranks.replace()
+    def replace(generation: int) -> bool:
+        ranks.replace(generation)
         ranks.engines[-1].fails = 1
+        return True
 
     ranks.engines[0].fails = 1
     with pytest.raises(RoleError, match=rf"prompt \S+ failed {MOST_ATTEMPTS} times .* the engine died") as raised:
@@ -135,7 +144,7 @@ def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reas
 
 def test_what_an_abandoned_generation_left_is_forgotten():
     ranks, batch = Ranks(2), prompts(9)
-    router = Router(ranks.group, PARAMS, capacity=64, replace_engines=ranks.replace)
+    router = Router(ranks.group, PARAMS, capacity=64, access=ranks.access, replace_engines=ranks.replace)
     next(iter(router.run(batch)))  # the step failed here
     other = prompts(4)
     rows, _ = ranks.run(other)

@@ -1,0 +1,142 @@
+"""Who may use the engines: any number of generations at once, or one publication of weights.
+
+    generation      with access.generation() as number:     draws batches; evaluates
+    publication     with access.publication():              waits until no generation has a call under way
+
+With `rollout.publish=in_flight`, generations go on after a publication, with the new weights: each asks `wait_for_turn`
+between its calls. Otherwise, generations have ended before weights are published, and all of this returns at once.
+
+Deadlines: a generation's calls end within their own deadline, so a publication waits at most that long; a generation
+waits for a publication, whose calls have deadlines, too, and at most `_LONGEST_S`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rlpack.distributed.errors import RoleError
+
+# Interval at which waits can be interrupted.
+_LOOK_S = 1.0
+# Longest wait, in seconds: beyond the deadlines of all calls that a wait depends on.
+_LONGEST_S = 86400.0
+
+
+class EngineAccess:
+    """Keeps generations and publications apart.
+
+    Invariants (tests/unit/recipes/driver/test_engine_access.py):
+
+    1. while a publication runs, no generation has a call under way;
+    2. a publication that waits comes before the next calls of all generations, so that it can't wait for ever.
+
+    Attributes:
+        epoch: number of publications that have ended; engines that failed were replaced by each.
+    """
+
+    def __init__(self, *, are_concurrent: bool) -> None:
+        """Start without any.
+
+        Args:
+            are_concurrent: whether generations run at the same time; otherwise, one that begins supersedes those that
+                were given up.
+        """
+        self.epoch = 0
+        self._are_concurrent = are_concurrent
+        self._changed = threading.Condition()
+        self._numbers: set[int] = set()
+        self._next = 0
+        self._calling: set[int] = set()
+        self._num_publishing = 0
+        self._needs_engines = False
+
+    @property
+    def needs_engines(self) -> bool:
+        """Return whether a generation waits for a publication because all engines failed."""
+        return self._needs_engines
+
+    @property
+    def oldest(self) -> int:
+        """Return the number of the oldest generation that has not ended."""
+        with self._changed:
+            return min(self._numbers, default=self._next)
+
+    @contextmanager
+    def generation(self) -> Iterator[int]:
+        """Yield the number of a new generation, which may call the engines until the block ends."""
+        with self._changed:
+            number, self._next = self._next, self._next + 1
+            if not self._are_concurrent:
+                self._numbers.clear()
+                self._calling.clear()
+            self._numbers.add(number)
+        try:
+            self.wait_for_turn(number)
+            yield number
+        finally:
+            with self._changed:
+                self._numbers.discard(number)
+                self._calling.discard(number)
+                self._changed.notify_all()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether a publication waits, or runs; a generation then ends its calls and waits for its turn."""
+        return self._num_publishing > 0
+
+    def wait_for_turn(self, number: int) -> None:
+        """Let publications run; call this without a call under way."""
+        with self._changed:
+            self._calling.discard(number)
+            self._changed.notify_all()
+            self._wait(lambda: not self._num_publishing)
+            self._calling.add(number)
+
+    def wait_for_engines(self, number: int) -> None:
+        """Wait until a publication has ended, which replaces engines that failed.
+
+        Raises:
+            RoleError: none came.
+        """
+        with self._changed:
+            epoch, self._needs_engines = self.epoch, True
+            self._calling.discard(number)
+            self._changed.notify_all()
+            self._wait(lambda: self.epoch != epoch and not self._num_publishing)
+            self._calling.add(number)
+
+    @contextmanager
+    def publication(self, of: int | None = None) -> Iterator[None]:
+        """Keep generations from calling the engines during the block.
+
+        Args:
+            of: number of the generation that publishes, which has no call under way; None if none does.
+        """
+        with self._changed:
+            self._num_publishing += 1
+            try:
+                self._wait(lambda: not self._are_concurrent or self._calling <= {of})
+            except BaseException:
+                self._num_publishing -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_publishing -= 1
+                self.epoch += 1
+                self._needs_engines = False
+                self._changed.notify_all()
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait for a condition, with the lock held.
+
+        Raises:
+            RoleError: the deadline passed.
+        """
+        end = time.monotonic() + _LONGEST_S
+        while not is_over():
+            if time.monotonic() > end:
+                raise RoleError("rollout", None, "advance", f"no turn within {_LONGEST_S:g} s")
+            self._changed.wait(_LOOK_S)

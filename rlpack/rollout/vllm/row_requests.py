@@ -1,0 +1,152 @@
+"""The requests of rows to vLLM: each row is one request, or several after interruptions.
+
+    begin ──► running ──► answered or failed ──► finished
+                │  ▲
+      interrupt │  │ resume: the prompt and what was sampled are the next request's prompt
+                ▼  │
+              waiting
+
+Invariants (tests/vllm/test_interruption.py):
+
+1. every row that was begun is answered once, or fails once, unless it was cancelled;
+2. between `interrupt` and `resume` vLLM runs no request of a row;
+3. a token keeps the log-prob and the policy version that it was sampled with.
+"""
+
+import asyncio
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlpack.rollout.engine import FinishedRow
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.vllm.requests import continuation_seed, joined, to_prompt, to_sampling
+
+# Deadline of vLLM's own calls, in seconds.
+_CONTROL_S = 300.0
+# Longest interruption, in seconds; the calls that send weights have shorter deadlines.
+_PAUSE_S = 7200.0
+
+
+class Row(NamedTuple):
+    """A row to answer.
+
+    Attributes:
+        key: names it.
+        prompt: its token ids, int64 [n].
+        seed: of its random numbers.
+        params: how tokens are sampled.
+    """
+
+    key: int
+    prompt: np.ndarray
+    seed: int
+    params: SamplingParams
+
+
+# Runs one request, a prompt and the arguments of `vllm.SamplingParams`, and returns its `vllm.RequestOutput`.
+Ask = Callable[[dict[str, Any], dict[str, Any]], Any]
+
+
+class RowRequests:
+    """The rows in flight; coroutines run in the engine's event loop."""
+
+    def __init__(self, front_end: Any, ask: Ask, explain: Callable[[Exception], str]) -> None:
+        """Start without rows.
+
+        Args:
+            front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
+            ask: runs a request.
+            explain: returns the cause of an error that vLLM raised.
+        """
+        self._front_end, self._ask, self._explain = front_end, ask, explain
+        self._version = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._done: queue.SimpleQueue[FinishedRow] = queue.SimpleQueue()
+        self._may_ask = asyncio.Event()
+        self._may_ask.set()
+        self._num_asking = 0
+
+    async def begin(self, rows: Sequence[Row], version: int) -> None:
+        """Start rows, at the policy version that the engine has."""
+        self._version = version
+        for row in rows:
+            task = asyncio.ensure_future(self._respond(row, self._done))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def finished(self, timeout_s: float) -> list[FinishedRow]:
+        """Return the rows that ended; see `StreamingEngine.finished`. Call it from outside the loop."""
+        rows: list[FinishedRow] = []
+        try:
+            rows.append(self._done.get(timeout=timeout_s))
+            while True:
+                rows.append(self._done.get_nowait())
+        except queue.Empty:
+            return rows
+
+    async def cancel(self) -> None:
+        """Cancel all rows, which aborts their requests in vLLM, and drop their results."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CONTROL_S / 2)
+        self._done = queue.SimpleQueue()
+
+    async def interrupt(self) -> None:
+        """Stop all requests; what they sampled is kept.
+
+        Raises:
+            EngineError: requests are left that vLLM has not ended within a deadline.
+        """
+        self._may_ask.clear()
+        if not self._num_asking:
+            return
+        await self._front_end.pause_generation(mode="abort", clear_cache=False)
+        await self._front_end.resume_generation()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CONTROL_S / 2
+        while self._num_asking and loop.time() < deadline:
+            await asyncio.sleep(0.002)
+        if self._num_asking:
+            raise EngineError(f"vLLM did not end {self._num_asking} interrupted requests within {_CONTROL_S / 2:g} s")
+
+    async def resume(self, version: int) -> None:
+        """Continue interrupted rows, at the policy version that the engine has now."""
+        self._version = version
+        self._may_ask.set()
+
+    async def _respond(self, row: Row, done: queue.SimpleQueue[FinishedRow]) -> None:
+        """Put the result of a row, or its failure, into a queue."""
+        try:
+            answer = FinishedRow(row.key, await self._answer(row), "")
+        except EngineError as error:
+            answer = FinishedRow(row.key, None, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is a failure of the row
+            failure = f"vLLM failed at policy version {self._version}: {self._explain(error)}"
+            answer = FinishedRow(row.key, None, failure)
+        done.put(answer)
+
+    async def _answer(self, row: Row) -> Any:
+        """Return the response to a row, as `vllm.CompletionOutput` has it; an interrupted request is continued."""
+        parts: list[Any] = []
+        sampled: list[int] = []
+        while True:
+            async with asyncio.timeout(_PAUSE_S):
+                await self._may_ask.wait()
+            prompt = to_prompt([*row.prompt.tolist(), *sampled], self._version)
+            sampling = to_sampling(row.params, continuation_seed(row.seed, len(sampled)))
+            sampling["max_tokens"] -= len(sampled)
+            self._num_asking += 1
+            try:
+                output = (await self._ask(prompt, sampling)).outputs[0]
+            finally:
+                self._num_asking -= 1
+            parts.append(output)
+            if output.finish_reason != "abort" or self._may_ask.is_set():
+                return joined(parts)
+            sampled += output.token_ids

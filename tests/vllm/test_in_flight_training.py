@@ -1,0 +1,84 @@
+"""Runs whose engines get new weights while they sample: killed, they go on with the next prompts; engines may die."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.end_to_end.commands import DEADLINE_S, Command, committed, done, records, started, until
+from tests.end_to_end.settings import UNEVEN
+
+LEAD, STEPS, PROMPTS = 2, 12, 8
+OVERRIDES: Sequence[str] = (
+    *UNEVEN,
+    "rollout=vllm",
+    "placement=two_pools",
+    "rollout.publish=in_flight",
+    f"trainer.lead={LEAD}",
+    "rollout.max_new_tokens=120",
+    "batching.max_tokens=256",
+    "rollout.kv_cache_gb=0.2",
+    "sft_warmup.steps=4",
+    f"trainer.steps={STEPS}",
+    "evaluation.every=6",
+    "checkpoint.every=2",
+    "checkpoint.asynchronous=true",
+)
+
+pytestmark = pytest.mark.slow
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for record in records(run_dir) if record["phase"] == "train"]
+
+
+def check_ledger(run: Command) -> None:
+    """Check that every step trained on the prompts after those of the step before, within the bound."""
+    steps = trained(run.run_dir)
+    assert [(one["step"], one["prompts_consumed"]) for one in steps] == [(n, PROMPTS * n) for n in range(1, STEPS + 1)]
+    lags = [one["rollout/lag"] for one in steps]
+    assert max(lags) == LEAD, "nothing ran ahead"
+    assert all(one["rollout/canary_gap"] <= 1e-4 for one in steps if "rollout/canary_gap" in one)
+    assert run.left_behind() == []
+
+
+def engine_processes() -> Iterator[psutil.Process]:
+    """Yield the processes in which vLLM runs models."""
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if "EngineCore" in " ".join([process.info["name"] or "", *(process.info["cmdline"] or [])]):
+            yield process
+
+
+def test_a_run_that_is_killed_trains_on_every_prompt_once(tmp_path: Path):
+    with started(tmp_path, *OVERRIDES, ranks=1) as command:
+        command.wait_for("train", 5)
+        until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
+        command.process.kill()
+        assert command.wait() == -9
+    assert committed(command.run_dir, "train")[-1] < STEPS
+    check_ledger(done(tmp_path, *OVERRIDES, "resume=auto", ranks=1))
+
+
+def test_engines_that_die_while_batches_are_in_flight_are_replaced(tmp_path: Path):
+    others = {process.pid for process in engine_processes()}
+    with started(tmp_path, *OVERRIDES, ranks=1) as command:
+        for step in (3, 7):
+            command.wait_for("train", step)
+            for process in engine_processes():
+                if process.pid not in others:
+                    os.kill(process.pid, signal.SIGKILL)
+        assert command.wait() == 0
+    check_ledger(command)
+    assert "starts a new engine in place of one that failed" in (command.run_dir / "run.log").read_text()
+
+
+def test_a_resumed_run_keeps_its_way_to_publish(tmp_path: Path):
+    words = (*OVERRIDES, "trainer.steps=2", "evaluation.every=9")
+    done(tmp_path, *words, ranks=1)
+    with started(tmp_path, *words, "resume=auto", "rollout.publish=drain", "trainer.lead=1", ranks=1) as command:
+        assert command.wait() == 2
+    assert "was written with 'in_flight'; set rollout.publish as it was" in command.err
