@@ -38,9 +38,8 @@ from rlpack.safe_files import read_json, read_object, read_text
 logger = logging.getLogger(__name__)
 
 # 2: the state identifies the prompts that the run started with. 3: it has the hashes of the reference's weights, and
-# the manifest has the version of rlpack. 4: it may hold a batch that was drawn ahead. 5: it may
-# hold several, drawn or not. A field that a reader needs, in
-# any of the files, is a new format.
+# the manifest has the version of rlpack. 4: it may hold a batch that was drawn ahead. 5: it may hold
+# several, drawn or not. A field that a reader needs, in any of the files, is a new format.
 FORMAT = 5
 STATE, HINT = "state.json", "latest"
 DAMAGED = "DAMAGED"  # written into a checkpoint that was skipped, with the reason; pruning doesn't count it

@@ -166,7 +166,7 @@ BAD_FILES = (
     odd("another phase", progress(phase=[])),
     odd("no placement", state(lambda saved: saved["config"].update(placement=5))),
     odd("a recipe in words", state(lambda saved: saved["config"].update(recipe="x"))),
-    key("resuming a version that steers the terminal", *RESUME, words=(r"rlpack '99.\x1b[31mred\n\nfine' in format 4",),
+    key("resuming a version that steers the terminal", *RESUME, words=(r"rlpack '99.\x1b[31mred\n\nfine' in format 5",),
         setup=manifest(rlpack="99.\x1b[31mred\n\nfine")),
     key("resuming a format that steers the terminal", *RESUME, words=(r"format '\x1b[31m'",),
         setup=manifest(format="\x1b[31m")),

@@ -184,7 +184,7 @@ def rewrite_manifest(folder: Path, **changes: object) -> None:
     [
         ({"format": 5, "rlpack": "0.0.9", "files": {"in": "other words"}}, r"by rlpack 0\.0\.9 in format 5; this is"),
         ({"format": 2, "rlpack": None}, "by rlpack an older version in format 2"),
-        ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 4"),
+        ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 5"),
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused_by_its_version_and_not_skipped(
