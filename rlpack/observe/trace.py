@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rlpack.observe.errors import ReportError
+from rlpack.safe_files import open_regular
 from rlpack.spans import FOLDER
 
 DRIVER, MAIN_THREAD = "driver", "MainThread"
@@ -93,11 +94,14 @@ def read_spans(run_dir: Path, *, last_bytes: int | None = None) -> list[ProcessS
         last_bytes: read only so many bytes at the end of each file; None for all.
 
     Raises:
-        ReportError: there are none.
+        ReportError: there are none, or a file can't be read.
     """
     processes: dict[Path, ProcessSpans] = {}
     for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
-        found = _read_file(path, last_bytes)
+        try:
+            found = _read_file(path, last_bytes)
+        except OSError as error:
+            raise ReportError(f"{path} can't be read ({error}); delete it") from error
         if found is None:
             continue
         newest = path.with_name(path.name.replace(".old.jsonl", ".jsonl"))
@@ -124,7 +128,7 @@ def write_trace(run_dir: Path, path: Path) -> list[ProcessSpans]:
     """Write the trace of a run, and return its processes.
 
     Raises:
-        ReportError: the run has no spans, or the file can't be written.
+        ReportError: the run has no spans, or a file can't be read or written.
     """
     processes = read_spans(run_dir)
     try:
@@ -171,7 +175,7 @@ def _read_file(path: Path, last_bytes: int | None) -> ProcessSpans | None:
     """Return the spans in a file, or in its last bytes; None without a readable head."""
     spans: list[Span] = []
     unreadable = 0
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         try:
             value = json.loads(lines.readline())
             head = (str(value["process"]), int(value["pid"]), str(value["host"]))

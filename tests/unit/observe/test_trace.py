@@ -1,6 +1,8 @@
 """The trace of a run, from files as processes leave them."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,12 @@ def test_a_folder_without_spans_is_one_error(tmp_path: Path, capsys: pytest.Capt
 def test_a_file_that_cannot_be_written_is_one_error(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["trace", str(run_dir), "--out", str(run_dir / "missing" / "trace.json")]) == 2
     assert "the trace can't be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_file_of_another_kind_is_one_error_and_never_waited_for(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
+):
+    make(run_dir / "spans" / "x.jsonl")
+    assert main(["trace", str(run_dir)]) == 2
+    assert "x.jsonl can't be read" in capsys.readouterr().err
