@@ -29,8 +29,9 @@ def unknown_setting_error(kind: str, key: str, known: Iterable[str]) -> ModelErr
     """Return the error of a new model's setting that its type doesn't have."""
     settings = sorted(known)
     near = difflib.get_close_matches(key, settings, n=3)
-    hint = f"; did you mean {', '.join(near)}?" if near else f"; its settings are {', '.join(settings)}"
-    return ModelError(f"model.config.{key} is not a setting of {kind}{hint}")
+    hint = f"did you mean {', '.join(near)}?" if near else f"its settings are {', '.join(settings)}"
+    way_out = f"remove it, by ~model.config.{key} if a preset sets it"
+    return ModelError(f"model.config.{key} is not a setting of {kind}; {way_out}; {hint}")
 
 
 def not_causal_error(kind: str) -> ModelError:
