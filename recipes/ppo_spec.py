@@ -18,7 +18,8 @@ def no_advantage_function(config: Config) -> Iterator[str]:
 
 def policy_is_trained(config: Config) -> Iterator[str]:
     """Yield a warning if the critic's warm-up lasts to the end of the run."""
-    if config.critic.warmup_steps >= config.trainer.steps > 0:
+    steps = config.trainer.known_steps
+    if steps is not None and config.critic.warmup_steps >= steps > 0:
         yield f"critic.warmup_steps is {config.critic.warmup_steps}: the policy itself is never trained"
 
 

@@ -8,6 +8,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.distributed.weights import WeightChannel
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver import policy_stages
+from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import step_weights
@@ -63,19 +64,25 @@ def compute_token_advantages(
 
 
 def update_critic(session: Session, step: StepContext, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> None:
-    """Take one optimizer step of the critic per mini-batch, `trainer.updates_per_batch` times over the batch."""
-    trainer = session.config.trainer
-    weights = step_weights(rollouts["value_tokens"].where(rollouts["valid"], 0), plan, session.config.algorithm)
-    loss = ValueLoss(session.config.critic.value_clip)
+    """Take one optimizer step of the critic per mini-batch, `trainer.updates_per_batch` times over the batch.
+
+    With `trainer.shuffle_mini_batches`, later passes are those of `passes`.
+    """
+    trainer, loss = session.config.trainer, ValueLoss(session.config.critic.value_clip)
+
+    def weigh(rows: BatchedDataDict, own: MicrobatchPlan) -> dict[str, Tensor]:
+        counts = rows["value_tokens"].where(rows["valid"], 0)
+        return {"loss_weight": step_weights(counts, own, session.config.algorithm)["token_weight"]}
+
     # The `loss_weight` of the batch is that of the actor's loss.
-    batch = rollouts.drop(["loss_weight"]).union({"loss_weight": weights["token_weight"]})
+    batch = rollouts.drop(["loss_weight"]).union(weigh(rollouts, plan))
     with step.timer("update_critic"):
         rate = learning_rate(session.config.critic.optimizer, step.number, trainer.steps)
-        critic = session.critic.with_plan(plan)
-        updates = [critic.run(CriticWorker.train_step, batch, loss, rate) for _ in range(trainer.updates_per_batch)]
-    for _ in updates:
-        session.performance.count(step, "critic", CriticWorker.train_step, plan, batch["value_tokens"])
-    step.record_optimizer_steps([metrics for update in updates for metrics in update])
+        updates = []
+        for rows, own in passes(session, step, "critic", batch, plan, weigh):
+            updates += session.critic.with_plan(own).run(CriticWorker.train_step, rows, loss, rate)
+            session.performance.count(step, "critic", CriticWorker.train_step, own, rows["value_tokens"])
+    step.record_optimizer_steps(updates)
 
 
 def update_actor_after_warmup(

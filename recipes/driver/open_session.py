@@ -24,6 +24,8 @@ from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import cache_splits, load_splits
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.spans import FOLDER, recorded_spans
+from rlpack.startup.data_epochs import with_steps
+from rlpack.startup.same_run import check_steps
 
 
 @contextmanager
@@ -48,7 +50,9 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     progress = loaded.progress if loaded else Progress()
     hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
     tokenizer, prompts, held_out = load_splits(config)
+    config = with_steps(config, len(prompts))
     if loaded is not None:
+        check_steps(loaded.state["progress"], config)
         check_same_prompts(loaded, config, prompts, held_out)
     needs_reference = "reference" in started_roles(config)
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None

@@ -6,6 +6,8 @@ changes: every role returns its rows in the order it got them.
 
 from functools import partial
 
+from torch import Tensor
+
 from rlpack.algorithms.advantages import zero_group_fraction
 from rlpack.algorithms.kl import next_kl_coef
 from rlpack.algorithms.registry import advantage_parameters, row_advantages
@@ -14,6 +16,7 @@ from rlpack.batch.remote import RemoteColumn
 from rlpack.config.schema import Algorithm
 from rlpack.distributed.calls import Pending
 from rlpack.packing import MicrobatchPlan
+from rlpack.recipes.driver.batch_passes import passes
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.learning_rate import learning_rate
 from rlpack.recipes.driver.loss_weights import planned_response_lengths, step_weights
@@ -158,8 +161,7 @@ def add_loss_weights(
     Rows that are not `valid`, or excluded by `trains` (if there is such a column), have weight 0. Prompts with a row
     that counts are added to `prompts_trained`.
     """
-    trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
-    counts = rollouts["kept_tokens" if "kept_tokens" in rollouts else "response_tokens"].where(trains, 0)
+    counts = trained_tokens(rollouts)
     prompts = rollouts["group_ids"][counts > 0].unique().numel()
     step.advance(prompts_trained=step.progress.prompts_trained + prompts)
     step.metrics["prompts_trained"] = step.progress.prompts_trained
@@ -174,7 +176,13 @@ def add_loss_weights(
         )
         step.metrics["reference/kl_bounded_fraction"] = (bounded / tokens.clamp(min=1)).item()
     step.report_plan(plan, keep=True)
-    return rollouts.union(step_weights(counts, plan, session.config.algorithm))
+    return rollouts.union(_weights(session, rollouts, plan))
+
+
+def trained_tokens(rollouts: BatchedDataDict) -> Tensor:
+    """Return the tokens of each row that enter the actor's loss, int64 [B]."""
+    trains = rollouts["valid"] & rollouts["trains"] if "trains" in rollouts else rollouts["valid"]
+    return rollouts["kept_tokens" if "kept_tokens" in rollouts else "response_tokens"].where(trains, 0)
 
 
 def _columns_for_advantages(session: Session, rollouts: BatchedDataDict) -> BatchedDataDict:
@@ -198,7 +206,7 @@ def update_actor(
     plan: MicrobatchPlan,
     advantage_moments: Moments | None = None,
 ) -> None:
-    """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch.
+    """Take one optimizer step per mini-batch, `trainer.updates_per_batch` times over the batch (see `passes`).
 
     Per-token advantages are normalized by `advantage_moments`, if given.
     """
@@ -215,11 +223,12 @@ def update_actor(
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     with step.timer("update"):
         rate = learning_rate(optimizer, step.number, trainer.steps)
-        actor = session.actor.with_plan(plan)
-        updates = [actor.run(ActorWorker.train_step, rollouts, loss, rate) for _ in range(trainer.updates_per_batch)]
-    for _ in updates:
-        session.performance.count(step, "actor", ActorWorker.train_step, plan, rollouts["response_tokens"])
-    step.record_optimizer_steps([metrics for update in updates for metrics in update])
+        actor, updates = session.actor.with_plan(plan), []
+        weigh = partial(_weights, session)
+        for rows, own in passes(session, step, "actor", rollouts, plan, weigh):
+            updates += session.actor.with_plan(own).run(ActorWorker.train_step, rows, loss, rate)
+            session.performance.count(step, "actor", ActorWorker.train_step, own, rows["response_tokens"])
+    step.record_optimizer_steps(updates)
     for name, logged in _MEASURED_IN_UPDATE.items():
         if name in step.metrics:
             step.metrics[logged] = step.metrics.pop(name)
@@ -229,6 +238,11 @@ def update_actor(
             scored = rollouts.union(actor.run(ActorWorker.logprobs, rollouts).keep(["logprobs", "logprob_gap"]))
         session.logprob_gap_limit.check(gap, scored, session.store, step.number)
     _adapt_kl(session, step, rollouts.num_rows)
+
+
+def _weights(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> dict[str, Tensor]:
+    """Return `loss_weight` and `token_weight` f32 [B] of an update that follows `plan`."""
+    return step_weights(trained_tokens(rollouts), plan, session.config.algorithm)
 
 
 def _adapt_kl(session: Session, step: StepContext, rows: int) -> None:

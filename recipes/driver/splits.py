@@ -14,6 +14,7 @@ from rlpack.config.schema import Config
 from rlpack.data.datasets import PromptDataset, load_prompts
 from rlpack.data.examples import characters
 from rlpack.data.prompts import Prompts, tokenize_dataset
+from rlpack.data.sampler import sampled_rows
 from rlpack.data.tokenization import character_tokenizer
 from rlpack.models.loading import load_tokenizer
 
@@ -82,6 +83,7 @@ def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Promp
         tokenizer: PreTrainedTokenizerBase = character_tokenizer(characters([*train, *held_out]))
     else:
         tokenizer = load_tokenizer(config.model)
+    train = _fraction_of(config, train)  # the tokenizer has the characters of all prompts, whatever the fraction
     return tokenizer, _encode(config, train, tokenizer), _encode(config, held_out, tokenizer)
 
 
@@ -110,6 +112,12 @@ def _load(config: Config, source: str, split: str) -> PromptDataset:
         generator=data.generator,
     )
     return _drop_reserved_columns(dataset)
+
+
+def _fraction_of(config: Config, dataset: PromptDataset) -> PromptDataset:
+    """Return the share `data.fraction` of a dataset."""
+    rows = sampled_rows(config.seed, len(dataset), config.data.fraction)
+    return replace(dataset, examples=[dataset.examples[row] for row in rows])
 
 
 def _drop_reserved_columns(dataset: PromptDataset) -> PromptDataset:

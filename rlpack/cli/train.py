@@ -238,6 +238,8 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
             return
         sweep_dir = HydraConfig.get().runtime.output_dir
         given = frozenset(override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task)
+        if config.trainer.data_epochs is not None and given >= {"trainer.steps", "trainer.data_epochs"}:
+            problems.append(f"{label}trainer.steps and trainer.data_epochs both say how long to train; set one of them")
         if in_sweep:  # else Hydra has no number
             jobs.append(Job(config, given, job.num, sweep_dir, job.override_dirname))
         else:

@@ -72,9 +72,20 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.kl_coef is {algorithm.kl_coef}, which needs the role reference; keep roles.reference"
 
 
+def _mini_batches(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.shuffle_mini_batches and (trainer.updates_per_batch == 1 or trainer.mini_batch_size is None):
+        key = "updates_per_batch is 1" if trainer.updates_per_batch == 1 else "mini_batch_size is null"
+        yield (
+            f"trainer.shuffle_mini_batches is true, but trainer.{key}, so there is nothing to shuffle: set "
+            "trainer.updates_per_batch to 2 or more and trainer.mini_batch_size to less than a rollout batch, or "
+            "trainer.shuffle_mini_batches=false"
+        )
+
+
 def _optimizer(config: Config) -> Iterator[str]:
     for key, settings in optimizers(config).items():
-        yield from _schedule(key, settings, config.trainer.steps)
+        yield from _schedule(key, settings, config.trainer.known_steps)
     lora, optimizer = config.actor.lora, config.actor.optimizer
     if lora.rank > 0 and optimizer.freeze:
         yield (
@@ -101,13 +112,13 @@ def _offload(config: Config) -> Iterator[str]:
             yield f"{role}.offload is optimizer, but {role} isn't trained; set it to parameters or none"
 
 
-def _schedule(key: str, optimizer: Optimizer, steps: int) -> Iterator[str]:
+def _schedule(key: str, optimizer: Optimizer, steps: int | None) -> Iterator[str]:
     if optimizer.schedule == "constant" and optimizer.min_lr_ratio > 0:
         yield (
             f"{key}.min_lr_ratio is {optimizer.min_lr_ratio:g}, but {key}.schedule is constant, which doesn't decay; "
             f"set {key}.schedule=cosine or linear, or leave {key}.min_lr_ratio=0"
         )
-    if 0 < steps <= optimizer.warmup_steps:
+    if steps is not None and 0 < steps <= optimizer.warmup_steps:
         yield (
             f"{key}.warmup_steps ({optimizer.warmup_steps}) leaves no step of trainer.steps ({steps}) at peak rate; "
             f"lower {key}.warmup_steps or raise trainer.steps"
@@ -301,6 +312,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     function_name_problems,
     _kl,
     correction_problems,
+    _mini_batches,
     _optimizer,
     _offload,
     _object_store,

@@ -27,12 +27,22 @@ class Trainer(Section):
     """Batch sizes and the number of steps."""
 
     steps: int = Field(default=50, ge=0, description="Rollout steps of the recipe.")
+    data_epochs: Positive | None = Field(
+        default=None,
+        description="Passes over the training prompts instead of trainer.steps, which then follows from their number; "
+        "null takes trainer.steps.",
+    )
     prompts_per_step: Count = Field(default=32, description="Prompts of one rollout step.")
     group_size: Count = Field(default=8, description="Samples of each prompt (n).")
     mini_batch_size: Count | None = Field(
         default=None, description="Sequences of one optimizer step, over all ranks; null for the whole rollout batch."
     )
     updates_per_batch: Count = Field(default=1, description="Passes over a rollout batch (μ).")
+    shuffle_mini_batches: bool = Field(
+        default=False,
+        description="Deal the rows to other mini-batches, by the seed, in each pass over a rollout batch after the "
+        "first; false keeps arrival order.",
+    )
     lead: int = Field(
         default=0,
         ge=0,
@@ -40,6 +50,11 @@ class Trainer(Section):
         "actor trains on the current one, with weights that are one policy version older; more only with "
         "rollout.publish=in_flight; 0 for one after the other. From 1 on, the role rollout needs a pool of its own.",
     )
+
+    @property
+    def known_steps(self) -> int | None:
+        """Rollout steps; None if they follow from data that isn't read yet."""
+        return self.steps if self.data_epochs is None else None
 
 
 class SFTWarmup(Section):
@@ -164,6 +179,9 @@ class Data(Section):
         default="arithmetic", description="arithmetic, a .jsonl or .parquet file, or a hub dataset's name."
     )
     split: str = Field(default="train", description="Training split (hub and generator).")
+    fraction: Unit = Field(
+        default=1.0, description="Share of the training prompts that is used, drawn by the seed; at least one."
+    )
     validation_source: str | None = Field(
         default=None, description="Source of held-out prompts; null for data.source. A file needs its own."
     )

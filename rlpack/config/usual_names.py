@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 _RATE = "actor.optimizer.learning_rate"
-_EPOCHS = ("trainer.steps", "one step trains on trainer.prompts_per_step prompts; there are no epochs")
+_EPOCHS = ("trainer.data_epochs", "passes over the training prompts; trainer.steps counts steps")
 _GPUS = ("placement.pools.main.ranks", "one rank per GPU; placement=one_gpu and placement=eight_gpus are presets")
 
 # The key that is meant, and a remark or "", by the path that a user wrote.

@@ -14,17 +14,33 @@ _WORD = 1 << 64
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """Return the row order of an epoch: a permutation of `size` rows, int64, read-only.
-
-    Rows are sorted by Philox words (Salmon et al. 2011) keyed by seed and epoch.
-
-    >>> sorted(epoch_order(1, 0, 4).tolist())
-    [0, 1, 2, 3]
-    """
-    words = np.random.Philox(key=np.array([seed % _WORD, epoch], dtype=np.uint64)).random_raw(size)
-    order = np.argsort(words, kind="stable")
+    """Return the row order of an epoch: `row_order`, read-only and kept for the next step."""
+    order = row_order(seed, epoch, size)
     order.flags.writeable = False
     return order
+
+
+def row_order(seed: int, number: int, size: int) -> np.ndarray:
+    """Return a permutation of `size` rows, int64: they are sorted by Philox words keyed by seed and number.
+
+    Philox is the counter-based generator of Salmon et al. (2011).
+
+    >>> sorted(row_order(1, 0, 4).tolist())
+    [0, 1, 2, 3]
+    """
+    words = np.random.Philox(key=np.array([seed % _WORD, number], dtype=np.uint64)).random_raw(size)
+    return np.argsort(words, kind="stable")
+
+
+def sampled_rows(seed: int, size: int, fraction: float) -> np.ndarray:
+    """Return the rows of a share of a dataset, ascending int64, at least one; a larger share holds a smaller one's.
+
+    >>> smaller, larger = sampled_rows(1, 10, 0.3), sampled_rows(1, 10, 0.5)
+    >>> smaller.size, set(smaller) < set(larger), sampled_rows(1, 10, 1.0).tolist() == list(range(10))
+    (3, True, True)
+    """
+    order = row_order(step_seed(seed, "fraction", 0), 0, size)
+    return np.sort(order[: max(1, round(size * fraction))])
 
 
 def prompt_positions(seed: int, size: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -35,6 +35,7 @@ from rlpack.rewards.pool.call_queue import PoolSettings
 from rlpack.rewards.pool.limits import Limits
 from rlpack.rewards.pool.trial_import import import_functions
 from rlpack.rewards.signatures import check_signature
+from rlpack.startup.data_epochs import with_steps
 
 # Reading as much takes a fraction of a second.
 _MOST_BYTES, _MOST_FILES = 16 << 20, 100
@@ -49,7 +50,8 @@ def check_datasets(config: Config) -> None:
 
     Raises:
         DataError: a source can't be read, or a row is invalid; the message names it.
-        ConfigError: there are fewer rows than `trainer.prompts_per_step`.
+        ConfigError: there are fewer rows than `trainer.prompts_per_step`, or `trainer.data_epochs` gives a number of
+            steps that another key doesn't allow.
         RewardError: a function or the judge's template needs a column that a split doesn't have.
     """
     num_rows: float = math.inf
@@ -60,9 +62,11 @@ def check_datasets(config: Config) -> None:
             _check_demonstrations(config, dataset)
         texts.append(characters(dataset))
         if is_training:
-            num_rows = _rows(config.data, dataset)
+            num_rows = max(1, round(_rows(config.data, dataset) * config.data.fraction))
     if not _has_tokenizer(config):  # else some prompts may be wrong for it, which comes first
         check_enough_rows(config, num_rows)
+        if math.isfinite(num_rows):
+            with_steps(config, int(num_rows))
         if len(texts) == 2:
             alphabet = ALPHABET if config.data.source == "arithmetic" else ""
             check_stop_ids(config, len({*SPECIAL_TOKENS, *alphabet, *texts[0], *texts[1]}))

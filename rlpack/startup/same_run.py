@@ -92,13 +92,13 @@ def other_fields(state: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
 
 
 def check_steps(progress: Mapping[str, Any], config: Config) -> None:
-    """Refuse to resume a run that has done more steps than it is to do.
+    """Refuse to resume a run that has done more steps than it is to do, if these are known yet.
 
     Raises:
         ConfigError: names both numbers.
     """
-    done, steps = progress["step"], config.trainer.steps
-    if progress["phase"] == "train" and done > steps:
+    done, steps = progress["step"], config.trainer.known_steps
+    if progress["phase"] == "train" and steps is not None and done > steps:
         raise ConfigError(
             [
                 f"trainer.steps is {steps}, and the run in run_dir={config.run_dir} has done {done} steps; set "

@@ -9,7 +9,7 @@ EASY = (
     "data.generator.validation_size=2",
     "rollout.max_new_tokens=12",
 )
-# Responses of unlike lengths, mini-batches, two epochs over each rollout batch, and a short warm-up.
+# Responses of unlike lengths, two passes over each rollout batch with different mini-batches, and a short warm-up.
 UNEVEN = (
     "data.generator.min_operands=1",
     "data.generator.max_operands=4",
@@ -28,6 +28,7 @@ UNEVEN = (
     "trainer.group_size=4",
     "trainer.mini_batch_size=16",
     "trainer.updates_per_batch=2",
+    "trainer.shuffle_mini_batches=true",
     "evaluation.every=2",
     "evaluation.samples=4",
     "checkpoint.every=3",
