@@ -190,6 +190,7 @@ METRICS: dict[str, Metric] = {
         "s", "Waiting for the next batch before weights are published (trainer.lead); its part of time/step_s is lost."
     ),
     "time/correction_s": Metric("s", "Importance weights and rejection (algorithm.correction)."),
+    "time/recipe/<name>": Metric("s", "A part of the step that a recipe outside of rlpack measures."),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
     "time/checkpoint_s": Metric(
@@ -253,6 +254,7 @@ METRICS: dict[str, Metric] = {
     "store/peak_bytes": Metric(
         "bytes", "Most bytes of a step's tokens and texts in the object store at one time, without the dataset cache."
     ),
+    "recipe/<name>": Metric("1", "A metric of a recipe outside of rlpack."),
     "optimizer_steps": Metric(
         "steps", "Optimizer steps of the actor so far, including those of the warm-up, without skipped ones."
     ),
@@ -282,7 +284,10 @@ def check_names(names: Iterable[str]) -> None:
     rlpack's tests turn the warning into an error.
     """
     for name in unknown_names(names):
-        text = f"metric {name!r} is not in rlpack.observe.metric_table.METRICS; add it there, with unit and description"
+        text = (
+            f"metric {name!r} is not in rlpack.observe.metric_table.METRICS; add it there, with unit and description, "
+            "or name it recipe/<name> if a recipe of your own records it"
+        )
         warnings.warn(text, UnknownMetricWarning, stacklevel=3)
 
 
