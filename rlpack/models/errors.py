@@ -29,9 +29,11 @@ def unknown_setting_error(kind: str, key: str, known: Iterable[str]) -> ModelErr
     """Return the error of a new model's setting that its type doesn't have."""
     settings = sorted(known)
     near = difflib.get_close_matches(key, settings, n=3)
-    hint = f"did you mean {', '.join(near)}?" if near else f"its settings are {', '.join(settings)}"
-    way_out = f"remove it, by ~model.config.{key} if a preset sets it"
-    return ModelError(f"model.config.{key} is not a setting of {kind}; {way_out}; {hint}")
+    way_out = f"~model.config.{key} removes what a preset sets"
+    hint = (
+        f"did you mean {', '.join(near)}? {way_out}" if near else f"{way_out}; its settings are {', '.join(settings)}"
+    )
+    return ModelError(f"model.config.{key} is not a setting of {kind}; {hint}")
 
 
 def not_causal_error(kind: str) -> ModelError:

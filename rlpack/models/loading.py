@@ -285,7 +285,8 @@ def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConf
         raise ModelError("model.path is null and model.config has no model_type; set one of them")
     if kind not in CONFIG_MAPPING:
         raise unknown_type_error(kind, CONFIG_MAPPING)
-    known = set(AutoConfig.for_model(kind).to_dict())
+    default = AutoConfig.for_model(kind)
+    known = {*default.to_dict(), *default.attribute_map}  # also common names, such as num_experts of qwen3_moe
     for key in settings:
         if key not in known:
             raise unknown_setting_error(kind, key, known)

@@ -52,6 +52,25 @@ def test_a_new_model_uses_the_tokenizers_ids_and_the_seed_and_leaves_random_stat
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        (TINY | {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, 2),
+        ({"model_type": "gpt2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}, 4),
+    ],
+)
+def test_a_new_model_takes_settings_under_transformers_common_names(settings: dict, heads: int):
+    model = build_meta_model(Model(config=settings), vocab_size=11)
+    assert (model.config.hidden_size, model.config.num_hidden_layers, model.config.num_attention_heads) == (
+        16,
+        1,
+        heads,
+    )
+    assert model.get_input_embeddings().weight.shape == (11, 16)
+    experts = [module.num_experts for name, module in model.named_modules() if name.endswith(".experts")]
+    assert experts == ([6] if "num_experts" in settings else [])
+
+
 def test_a_saved_model_comes_back_in_fp32_with_the_same_weights(tmp_path: Path):
     saved = tiny_model(dtype=torch.bfloat16)
     saved.save_pretrained(tmp_path)

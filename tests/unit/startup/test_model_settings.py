@@ -23,7 +23,7 @@ WRONG = {
     "a setting that doesn't exist": ({"hidden_sizee": 9}, r"model.config.hidden_sizee is not a .*did you mean hidden_"),
     "a setting of another type": (
         {"n_embd": 9},
-        r"n_embd is not a setting of qwen2; remove it, by ~model\.config\.n_embd if .*; its settings are",
+        r"n_embd is not a setting of qwen2; ~model\.config\.n_embd removes what a preset .*; its settings are",
     ),
     "text for a number": ({"hidden_size": "wide"}, "not a valid qwen2 config.*hidden_size"),
     "a fraction": ({"num_hidden_layers": 1.5}, "not a valid qwen2 config.*num_hidden_layers"),
