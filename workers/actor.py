@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
 from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, Moments, columns_of, needs_whole_groups, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
+from rlpack.workers.step_routing import StepRouting, routing_of
 from rlpack.workers.stepped_role import SteppedRole
 
 
@@ -45,6 +47,7 @@ class ActorWorker(SteppedRole):
         self._settings = settings
         self._streams: dict[WeightForm, WeightStream] = {}
         self._stepper = OptimizerStepper("actor", scorer.policy, settings.optimizer, context)
+        self._routing = routing_of(scorer.policy)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -244,14 +247,25 @@ class ActorWorker(SteppedRole):
         views = list(shard.microbatches(step))
         statistics = self._statistics(views, loss) if loss.needs_statistics else None
         seed = (self._seed, self._stepper.steps_taken, self.context.rank)
+        routing = None if self._routing is None else StepRouting(self._routing, self._settings.moe)
 
         def forward(view: MicrobatchView, number: int) -> TokenScores:
-            return self._scores(view, loss, (*seed, number))
+            with nullcontext() if routing is None else routing.microbatch(view.rows):
+                return self._scores(view, loss, (*seed, number))
 
         def microbatch_loss(scores: TokenScores, view: MicrobatchView) -> MicrobatchLoss:
             return loss(scores, view.rows, statistics)
 
-        return self._stepper.step(views, forward, microbatch_loss, learning_rate)
+        metrics = self._stepper.step(views, forward, microbatch_loss, learning_rate)
+        return metrics if routing is None else self._with_routing(metrics, routing)
+
+    def _with_routing(self, metrics: dict[str, float], routing: StepRouting) -> dict[str, float]:
+        """Add the metrics of routing, and the balance loss to the loss; a collective."""
+        measured = routing.metrics()
+        if not self.context.is_reporting_rank:
+            return metrics
+        loss = metrics.get("actor/loss", 0.0) + routing.weighted_loss(measured)
+        return metrics | {"actor/loss": loss} | {f"actor/{name}": value for name, value in measured.items()}
 
     def _scores(self, view: MicrobatchView, loss: LogprobLoss, seed: tuple[int, ...]) -> TokenScores:
         """Return scores of the trained tokens, with gradient; `seed` seeds the adapters' dropout."""

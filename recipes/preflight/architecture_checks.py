@@ -23,6 +23,7 @@ from rlpack.config.roles import (
     started_roles,
 )
 from rlpack.config.schema import Config
+from rlpack.config.sections.optimization import Experts
 from rlpack.models import attention, own_attention
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.checks import check_model
@@ -33,6 +34,7 @@ from rlpack.models.packed import language_model
 from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
+from rlpack.models.routing import check_routers
 from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.models.verified import is_verified
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
@@ -53,10 +55,12 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
 
     Raises:
         ModelError: the model has no linear output layer, names no decoder layers, or has recurrent layers or custom
-            attention where a role packs; or rows can be so long that its rotary frequencies change.
+            attention where a role packs; rows can be so long that its rotary frequencies change; or it has no routers
+            for `actor.moe`.
     """
     output_head(model)
     decoder_layers(Policy(model))
+    check_experts(config, model)
     if recipe_of(config).generates:
         check_engine(config, model.config)
         check_rollout_length(config, model.config)
@@ -67,6 +71,23 @@ def check_architecture(config: Config, model: PreTrainedModel) -> None:
         is_known = config.model.trust_remote_code or is_verified(model.config.model_type, packed=packed)
         if role_compute(config, role).isolation_check and not is_known:
             _check_outputs(config, model, role, packed=packed)
+
+
+def check_experts(config: Config, model: PreTrainedModel) -> None:
+    """Raise if options of the actor need routers of experts that the policy doesn't have.
+
+    Raises:
+        ModelError: the model has no experts, or its routers don't choose and score them in a known way.
+    """
+    chosen = [name for name, value in config.actor.moe if value]
+    if not chosen:
+        return
+    try:
+        check_routers(model)
+    except ModelError as problem:
+        key, off = f"actor.moe.{chosen[0]}", Experts.model_fields[chosen[0]].default
+        kind = f"{type(model).__name__} ({model.config.model_type})"
+        raise ModelError(f"{key} needs a mixture of experts, but of {kind}: {problem}; set {key}={off}") from problem
 
 
 def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.correction_settings import Correction
-from rlpack.config.sections.optimization import Lora, Optimizer
+from rlpack.config.sections.optimization import Experts, Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.reward_sources import Judge, Reward
 from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
@@ -81,6 +81,7 @@ class Actor(Compute):
 
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
+    moe: Experts = Experts()
     parallel: Parallel = Parallel()
     forward_batching: ForwardBatching = ForwardBatching()
 

@@ -20,9 +20,10 @@ from rlpack.config.sections.compute import Checkpointing, Offload
 from rlpack.models.adapters import is_adapter_dropout
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
-from rlpack.models.expert_parallel import ExpertSplit
+from rlpack.models.expert_parallel import ExpertSplit, expert_modules
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.own_attention import forward_arguments
+from rlpack.models.routing import current_pass, same_pass
 from rlpack.models.row_parts import RowPart
 from rlpack.models.selective_checkpointing import selective_contexts
 from rlpack.models.stage_link import StageLink
@@ -139,6 +140,8 @@ class PackedModel(nn.Module):
             part: from `row_part`.
         """
         base, input_ids = language_model(self.model), inputs.input_ids
+        if (routing := current_pass()) is not None:
+            routing.place_tokens(inputs, part)
         if part is not None:
             input_ids = part.input_ids
             arguments = {"position_ids": part.position_ids, "packed": part.packed}
@@ -221,6 +224,8 @@ class PackedModel(nn.Module):
         options: dict[str, Any] = {"use_reentrant": False}
         if kind == "selective":
             options["context_fn"] = partial(selective_contexts, f"{role}.gradient_checkpointing")
+        if any(expert_modules(self)):
+            options["context_fn"] = partial(same_pass, options.get("context_fn"))
         if not self.model.supports_gradient_checkpointing:
             raise ModelError(
                 f"{type(self.model).__name__} can't recompute activations; set {role}.gradient_checkpointing=none"

@@ -94,7 +94,7 @@ METRICS: dict[str, Metric] = {
         "recipe=ppo that train only the critic then lack it. The run warns above rollout.max_logprob_gap, and ends "
         "above ten times that.",
     ),
-    "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term."),
+    "actor/loss": Metric("1", "Minimized loss: policy loss plus weighted KL term and load-balancing loss."),
     "actor/policy_loss": Metric("1", "Policy-gradient loss without the KL term."),
     "actor/kl": Metric("nats", "Mean KL divergence from the reference, estimated by algorithm.kl_estimator."),
     "actor/kl_bounded_fraction": Metric("fraction", "Tokens whose KL estimate in actor/kl is at algorithm.k3_bound."),
@@ -112,6 +112,16 @@ METRICS: dict[str, Metric] = {
     "actor/clip_high_fraction": Metric(
         "fraction", "Tokens without gradient because the ratio is above its upper bound."
     ),
+    "actor/moe_balance_loss": Metric(
+        "1",
+        "Load-balancing loss of a layer with experts, the mean over layers; 1 if the load of each row is even. "
+        "Measured also if actor.moe.balance_coefficient is 0.",
+    ),
+    "actor/moe_load_imbalance": Metric(
+        "1",
+        "Tokens of a layer's busiest expert over the mean of its experts, in an optimizer step; the mean over layers.",
+    ),
+    "actor/moe_load_imbalance_max": Metric("1", "The same of the layer where it is largest."),
     "actor/grad_norm": Metric("1", "Global gradient norm before clipping."),
     "actor/learning_rate": Metric("1", "Learning rate of the optimizer step."),
     "actor/skipped_steps": Metric("steps", "Optimizer steps skipped because the gradient was zero or not finite."),
@@ -165,6 +175,9 @@ METRICS: dict[str, Metric] = {
     "evaluation/loss": Metric("nats", "Mean negative log-prob of the tokens of held-out demonstrations (recipe=sft)."),
     "evaluation/perplexity": Metric("1", "Exponential of evaluation/loss."),
     "sft_warmup/loss": Metric("nats", "Mean negative log-prob of the tokens of demonstrations."),
+    "sft_warmup/moe_balance_loss": Metric("1", "As actor/moe_balance_loss, in a supervised step."),
+    "sft_warmup/moe_load_imbalance": Metric("1", "As actor/moe_load_imbalance, in a supervised step."),
+    "sft_warmup/moe_load_imbalance_max": Metric("1", "As actor/moe_load_imbalance_max, in a supervised step."),
     "sft_warmup/grad_norm": Metric("1", "Global gradient norm of the supervised step before clipping."),
     "sft_warmup/learning_rate": Metric("1", "Learning rate of the supervised step."),
     "sft_warmup/skipped_steps": Metric("steps", "Skipped supervised steps, as in actor/skipped_steps."),

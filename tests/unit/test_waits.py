@@ -37,6 +37,7 @@ NO_WAITS = {"_CURRENT.get", "HydraConfig.get", "process.poll"}
 BOUNDED = {
     "the value of a context variable": {
         "rlpack/models/attention.py: _simulated_device.get()",
+        "rlpack/models/routing.py: _current.get()",
     },
     "the result of a role's call: `RayRanks` waits for it by placement.call_timeout_s": {
         "rlpack/distributed/worker_group.py: self.submit(method, *args, **kwargs).result()",

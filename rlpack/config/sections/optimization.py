@@ -58,3 +58,13 @@ class Lora(Section):
         strict=False,
         description="Patterns of the linear layers with adapters; the head never has one.",
     )
+
+
+class Experts(Section):
+    """How a mixture of experts is trained."""
+
+    balance_coefficient: NonNegative = Field(
+        default=0.0,
+        description="Weight of the load-balancing loss of each layer with experts (DeepSeek-V3's, over sequences); "
+        "0 for none.",
+    )

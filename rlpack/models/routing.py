@@ -1,0 +1,315 @@
+"""What routers of mixtures of experts do in a forward pass: balance their load, record and replay their choices.
+
+A router gives each token its experts and their weights. Inside a `RoutingPass`, the routers that `Routing` wraps add
+the gradient of the load-balancing loss, count the tokens of each expert, record the experts that they choose, or take
+recorded ones. A router's own code computes the weights in all cases: only its choice, the call of `topk` over all
+experts, is replaced.
+
+The load-balancing loss is the sequence-wise one of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20), the form for one
+sequence of that of Switch Transformer (arXiv:2101.03961, equations 4 to 6). For a row of T tokens and one layer,
+
+    f[e] = E / (k · T) · number of tokens that chose expert e
+    p[t, e] = s[t, e] / Σ_e' s[t, e']                      (s: the router's scores, by softmax or sigmoid)
+    loss = Σ_e f[e] · 1 / T · Σ_t p[t, e]
+
+It is 1 if the load is even. f is a constant of the gradient. The loss of a layer is the mean over the rows of an
+optimizer step, each with the weight of its share of the step's response tokens; layers are added. A row's loss depends
+on its own tokens alone, so the sum over microbatches and ranks is exact for any batching: a loss over the tokens of a
+microbatch is not, and for one over those of the step, f is known only after the last forward pass.
+
+Each layer adds its gradient where it is computed, by `_AddLoss`, as in Megatron-LM: pipeline stages and activation
+checkpointing need no other output of the model.
+
+Letters: L layers with experts, E experts of a layer, k experts of a token, T tokens and R rows of a microbatch, n slots
+of this rank.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rlpack.models.errors import ModelError
+from rlpack.models.expert_parallel import expert_modules
+from rlpack.models.inputs import ModelInputs
+from rlpack.models.row_parts import RowPart, own_places
+
+_ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_NO_EXPERTS = "it has no experts that transformers stacks in one module per layer"
+
+
+class RouterShape(NamedTuple):
+    """Sizes that all routers of a model have in common.
+
+    Attributes:
+        num_layers: layers with experts, of all pipeline stages.
+        num_experts: of a layer.
+        top_k: experts of a token.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+
+def router_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that choose experts, by name; each is next to the experts of its layer."""
+    for name, _ in expert_modules(root):
+        block = name.rpartition(".")[0]
+        for child, module in root.get_submodule(block).named_children():
+            if {"top_k", "num_experts"} <= vars(module).keys() and module._parameters.get("weight") is not None:
+                yield f"{block}.{child}", module
+
+
+def router_shape(root: nn.Module) -> RouterShape | None:
+    """Return the sizes of a model's routers; None if it has no experts.
+
+    Raises:
+        ModelError: its experts are chosen elsewhere than in one module per layer, or layers differ in their sizes.
+    """
+    blocks = [name.rpartition(".")[0] for name, _ in expert_modules(root)]
+    if not blocks:
+        return None
+    found = list(router_modules(root))
+    if [name.rpartition(".")[0] for name, _ in found] != blocks:
+        raise ModelError("its experts are not chosen by one router module per layer")
+    sizes = {(cast(int, module.num_experts), cast(int, module.top_k)) for _, module in found}
+    if len(sizes) > 1:
+        raise ModelError(f"its layers have different numbers of experts or of choices: {sorted(sizes)}")
+    return RouterShape(len(blocks), *sizes.pop())
+
+
+def check_routers(root: nn.Module) -> None:
+    """Raise unless the routers of a model choose and score experts in a known way.
+
+    Args:
+        root: a model on the meta device.
+
+    Raises:
+        ModelError: they don't, or the model has no experts.
+    """
+    if (shape := router_shape(root)) is None:
+        raise ModelError(_NO_EXPERTS)
+    for name, router in router_modules(root):
+        weight = cast(Tensor, router.weight)
+        further = len(inspect.signature(router.forward).parameters) - 1  # a bias of the choice, in some families
+        with _Choice(shape) as choice:
+            outputs = router(weight.new_zeros(2, weight.shape[1]), *[weight.new_zeros(shape.num_experts)] * further)
+        if not choice.is_known(outputs) or choice.scores is None:
+            raise ModelError(f"{name} ({type(router).__name__}) doesn't choose and score experts in a known way")
+
+
+class Routing:
+    """The routers of a model on this rank.
+
+    Attributes:
+        shape: sizes of the routers.
+        row_group: the ranks that share the tokens of a row; None for this rank alone.
+        is_counted: whether this rank's tokens count; of tensor parallel ranks, which have the same ones, the first's.
+    """
+
+    def __init__(
+        self, root: nn.Module, whole: nn.Module, *, row_group: dist.ProcessGroup | None = None, is_counted: bool = True
+    ) -> None:
+        """Wrap the routers of a model, in place.
+
+        Args:
+            root: the model in its final form: split, cut into stages and sharded.
+            whole: the same with the layers of all stages.
+            row_group: see above.
+            is_counted: see above.
+
+        Raises:
+            ModelError: it has no routers, or layers differ.
+        """
+        shape = router_shape(whole)
+        if shape is None:
+            raise ModelError(_NO_EXPERTS)
+        self.shape, self.row_group, self.is_counted = shape, row_group, is_counted
+        names = [name for name, _ in router_modules(whole)]
+        for name, router in list(router_modules(root)):
+            router.forward = functools.partial(_route, router.forward, names.index(name))
+
+
+class RoutingPass:
+    """What routers do in the forward pass of one microbatch, and what is measured in it.
+
+    The recomputation of activations belongs to the same pass: a layer that runs again adds the same gradient, and
+    measures nothing.
+
+    Attributes:
+        load: tokens of each expert, int64 [L, E].
+        balance: Σ over layers and rows of the row's weight times its balance loss, fp64 [].
+    """
+
+    def __init__(self, routing: Routing, row_weights: Tensor | None = None, *, coefficient: float = 0.0) -> None:
+        """Plan a pass.
+
+        Args:
+            routing: the routers.
+            row_weights: weight of each row in the balance loss, f32 [R]; None leaves the loss out.
+            coefficient: of the balance loss in the gradient.
+        """
+        self._routing, self._row_weights, self._coefficient = routing, row_weights, coefficient
+        self._factors: dict[int, Tensor] = {}
+        shape = routing.shape
+        self.load = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.int64)
+        self.balance = torch.zeros((), dtype=torch.float64)
+
+    def place_tokens(self, inputs: ModelInputs, part: RowPart | None) -> None:
+        """Locate the tokens of the microbatch; `PackedModel` calls this before the routers run.
+
+        Args:
+            inputs: the microbatch.
+            part: the slots that this rank runs; None for all.
+        """
+        device, num_tokens, num_rows = inputs.slots.device, inputs.num_tokens, len(inputs.row_lengths)
+        num_slots = (inputs.input_ids if part is None else part.input_ids).numel()
+        own, places = own_places(part, inputs.slots)
+        rows = torch.arange(num_rows, device=device).repeat_interleave(inputs.row_lengths, output_size=num_tokens)
+        # Slots without a token are of a further row, which has no weight.
+        self._rows = torch.full((num_slots,), num_rows, device=device).index_copy(0, places, rows[own])
+        self._lengths = torch.cat([inputs.row_lengths, inputs.row_lengths.new_ones(1)]).clamp(min=1)
+        if self._row_weights is not None:
+            self._row_weights = nn.functional.pad(self._row_weights.to(device, torch.float32), (0, 1))
+        self.load, self.balance = self.load.to(device), self.balance.to(device)
+
+    def route(self, layer: int, forward: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Return a router's outputs: logits [n, E], weights [n, k] and indices of experts [n, k].
+
+        Raises:
+            ModelError: the router chooses experts in an unknown way.
+        """
+        with _Choice(self._routing.shape) as choice:
+            outputs = forward(*arguments)
+        if not choice.is_known(outputs):
+            raise ModelError("a router doesn't choose experts in a known way, so their load can't be measured")
+        logits, weights, index = outputs
+        first = layer not in self._factors
+        if first:
+            self._factors[layer] = self._measure_load(layer, index)
+        if self._row_weights is None or choice.scores is None or not self._routing.is_counted:
+            return outputs
+        scores = choice.scores.float()
+        loss = (scores / scores.sum(1, keepdim=True) * self._factors[layer][self._rows]).sum()
+        if first:
+            self.balance += loss.detach()
+        if self._coefficient > 0 and loss.requires_grad:
+            weights = _AddLoss.apply(weights, self._coefficient * loss)
+        return logits, weights, index
+
+    @torch.no_grad()
+    def _measure_load(self, layer: int, index: Tensor) -> Tensor:
+        """Count the tokens of each expert; return the factor of each score in the loss, f32 [R + 1, E].
+
+        With context parallelism a collective, because f is that of the whole row.
+        """
+        num_experts, num_rows = self._routing.shape.num_experts, len(self._lengths)
+        places = (self._rows[:, None] * num_experts + index).flatten()
+        counts = places.new_zeros(num_rows * num_experts).scatter_add_(0, places, torch.ones_like(places))
+        counts = counts.view(num_rows, num_experts)
+        if self._routing.is_counted:
+            self.load[layer] = counts[:-1].sum(0)
+        if self._row_weights is None:
+            return counts.new_zeros(0)
+        if self._routing.row_group is not None:
+            dist.all_reduce(counts, group=self._routing.row_group)
+        per_token = num_experts / (self._routing.shape.top_k * self._lengths.double().square())
+        return (self._row_weights.double() * per_token)[:, None].mul(counts).float()
+
+
+# The pass of the model that runs now in this thread.
+_current: ContextVar[RoutingPass | None] = ContextVar("routing_pass", default=None)
+
+
+def current_pass() -> RoutingPass | None:
+    """Return the pass that the routers take part in, if any."""
+    return _current.get()
+
+
+@contextmanager
+def in_pass(routing: RoutingPass | None) -> Iterator[None]:
+    """Have routers take part in a pass inside the context; None for no pass."""
+    token = _current.set(routing)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def same_pass(contexts: Callable[[], _ContextPair] | None = None) -> _ContextPair:
+    """Return contexts of a layer's forward pass and of its recomputation, which belongs to the same routing pass.
+
+    The backward pass runs after that of the model, possibly when another microbatch's pass has begun.
+
+    Args:
+        contexts: returns further contexts, likewise.
+    """
+    forward, recomputation = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return forward, _entered(in_pass(current_pass()), recomputation)
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _route(forward: Callable[..., Any], layer: int, *arguments: Any) -> Any:
+    """Return a router's outputs, by the current pass if there is one."""
+    routing = current_pass()
+    return forward(*arguments) if routing is None else routing.route(layer, forward, arguments)
+
+
+class _Choice(TorchFunctionMode):
+    """Observes the choice of a router: the one call of `topk` over all experts.
+
+    Attributes:
+        scores: of all experts, [n, E]: the result of the softmax or sigmoid before the choice.
+    """
+
+    def __init__(self, shape: RouterShape) -> None:
+        super().__init__()
+        self.scores: Tensor | None = None
+        self._shape = shape
+        self._num_choices = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        name = func.__name__
+        if name in {"softmax", "sigmoid"} and not self._num_choices and self._is_of_experts(outputs):
+            self.scores = outputs
+        if name == "topk" and self._is_of_experts(args[0]) and outputs[1].shape[-1] == self._shape.top_k:
+            self._num_choices += 1
+        return outputs
+
+    def is_known(self, outputs: Any) -> bool:
+        """Return whether the router chose once, and returned logits, weights and indices."""
+        sizes = [output.shape[-1] for output in outputs] if isinstance(outputs, tuple) else []
+        shape = self._shape
+        return self._num_choices == 1 and sizes == [shape.num_experts, shape.top_k, shape.top_k]
+
+    def _is_of_experts(self, tensor: Tensor) -> bool:
+        return tensor.ndim == 2 and tensor.shape[1] == self._shape.num_experts
+
+
+class _AddLoss(torch.autograd.Function):
+    """Identity of a tensor whose backward pass also starts that of a loss, with gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.one = torch.ones_like(loss)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0], ctx.one

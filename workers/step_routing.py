@@ -1,0 +1,76 @@
+"""The routing of a trained mixture of experts over one optimizer step: its balance loss and its metrics."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.sections.optimization import Experts
+from rlpack.models.errors import ModelError
+from rlpack.models.packed import PackedModel
+from rlpack.models.routing import Routing, RoutingPass, in_pass
+
+
+def routing_of(model: PackedModel) -> Routing | None:
+    """Wrap the routers of a sharded model; None if it has none of a known kind."""
+    split, weight_split = model.split, model.weight_split
+    try:
+        return Routing(
+            model,
+            model.uncut,
+            row_group=None if split is None else split.group,
+            is_counted=weight_split is None or weight_split.rank == 0,
+        )
+    except ModelError:  # options that need routers are refused before the start
+        return None
+
+
+class StepRouting:
+    """Sums over the microbatches of an optimizer step."""
+
+    def __init__(self, routing: Routing, settings: Experts) -> None:
+        self._routing, self._settings = routing, settings
+        self._load = torch.zeros(routing.shape.num_layers, routing.shape.num_experts, dtype=torch.float64)
+        self._balance = torch.zeros((), dtype=torch.float64)
+
+    @contextmanager
+    def microbatch(self, rows: BatchedDataDict) -> Iterator[None]:
+        """Balance and measure the routers in the forward pass of a microbatch inside the context.
+
+        Args:
+            rows: `response_mask`, and `token_weight` f32 [B], whose sum over all response tokens of the step is 1.
+        """
+        weights = rows["token_weight"] * rows["response_mask"].count_nonzero()
+        routing = RoutingPass(self._routing, weights, coefficient=self._settings.balance_coefficient)
+        with in_pass(routing):
+            yield
+        self._load = self._load.to(routing.load.device) + routing.load
+        self._balance = self._balance.to(routing.balance.device) + routing.balance
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step over all ranks, without the role's name; a collective."""
+        shape = self._routing.shape
+        sums = torch.cat([self._load.flatten(), self._balance[None]])
+        dist.all_reduce(sums)
+        load = sums[:-1].view(shape.num_layers, shape.num_experts).cpu()
+        balance = sums[-1].item() / shape.num_layers
+        measured = {"moe_balance_loss": balance} if balance > 0 else {}  # unknown if no router has known scores
+        return measured | _imbalance(load)
+
+    def weighted_loss(self, metrics: dict[str, float]) -> float:
+        """Return what the balance loss adds to the loss of the step.
+
+        Args:
+            metrics: from `metrics`.
+        """
+        shape, coefficient = self._routing.shape, self._settings.balance_coefficient
+        return coefficient * shape.num_layers * metrics.get("moe_balance_loss", 0.0)
+
+
+def _imbalance(load: Tensor) -> dict[str, float]:
+    """Return how much more tokens than the mean the busiest expert of a layer gets, from f64 [L, E]."""
+    ratios = load.amax(1) / load.mean(1).clamp(min=1e-9)
+    return {"moe_load_imbalance": ratios.mean().item(), "moe_load_imbalance_max": ratios.max().item()}
