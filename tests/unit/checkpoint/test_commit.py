@@ -182,7 +182,10 @@ def rewrite_manifest(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format": 5, "rlpack": "0.0.9", "files": {"in": "other words"}}, r"by rlpack 0\.0\.9 in format 5; this is"),
+        (
+            {"format": FORMAT + 1, "rlpack": "0.0.9", "files": {"in": "other words"}},
+            rf"by rlpack 0\.0\.9 in format {FORMAT + 1}; this is",
+        ),
         ({"format": 2, "rlpack": None}, "by rlpack an older version in format 2"),
         ({"rlpack": "99.10.1"}, r"by rlpack 99\.10\.1 in format 5"),
     ],
