@@ -61,14 +61,6 @@ def allocate(root: nn.Module, device: torch.device | str, weights_device: torch.
                 module.register_buffer(name, torch.empty_like(buffer, device=device), persistent=persistent)
 
 
-def part_like(part: Tensor, weight: Tensor) -> Tensor:
-    """Return the tensor with the shape and placements of a weight whose local part is `part`."""
-    if not isinstance(weight, DTensor):
-        return part
-    mesh, placements = weight.device_mesh, weight.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
-
-
 def share_weights(source: nn.Module, target: nn.Module) -> None:
     """Give `target` the weights and buffers of `source`, a module of the same structure, sharded in the same way."""
     for giver, taker in zip(source.modules(), target.modules(), strict=True):

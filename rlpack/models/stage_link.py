@@ -97,11 +97,6 @@ class StageLink:
         self._fetch(received, other, self._backward if self.is_first else self._forward)
         gradient.copy_(own + received)
 
-    def finish(self) -> None:
-        """Wait until everything has been received."""
-        for group, sent in self._sent.items():
-            self._settle(group, len(sent))
-
     def _post(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
         """Send a tensor without waiting for its receiver, unless one tensor per stage is on its way already."""
         self._sent[group].append((dist.isend(tensor, group=group, group_dst=stage), tensor))
