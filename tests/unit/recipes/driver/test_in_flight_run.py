@@ -3,6 +3,7 @@
 The queue, the router, the turns and the groups in flight are the real ones; ranks and engines are simulated.
 """
 
+import math
 import random
 import threading
 import time
@@ -42,6 +43,7 @@ class SimulatedEngine:
 
     def __init__(self, rank: "SimulatedRank") -> None:
         self.rank, self.is_alive, self.is_interrupted = rank, True, False
+        self.calls_left = rank.random.randint(100, 500) if rank.dies else math.inf  # so no group fails three times
         self.rows: dict[int, list[int]] = {}
         self.left: dict[int, int] = {}
 
@@ -52,8 +54,8 @@ class SimulatedEngine:
 
     def finished(self, timeout_s: float) -> list[FinishedRow]:
         assert not self.is_interrupted, "tokens are sampled during a publication"
-        if self.rank.random.random() < self.rank.deaths:
-            self.is_alive = False
+        self.calls_left -= 1
+        self.is_alive = self.is_alive and self.calls_left > 0
         if not self.is_alive:
             failed, self.rows = list(self.rows), {}
             return [FinishedRow(key, None, "the engine died") for key in failed]
@@ -80,8 +82,8 @@ class SimulatedEngine:
 class SimulatedRank:
     """One process, which answers one call at a time."""
 
-    def __init__(self, seed: int, deaths: float, delay_s: float) -> None:
-        self.random, self.deaths, self.delay_s = random.Random(seed), deaths, delay_s
+    def __init__(self, seed: int, dies: bool, delay_s: float) -> None:
+        self.random, self.dies, self.delay_s = random.Random(seed), dies, delay_s
         self.version, self.num_engines, self.is_publishing = 1, 1, False
         self.lock = threading.Lock()
         self.engine = SimulatedEngine(self)
@@ -123,8 +125,8 @@ class SimulatedGroup:
 
     role, num_ranks = "rollout", RANKS
 
-    def __init__(self, seed: int, deaths: float, delay_s: float) -> None:
-        self.every = [SimulatedRank(seed + place, deaths, delay_s) for place in range(RANKS)]
+    def __init__(self, seed: int, dies: bool, delay_s: float) -> None:
+        self.every = [SimulatedRank(seed + place, dies, delay_s) for place in range(RANKS)]
         self.ranks = self
 
     def wait_any(self, pending: Sequence[Any], timeout_s: float) -> list[int]:
@@ -189,14 +191,14 @@ def draw(session: Session, step: StepContext) -> Batch:
     )
 
 
-def started(folder: Path, *, steps: int, lead: int, seed: int = 0, deaths: float = 0.0, delay_s: float = 0.0) -> Any:
+def started(folder: Path, *, steps: int, lead: int, seed: int = 0, dies: bool = False, delay_s: float = 0.0) -> Any:
     """Return a session with simulated engines, and their weights."""
     session = session_of(
         folder,
         trainer=Trainer(steps=steps, lead=lead, prompts_per_step=PROMPTS, group_size=GROUP),
         rollout=Rollout(engine="vllm", publish="in_flight", max_new_tokens=30, max_num_seqs=4),
     )
-    group = SimulatedGroup(seed, deaths, delay_s)
+    group = SimulatedGroup(seed, dies, delay_s)
     session.groups["rollout"] = cast(WorkerGroup[Any], group)
     session.__dict__["rollout_weights"] = Weights(group)
     return session
@@ -234,7 +236,7 @@ def publications(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_prompt_is_trained_on_once_in_order_within_the_bound_though_engines_die(
     tmp_path: Path, lead: int, steps: int
 ):
-    session = started(tmp_path, steps=steps, lead=lead, seed=lead, deaths=0.005, delay_s=3e-4)
+    session = started(tmp_path, steps=steps, lead=lead, seed=lead, dies=True, delay_s=3e-4)
     ledger = Ledger()
     walk(session, ledger, delay_s=2e-3)
     assert ledger.positions == {n: list(range(PROMPTS * (n - 1), PROMPTS * n)) for n in range(1, steps + 1)}
