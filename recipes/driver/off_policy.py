@@ -4,6 +4,7 @@ import torch
 
 from rlpack.algorithms.correction import mismatch_metrics
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.fields import Column
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -34,7 +35,7 @@ def correct_off_policy(
     tokens = rollouts["response_tokens"]
     sums = {name: column for name, column in found.items() if name.startswith("mismatch_")}
     step.metrics |= mismatch_metrics(sums, tokens)
-    added: dict[str, object] = {}
+    added: dict[str, Column] = {}
     if settings.weights != "none":
         total, squares = found["weight_sum"].sum(), found["weight_squares"].sum()
         count = tokens.sum().clamp(min=1)

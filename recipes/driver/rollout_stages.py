@@ -47,7 +47,13 @@ class DrawnPrompts(NamedTuple):
 
 
 class SamplingSession(Protocol):
-    """What sampling needs of a session."""
+    """What sampling needs of a session.
+
+    Attributes:
+        engine_access: the turns of generations and publications.
+    """
+
+    engine_access: EngineAccess
 
     @property
     def config(self) -> Config:
@@ -62,11 +68,6 @@ class SamplingSession(Protocol):
     @property
     def rollout(self) -> WorkerGroup[RolloutWorker]:
         """The generating ranks."""
-        ...
-
-    @property
-    def engine_access(self) -> EngineAccess:
-        """The turns of generations and publications."""
         ...
 
     def renew_engines(self, generation: int) -> bool:

@@ -94,6 +94,7 @@ class Session:
         ahead: the batches that are drawn ahead of their steps; None before the recipe's own steps.
         restored: folder of the checkpoint that the run continues from, if any.
         thread: the thread that runs the recipe's steps.
+        engine_access: the turns of generations and publications.
     """
 
     config: Config
@@ -112,6 +113,11 @@ class Session:
     ahead: Ahead | None = None
     restored: Path | None = None
     thread: threading.Thread = field(default_factory=threading.current_thread)
+    engine_access: EngineAccess = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Create what follows from the configuration."""
+        self.engine_access = EngineAccess(are_concurrent=self.config.rollout.publish == "in_flight")
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -267,11 +273,6 @@ class Session:
                 group.run(Trainable.export_model, str(staging))
                 self.tokenizer.save_pretrained(staging)
             self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
-
-    @cached_property
-    def engine_access(self) -> EngineAccess:
-        """Return the turns of generations and publications."""
-        return EngineAccess(are_concurrent=self.config.rollout.publish == "in_flight")
 
     @contextmanager
     def publication(self, of: int | None = None) -> Iterator[None]:

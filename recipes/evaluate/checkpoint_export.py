@@ -19,7 +19,7 @@ from rlpack.config.schema import Config
 from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm, load_tokenizer
 from rlpack.models.policy import Policy
-from rlpack.models.weight_stream import full_state_dict
+from rlpack.models.weight_stream import WeightStream
 from rlpack.recipes.driver.resume import LoadedCheckpoint, check_same_prompts
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.startup.evaluated_model import run_config
@@ -58,7 +58,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     set_trained_weights(model, config.actor, seed=config.seed)
     policy = Policy(model)
     load_weights(policy, checkpoint / "actor")
-    model.save_pretrained(folder, state_dict=full_state_dict(policy))
+    model.save_pretrained(folder, state_dict={k: v for bucket in WeightStream(policy) for k, v in bucket.items()})
     tokenizer.save_pretrained(folder)
 
 

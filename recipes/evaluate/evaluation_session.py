@@ -1,8 +1,8 @@
 """The session of `rlpack evaluate`: two roles and the held-out prompts, and the rows of one part."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class EvaluationSession:
         held_out: the prompts.
         groups: the roles `rollout` and `reward`.
         store: holds the tokens and texts of a part.
+        engine_access: the turns of generations, of which one runs at a time.
     """
 
     config: Config
@@ -40,16 +41,12 @@ class EvaluationSession:
     held_out: Split
     groups: dict[str, WorkerGroup[Any]]
     store: Store
+    engine_access: EngineAccess = field(default_factory=partial(EngineAccess, are_concurrent=False))
 
     @property
     def rollout(self) -> WorkerGroup[RolloutWorker]:
         """Return the generating ranks."""
         return self.groups["rollout"]
-
-    @cached_property
-    def engine_access(self) -> EngineAccess:
-        """Return the turns of generations, of which one runs at a time."""
-        return EngineAccess(are_concurrent=False)
 
     def renew_engines(self, generation: int) -> bool:
         """Start a new engine for each that failed, which loads the model's weights."""
