@@ -1,11 +1,13 @@
-"""Measure the peak memory of ranks that load a model, in parts or whole, and export it.
+"""Measure the peak memory of ranks that load or make a model, in parts or whole, and export it.
 
     python benchmarks/loading.py                         # 1 B parameters in bf16 files on 4 gloo ranks
     python benchmarks/loading.py --ranks 2 --checks      # with the checks of a role's model
     python benchmarks/loading.py --tp 2                  # ranks share layers in pairs
-    python benchmarks/loading.py --whole                 # each rank loads the whole model, then shards it
+    python benchmarks/loading.py --new                   # a new model of this size, without files
+    python benchmarks/loading.py --whole                 # each rank loads (or makes) the whole model, then shards it
 
-A rank's peak is VmHWM above its memory before it opens the files, in MiB. The model is a Llama with random weights, in
+A rank's peak is VmHWM above its memory before it opens the files, in MiB. The limit is 1.3 times its part and 512 MiB,
+and for a new model its largest weight, too. The model is a Llama with random weights, in
 a temporary folder that is deleted at the end.
 """
 
@@ -30,7 +32,7 @@ from rlpack.models import own_attention
 from rlpack.models.checks import check_model
 from rlpack.models.loading import build_causal_lm
 from rlpack.models.model_export import export_model
-from rlpack.models.open_model import open_causal_lm
+from rlpack.models.open_model import open_causal_lm, open_new_causal_lm
 from rlpack.models.parallel import shard_model
 from rlpack.models.policy import Policy
 from rlpack.models.tensor_parallel import split_weights
@@ -86,6 +88,12 @@ def write_model(folder: Path, dtype: torch.dtype) -> int:
     return size
 
 
+def num_parameters() -> int:
+    """Return the number of parameters of the model."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE)).num_parameters()
+
+
 def memory(field: str) -> float:
     """Return a field of the process's status in MiB: VmHWM, the peak, or VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -102,13 +110,18 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     start = time.perf_counter()
-    model, attention = Model(path=folder), own_attention.DEFAULT
+    attention = own_attention.DEFAULT
+    # A new model gets the size of its vocabulary from the tokenizer, not from the section.
+    settings = {name: size for name, size in SHAPE.items() if name != "vocab_size"}
+    model = Model(config={"model_type": "llama"} | settings) if options.new else Model(path=folder)
     if options.whole:
-        policy = Policy(build_causal_lm(model, attention_name=attention))
+        policy = Policy(build_causal_lm(model, vocab_size=SHAPE["vocab_size"], attention_name=attention))
         shard_model(policy, mesh)
     else:
-        stored = open_causal_lm(model, attention_name=attention)
-        policy = Policy(stored.model)
+        opened = (open_new_causal_lm if options.new else open_causal_lm)(
+            model, vocab_size=SHAPE["vocab_size"], attention_name=attention
+        )
+        policy = Policy(opened.model)
         if options.tp > 1:
             pairs = init_device_mesh(
                 "cpu", (options.ranks // options.tp, options.tp), mesh_dim_names=("dp_shard", "tp")
@@ -117,7 +130,7 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
             split_weights(policy, policy.weight_split)
             mesh = pairs["dp_shard"]
         shard_model(policy, mesh)
-        stored.materialize(policy, "cpu")
+        opened.materialize(policy, "cpu")
     seconds = time.perf_counter() - start
     if options.checks:
         policy.measure_outputs()
@@ -128,7 +141,9 @@ def load(rank: int, options: argparse.Namespace, folder: str, peaks: "multiproce
     start = time.perf_counter()
     export_model(policy, Path(folder) / "exported", rank=rank, num_ranks=options.ranks)
     exporting_s = time.perf_counter() - start
-    peaks.put(Peak(rank, shard, loading, memory("VmHWM") - before, 1.3 * shard + 512, seconds, exporting_s))
+    largest = max(weight.nbytes for weight in policy.parameters()) / MIB if options.new else 0.0
+    limit = 1.3 * shard + 512 + largest
+    peaks.put(Peak(rank, shard, loading, memory("VmHWM") - before, limit, seconds, exporting_s))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -139,14 +154,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the weights of each layer")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the files")
-    parser.add_argument("--whole", action="store_true", help="load the whole model on each rank")
+    parser.add_argument("--new", action="store_true", help="random weights instead of files")
+    parser.add_argument("--whole", action="store_true", help="load or make the whole model on each rank")
     parser.add_argument("--checks", action="store_true", help="include the checks of a role's model")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        size = write_model(Path(folder), getattr(torch, options.dtype))
-        print(f"{size / 1e9:.2f} B parameters, {4 * size / MIB:,.0f} MiB in fp32, files in {options.dtype}")
+        if options.new:
+            print(f"a new model of {num_parameters() / 1e9:.2f} B parameters")
+        else:
+            size = write_model(Path(folder), getattr(torch, options.dtype))
+            print(f"{size / 1e9:.2f} B parameters, {4 * size / MIB:,.0f} MiB in fp32, files in {options.dtype}")
         peaks: multiprocessing.Queue[Peak] = context.Queue()
         ranks = [context.Process(target=load, args=(rank, options, folder, peaks)) for rank in range(options.ranks)]
         for process in ranks:

@@ -26,7 +26,8 @@ from rlpack.models.context_parallel import RowSplit
 from rlpack.models.expert_parallel import ExpertSplit, split_experts
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.loading import build_causal_lm, linear_head, load_classifier
-from rlpack.models.open_model import open_causal_lm, open_classifier
+from rlpack.models.new_model import NewModel
+from rlpack.models.open_model import open_causal_lm, open_classifier, open_new_causal_lm
 from rlpack.models.optimizers import freeze
 from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.parallel import reshard, shard_model
@@ -41,6 +42,8 @@ from rlpack.worker import RankContext
 
 _log = logging.getLogger(__name__)
 
+# A new model of at most this size is built whole on each rank, and compared with itself before ranks share it.
+WHOLE_BYTES = 128 * 2**20
 M = TypeVar("M", bound=PackedModel)
 
 
@@ -134,24 +137,32 @@ def set_trained_weights(lm: PreTrainedModel, settings: Actor, *, seed: int) -> N
 
 def open_model(
     model: Model, tokenizer: PreTrainedTokenizerBase, context: RankContext, seed: int, role: str, attention_name: str
-) -> tuple[PreTrainedModel, StoredModel | None]:
-    """Return a causal language model on the meta device and its files, or the whole model and None.
-
-    New models are built whole, so that their weights depend on the seed alone.
-    """
-    if model.path is not None and not model.config:
-        try:
-            stored = open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name)
-            return stored.model, stored
-        except NotInPartsError as reason:
-            _note_whole(context, role, model.path, reason)
+) -> tuple[PreTrainedModel, StoredModel | NewModel | None]:
+    """Return a causal language model on the meta device and what gives its weights, or the whole model and None."""
+    try:
+        if model.path is None:
+            opened = open_new_causal_lm(
+                model,
+                vocab_size=len(tokenizer),
+                eos_token_id=eos_id(tokenizer),
+                pad_token_id=pad_id(tokenizer),
+                seed=seed,
+                attention_name=attention_name,
+            )
+            if 4 * sum(weight.numel() for weight in opened.model.parameters()) > WHOLE_BYTES:
+                return opened.model, opened
+        elif not model.config:
+            opened = open_causal_lm(model, vocab_size=len(tokenizer), attention_name=attention_name)
+            return opened.model, opened
+    except NotInPartsError as reason:
+        _note_whole(context, role, model.path or "model.config", reason)
     return build_model(model, tokenizer, context, seed=seed, attention_name=attention_name), None
 
 
 def _note_whole(context: RankContext, role: str, path: str | None, reason: NotInPartsError) -> None:
     """Log why every rank loads the whole model."""
     if context.rank == 0 and context.num_ranks > 1:
-        _log.warning("%s: every rank loads all weights of %s before they are sharded: %s", role, path, reason)
+        _log.warning("%s: every rank has all weights of %s before they are sharded: %s", role, path, reason)
 
 
 def _shard_and_check(
@@ -160,27 +171,27 @@ def _shard_and_check(
     role: str,
     tokenizer: PreTrainedTokenizerBase,
     context: RankContext,
-    stored: StoredModel | None = None,
+    in_parts: StoredModel | NewModel | None = None,
     classifier: PreTrainedModel | None = None,
 ) -> M:
     """Checkpoint activations, check the model, shard it, and check isolation, by the role's settings.
 
     Outputs and gradients are compared with transformers' own in fp32: before sharding if every rank holds the whole
-    model, after sharding if it is loaded in parts. Outputs are compared with each other in the compute dtype and with
+    model, after sharding if it is built in parts. Outputs are compared with each other in the compute dtype and with
     its kernels.
     """
     settings, device, layout = role_compute(config, role), context.torch_device, context.layout
     model.checkpoint_activations(settings.gradient_checkpointing, role)
     whole: list[Tensor] | None = None
     checks_split = settings.isolation_check and layout.cp * layout.tp * layout.ep * layout.pp > 1
-    if stored is None:
+    if in_parts is None:
         _check(model, config, role, device, len(tokenizer), classifier)
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split else None
         divide_weights(model, config, role, context, settings.precision)
     else:
         in_precision = copy.deepcopy(model)  # without weights; FSDP2 can't change the precision of a sharded model
         weights_device = "cpu" if settings.offload == "parameters" else device
-        stored.materialize(divide_weights(model, config, role, context, "fp32"), device, weights_device)
+        in_parts.materialize(divide_weights(model, config, role, context, "fp32"), device, weights_device)
         if isinstance(model, Policy):
             model.measure_outputs()
         _check(model, config, role, device, len(tokenizer), classifier)

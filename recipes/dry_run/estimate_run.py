@@ -37,6 +37,7 @@ from rlpack.recipes.dry_run.run_memory import RoleMemory, RunMemory, role_offloa
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.recipes.preflight.split_checks import split_sizes_problem
 from rlpack.startup.machine import check_machine
+from rlpack.workers.build import WHOLE_BYTES
 
 # Memory of a GPU where there is none to ask, as `rlpack plan` assumes.
 ASSUMED_GPU_BYTES = 80_000_000_000
@@ -134,11 +135,12 @@ class Estimator:
         return self._models[key]
 
     def _whole(self, config: Config, role: str) -> int:
-        """Return the bytes of a new model, which every rank builds whole before it is sharded."""
+        """Return the bytes of a new model that every rank builds whole before it is sharded."""
         is_new = config.model.path is None and not (role == "critic" and config.critic.path is not None)
         if not is_new or role == "reward_model":
             return 0
-        return 4 * sum(weight.numel() for weight in self.model.parameters())
+        size = 4 * sum(weight.numel() for weight in self.model.parameters())
+        return size if size <= WHOLE_BYTES else 0
 
     def _engine(self, config: Config) -> EngineMemory | None:
         """Return the memory of the engine; None for a recipe that doesn't generate, or an engine of the user's."""

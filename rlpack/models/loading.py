@@ -80,8 +80,7 @@ def build_causal_lm(
     """
     attention.register()
     if model.path is None:
-        ids = {"vocab_size": vocab_size, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        config = _new_config(model.config, {name: value for name, value in ids.items() if value is not None})
+        config = new_config(model, vocab_size=vocab_size, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             built = build_from_config(config, attention_name, f"model.config ({config.model_type})")
@@ -218,8 +217,7 @@ def build_meta_model(
             language model, or can't be built, or the tokenizer has more tokens than the model.
     """
     if model.path is None:
-        ids = {"vocab_size": vocab_size, "pad_token_id": pad_token_id}
-        config = _new_config(model.config, {name: value for name, value in ids.items() if value is not None})
+        config = new_config(model, vocab_size=vocab_size, pad_token_id=pad_token_id)
     else:
         config = load_config(model, key=key)
     if not model.trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -277,9 +275,17 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     return _load(AutoTokenizer, name, key, hub_arguments(name, model, key))
 
 
-def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
-    """Build a new model's config; transformers itself would ignore a misspelt key."""
-    settings = dict(settings)
+def new_config(model: Model, **ids: int | None) -> PreTrainedConfig:
+    """Build the config of a new model; transformers itself would ignore a misspelt key.
+
+    Args:
+        model: the `model` section, without a path.
+        ids: what it gets from the tokenizer: the number of tokens, ids of special ones; None leaves a setting alone.
+
+    Raises:
+        ModelError: the config has an unknown key or model type, or a value that its type refuses.
+    """
+    settings, known_ids = dict(model.config), {name: value for name, value in ids.items() if value is not None}
     kind = settings.pop("model_type", None)
     if kind is None:
         raise ModelError("model.path is null and model.config has no model_type; set one of them")
@@ -291,7 +297,7 @@ def _new_config(settings: dict[str, Any], ids: dict[str, int]) -> PreTrainedConf
         if key not in known:
             raise unknown_setting_error(kind, key, known)
     try:
-        return AutoConfig.for_model(kind, **(settings | ids))
+        return AutoConfig.for_model(kind, **settings | known_ids)
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ModelError(f"model.config is not a valid {kind} config: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Open models for loading in parts: on the meta device, with the files that each rank reads its part from."""
+"""Open models for building in parts: on the meta device, with what each rank computes or reads its part from."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from rlpack.config.schema import Model
 from rlpack.config.sections.value_models import RewardModel
 from rlpack.models import attention
 from rlpack.models.errors import ModelError
-from rlpack.models.loading import hub_arguments, linear_head, load_config, with_attention
+from rlpack.models.loading import hub_arguments, linear_head, load_config, new_config, with_attention
+from rlpack.models.new_model import NewModel
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.models.vocabulary import check_vocabulary
 
@@ -34,6 +35,40 @@ def open_causal_lm(model: Model, *, vocab_size: int | None = None, attention_nam
         NotInPartsError: it can only be loaded whole; the message says why.
     """
     opened = _open(MODEL_FOR_CAUSAL_LM_MAPPING, model, "model.path", attention_name)
+    check_vocabulary(opened.model, vocab_size)
+    return opened
+
+
+def open_new_causal_lm(
+    model: Model,
+    *,
+    vocab_size: int | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+    seed: int = 0,
+    attention_name: str = attention.NAME,
+) -> NewModel:
+    """Open a new causal language model; `build_causal_lm` builds the same model whole.
+
+    Args:
+        model: the `model` section, with `model.config`.
+        vocab_size: the tokenizer's.
+        eos_token_id: the tokenizer's.
+        pad_token_id: the tokenizer's.
+        seed: of the weights.
+        attention_name: as of `build_causal_lm`.
+
+    Raises:
+        ModelError: as `build_causal_lm`.
+        NotInPartsError: it can only be built whole; the message says why.
+    """
+    config = new_config(model, vocab_size=vocab_size, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
+    try:
+        opened = NewModel.open(config, attention_name, seed, f"model.config ({config.model_type})")
+    except (ModelError, NotInPartsError):
+        raise
+    except Exception as error:
+        raise NotInPartsError(f"{type(error).__name__}: {error}") from error
     check_vocabulary(opened.model, vocab_size)
     return opened
 

@@ -88,9 +88,8 @@ def test_70_billion_parameters_on_64_gpus_take_a_64th_each():
     tokens = estimator.plans(large)["actor"].microbatch.slots
     assert model.most["activations"] > 80 * 2 * 8192 * tokens / 8
     assert pool.roles["actor"].peak < 25 * GB
-    # A new model is built whole on each rank, which no GPU holds; one with a path is read in parts.
-    assert pool.peak > 4 * numbers
-    assert memory.excess > 0
+    assert pool.peak < 25 * GB
+    assert memory.excess <= 0
 
 
 def test_what_does_not_fit_names_keys_that_help(capsys: pytest.CaptureFixture[str]):
