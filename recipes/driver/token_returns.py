@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlpack.algorithms.advantages import center_by_group
+from rlpack.algorithms.advantages import EPSILON, center_by_group
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.packing import MicrobatchPlan
 from rlpack.recipes.driver.session import Session
@@ -36,5 +36,5 @@ def compute_token_returns(
     moments = Moments(pivot + distance, math.sqrt(max(0.0, squares) / max(1.0, total.item() - 1)))
     step.metrics |= {"advantage/mean": moments.mean, "advantage/std": moments.std}
     rollouts = rollouts.union(returns.keep(["advantages"]))
-    normalized = actor.run(ActorWorker.normalize_advantages, rollouts, moments, arguments.get("epsilon", 1e-6))
+    normalized = actor.run(ActorWorker.normalize_advantages, rollouts, moments, arguments.get("epsilon", EPSILON))
     return rollouts.drop(["advantages"]).union(normalized)

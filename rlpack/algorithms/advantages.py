@@ -17,6 +17,9 @@ from rlpack.algorithms.errors import AlgorithmError
 Baseline = Literal["mean", "leave_one_out"]
 Scale = Literal["std", "none"]
 
+# Added to standard deviations by default, in units of the reward.
+EPSILON = 1e-6
+
 
 class _Groups(NamedTuple):
     """Rows sorted into G groups, valid rows only."""
@@ -34,7 +37,7 @@ def group_relative(
     baseline: Baseline = "mean",
     scale: Scale = "std",
     valid: Tensor | None = None,
-    epsilon: float = 1e-6,
+    epsilon: float = EPSILON,
 ) -> Tensor:
     """Return each reward minus its group's baseline, optionally over the group's standard deviation: f32 [B].
 
@@ -136,7 +139,7 @@ def reinforce_pp(
     *,
     center_groups: bool = False,
     valid: Tensor | None = None,
-    epsilon: float = 1e-6,
+    epsilon: float = EPSILON,
 ) -> Tensor:
     """Return rewards normalized over the tokens of the whole batch, f32 [B].
 
