@@ -34,7 +34,7 @@ def batch_lines(config: Config, batch: TypicalBatch, plans: Mapping[str, RolePla
         yield (
             f"{role}: {ranks} rank{'s' * (ranks > 1)}{f' ({sizes})' if sizes else ''}; {steps} "
             f"optimizer step{'s' * (steps > 1)} of {count} microbatch{'es' * (count > 1)} per rank, {each.fill:.1%} of "
-            f"the slots filled; the largest counts with {each.microbatch.slots:,} slots"
+            f"the slots filled; memory is for the largest, of {each.microbatch.slots:,} slots"
         )
 
 
