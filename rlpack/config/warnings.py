@@ -4,8 +4,9 @@ import os
 from collections.abc import Collection, Iterator
 
 from rlpack.config.recipes import recipe_of, recipe_texts
-from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, started_roles
+from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
 from rlpack.config.schema import Algorithm, Config
+from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
 
 
@@ -28,6 +29,7 @@ def config_warnings(config: Config, given: Collection[str] | None = None) -> lis
         *_unread_sections(config),
         *_unread_keys(config),
         *_unread_correction(config),
+        *_unread_layout(config),
         *_unread_revisions(config),
         *_offloading(config),
     ]
@@ -103,6 +105,15 @@ def _unread_correction(config: Config) -> Iterator[str]:
         for name in ("upper", "lower"):
             if name in given:
                 yield f"{key}.{name} is {given[name]:g} but unused: there are no weights to bound; set {key}.weights"
+
+
+def _unread_layout(config: Config) -> Iterator[str]:
+    """Yield settings of layouts that are set where no role has the layout."""
+    roles = [role_parallel(config, role) for role in WITH_LAYOUTS if role in started_roles(config)]
+    for name, size in (("sp", "tp"), ("cp_method", "cp")):
+        value = dict(config.actor.parallel)[name]
+        if value != dict(Parallel())[name] and all(dict(each)[size] == 1 for each in roles):
+            yield f"actor.parallel.{name} is {value} but unused: no role has {size} above 1"
 
 
 def _unread_revisions(config: Config) -> Iterator[str]:

@@ -284,6 +284,14 @@ def test_a_new_model_without_warm_up_is_spoken_of_on_data_of_ones_own(tmp_path: 
         assert config_warnings(validate(config)) == []
 
 
+@pytest.mark.parametrize(("key", "size"), [("sp=false", "tp"), ("cp_method=all_gather", "cp")])
+def test_a_setting_of_a_layout_that_no_role_has_is_spoken_of(key: str, size: str):
+    (text,) = config_warnings(compose([f"actor.parallel.{key}"]))
+    assert text.endswith(f"but unused: no role has {size} above 1")
+    for role in ("actor", "reference"):  # the reference inherits the method
+        assert config_warnings(compose([f"actor.parallel.{key}", f"{role}.parallel.{size}=2"])) == []
+
+
 def test_dropout_of_adapters_is_spoken_of_where_ratios_are_clipped():
     noisy = VALID | {"actor": {"lora": {"rank": 2, "dropout": 0.1}}}
     assert "actor.lora.dropout is 0.1" in config_warnings(validate(noisy))[0]
