@@ -23,17 +23,19 @@ from rlpack.batch.weight_layout import WeightForm, WeightLayout
 from rlpack.config.schema import Actor, Algorithm, Config
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.models.adapters import dropout_seed
+from rlpack.models.errors import ModelError
 from rlpack.models.inputs import to_model_inputs
 from rlpack.models.model_export import export_model
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import TokenScores
+from rlpack.models.routing import RoutingPass, in_pass
 from rlpack.models.weight_stream import WeightStream
 from rlpack.worker import RankContext, broadcast, sharded
 from rlpack.workers.build import build_policy
 from rlpack.workers.inference import Scorer
 from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, Moments, columns_of, needs_whole_groups, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
-from rlpack.workers.step_routing import StepRouting, routing_of
+from rlpack.workers.step_routing import RecordedRouting, StepRouting, routing_of
 from rlpack.workers.stepped_role import SteppedRole
 
 
@@ -67,17 +69,18 @@ class ActorWorker(SteppedRole):
 
         Only tokens that the plan keeps enter the sums: `response_tokens` is their number, `logprob_sum` the sum of
         their log-probs, and `logprob_gap` the sum of the absolute differences from `rollout_logprobs` (0 without that
-        column). At the sampling temperature, `entropy_sum` is the sum of their entropies. With the plan of
-        `train_step`, the first ratio is exactly 1; with another one, it is 1 up to rounding.
+        column). At the sampling temperature, `entropy_sum` is the sum of their entropies, and with
+        `actor.moe.replay_routing` the column `routed_experts`, integers [T, L, k], has each token's experts. With the
+        plan of `train_step`, the first ratio is exactly 1; with another one, it is 1 up to rounding.
 
         Args:
             shard: `input_ids`, `response_mask`, and `rollout_logprobs` if known.
             temperature: temperature of the distribution; None takes the sampling temperature.
         """
         if temperature is None:
-            scored = self._scorer.logprobs_and_entropies(shard)
+            scored = self._scorer.logprobs_and_entropies(shard, self._recorder())
             sums = {"entropy_sum": row_sums(scored["entropies"].values, shard["response_mask"])}
-            scored = scored.keep(["logprobs"]).union(sums)
+            scored = scored.drop(["entropies"]).union(sums)
         else:
             scored = self._scorer.logprobs(shard, "logprobs", temperature=temperature)
         mask, logprobs = shard["response_mask"], scored["logprobs"].values
@@ -250,7 +253,7 @@ class ActorWorker(SteppedRole):
         routing = None if self._routing is None else StepRouting(self._routing, self._settings.moe)
 
         def forward(view: MicrobatchView, number: int) -> TokenScores:
-            with nullcontext() if routing is None else routing.microbatch(view.rows):
+            with nullcontext() if routing is None else routing.microbatch(view.rows, replay=loss.replays_routing):
                 return self._scores(view, loss, (*seed, number))
 
         def microbatch_loss(scores: TokenScores, view: MicrobatchView) -> MicrobatchLoss:
@@ -258,6 +261,14 @@ class ActorWorker(SteppedRole):
 
         metrics = self._stepper.step(views, forward, microbatch_loss, learning_rate)
         return metrics if routing is None else self._with_routing(metrics, routing)
+
+    def _recorder(self) -> RecordedRouting | None:
+        """Return what records the routing of a pass, if it is to be replayed."""
+        if not self._settings.moe.replay_routing:
+            return None
+        if self._routing is None:  # refused before the start, unless the checks were left out
+            raise ModelError("actor.moe.replay_routing is set, but the model has no routers that could be replayed")
+        return RecordedRouting(self._routing, self._scorer.policy)
 
     def _with_routing(self, metrics: dict[str, float], routing: StepRouting) -> dict[str, float]:
         """Add the metrics of routing, and the balance loss to the loss; a collective."""
@@ -279,10 +290,18 @@ class ActorWorker(SteppedRole):
                 entropy=loss.needs_entropy,
             )
 
+    def _replay(self, view: MicrobatchView) -> RoutingPass:
+        """Return the pass of a microbatch that replays its routing and nothing else."""
+        assert self._routing is not None
+        return RoutingPass(self._routing, replay=view.rows["routed_experts"].values)
+
     @torch.no_grad()
     def _statistics(self, views: Sequence[MicrobatchView], loss: LogprobLoss) -> dict[str, float]:
         """Return the statistics of the whole optimizer step that the loss needs; a collective."""
-        scores = [self._scorer.score(view, temperature=loss.temperature) for view in views]
+        scores = []
+        for view in views:
+            with in_pass(self._replay(view) if loss.replays_routing else None):
+                scores.append(self._scorer.score(view, temperature=loss.temperature))
         reshard(self._scorer.policy)
         inputs = [loss.statistics_inputs(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)]
         gathered: list[list[Any] | None] = [None] * dist.get_world_size()

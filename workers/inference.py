@@ -4,6 +4,7 @@ All ranks run the same number of microbatches, dummy ones included, so no collec
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 
@@ -20,6 +21,7 @@ from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
 from rlpack.models.policy import Policy, TokenScores
 from rlpack.spans import span
+from rlpack.workers.step_routing import RecordedRouting
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,23 @@ class Scorer:
         resolved = self.temperature if temperature is None else temperature
         return compute_per_token(shard, name, self.policy, lambda view: self.score(view, temperature=resolved))
 
-    def logprobs_and_entropies(self, shard: BatchedDataDict) -> BatchedDataDict:
-        """Return `logprobs` and `entropies` of response tokens at the sampling temperature, f32 [T] each."""
-        scored = compute_per_token(
-            shard,
-            "scores",
-            self.policy,
-            lambda view: self.score_with_entropy(view, temperature=self.temperature),
-            width=(2,),
-        )
-        logprobs, entropies = scored["scores"].values.unbind(1)
+    def logprobs_and_entropies(self, shard: BatchedDataDict, routing: RecordedRouting | None = None) -> BatchedDataDict:
+        """Return `logprobs` and `entropies` of response tokens at the sampling temperature, f32 [T] each.
+
+        Args:
+            shard: the rows.
+            routing: records the experts of all tokens, which the column `routed_experts` [T, L, k] then holds.
+        """
+
+        def score(view: MicrobatchView) -> Tensor:
+            with nullcontext() if routing is None else routing.microbatch():
+                return self.score_with_entropy(view, temperature=self.temperature)
+
+        recorded = (dict) if routing is None else (lambda: {"routed_experts": routing.experts()})
+        scored = compute_per_token(shard, "scores", self.policy, score, width=(2,), further=recorded)
         column = scored["scores"]
-        return shard.keep([]).union(
+        logprobs, entropies = column.values.unbind(1)
+        return scored.drop(["scores"]).union(
             {"logprobs": column.with_values(logprobs), "entropies": column.with_values(entropies)}
         )
 
@@ -108,6 +115,7 @@ def compute_per_token(
     model: PackedModel,
     score: Callable[[MicrobatchView], Tensor],
     width: tuple[int, ...] = (),
+    further: Callable[[], dict[str, Tensor]] = dict,
 ) -> BatchedDataDict:
     """Return the column `name`, f32 [T, *width], computed microbatch by microbatch; rows stay in the shard's order.
 
@@ -117,6 +125,7 @@ def compute_per_token(
         model: the model that `score` runs; its gathered weights are freed at the end.
         score: maps a microbatch to values per token, f32 [T, *width], on the CPU.
         width: shape of a token's values.
+        further: called after the last microbatch; returns the values of further columns in the order of microbatches.
     """
     values, order = [torch.zeros(0, *width)], [np.zeros(0, dtype=np.int64)]
     for step in range(shard.num_steps):
@@ -126,5 +135,6 @@ def compute_per_token(
             order.append(view.index)
     reshard(model)
     scored = shard.keep(["response_mask"]).select(np.concatenate(order))
-    column = scored["response_mask"].with_values(torch.cat(values))
-    return shard.keep([]).restore([scored.keep([]).union({name: column})])
+    mask = scored["response_mask"]
+    columns = {key: mask.with_values(column) for key, column in ({name: torch.cat(values)} | further()).items()}
+    return shard.keep([]).restore([scored.keep([]).union(columns)])

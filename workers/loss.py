@@ -71,10 +71,12 @@ class LogprobLoss(Loss):
     Attributes:
         temperature: temperature of the distribution whose log-probs the loss reads.
         needs_entropy: whether the loss reads entropies too.
+        replays_routing: whether tokens get the experts of the column `routed_experts`.
     """
 
     temperature: float = 1.0
     needs_entropy: bool = False
+    replays_routing: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -142,7 +144,8 @@ class PolicyGradientLoss(LogprobLoss):
         reference = ("reference_logprobs",) if self.algorithm.kl_coef > 0 else ()
         old = "rollout_logprobs" if self.on_policy else "logprobs"
         weights = ("importance_weights",) if self.algorithm.correction.weights != "none" else ()
-        return (*_COMMON, old, "advantages", *weights, *reference)
+        routing = ("routed_experts",) if self.replays_routing else ()
+        return (*_COMMON, old, "advantages", *weights, *reference, *routing)
 
     def with_kl_coef(self, coefficient: float) -> "PolicyGradientLoss":
         """Return this loss with another weight of the KL term."""

@@ -28,6 +28,37 @@ def routing_of(model: PackedModel) -> Routing | None:
         return None
 
 
+class RecordedRouting:
+    """The routing of a pass without gradients, microbatch by microbatch."""
+
+    def __init__(self, routing: Routing, model: PackedModel) -> None:
+        self._routing, self._model = routing, model
+        self._parts: list[Tensor] = []
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Record the routing of the forward pass inside the context."""
+        routing = RoutingPass(self._routing, records=True)
+        with in_pass(routing):
+            yield
+        self._parts.append(routing.recorded)
+
+    def experts(self) -> Tensor:
+        """Return the experts of all tokens in the order of microbatches, [T, L, k] on the CPU; a collective.
+
+        Bytes are added, because each is nonzero on one rank at most, and no backend adds int16.
+        """
+        wholes = [RoutingPass(self._routing).recorded]  # has the shape and dtype for no microbatch
+        for part in self._parts:
+            raw = part.view(torch.uint8)
+            if self._routing.row_group is not None:
+                dist.all_reduce(raw, group=self._routing.row_group)
+            if self._model.stage is not None:
+                raw = self._model.stage.total(raw)
+            wholes.append(raw.view(part.dtype).cpu())
+        return torch.cat(wholes)
+
+
 class StepRouting:
     """Sums over the microbatches of an optimizer step."""
 
@@ -35,29 +66,42 @@ class StepRouting:
         self._routing, self._settings = routing, settings
         self._load = torch.zeros(routing.shape.num_layers, routing.shape.num_experts, dtype=torch.float64)
         self._balance = torch.zeros((), dtype=torch.float64)
+        self._changed = torch.zeros((), dtype=torch.float64)
+        self._replays = False
 
     @contextmanager
-    def microbatch(self, rows: BatchedDataDict) -> Iterator[None]:
+    def microbatch(self, rows: BatchedDataDict, *, replay: bool) -> Iterator[None]:
         """Balance and measure the routers in the forward pass of a microbatch inside the context.
 
         Args:
             rows: `response_mask`, and `token_weight` f32 [B], whose sum over all response tokens of the step is 1.
+            replay: whether to replay the column `routed_experts`.
         """
+        self._replays = replay
         weights = rows["token_weight"] * rows["response_mask"].count_nonzero()
-        routing = RoutingPass(self._routing, weights, coefficient=self._settings.balance_coefficient)
+        routing = RoutingPass(
+            self._routing,
+            weights,
+            coefficient=self._settings.balance_coefficient,
+            replay=rows["routed_experts"].values if replay else None,
+        )
         with in_pass(routing):
             yield
+        self._changed = self._changed.to(routing.changed.device) + routing.changed
         self._load = self._load.to(routing.load.device) + routing.load
         self._balance = self._balance.to(routing.balance.device) + routing.balance
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step over all ranks, without the role's name; a collective."""
         shape = self._routing.shape
-        sums = torch.cat([self._load.flatten(), self._balance[None]])
+        sums = torch.cat([self._load.flatten(), self._balance[None], self._changed[None]])
         dist.all_reduce(sums)
-        load = sums[:-1].view(shape.num_layers, shape.num_experts).cpu()
-        balance = sums[-1].item() / shape.num_layers
+        load = sums[:-2].view(shape.num_layers, shape.num_experts).cpu()
+        balance = sums[-2].item() / shape.num_layers
         measured = {"moe_balance_loss": balance} if balance > 0 else {}  # unknown if no router has known scores
+        if self._replays:
+            choices = load.sum().item() / shape.top_k
+            measured["moe_replay_changed"] = sums[-1].item() / max(choices, 1.0)
         return measured | _imbalance(load)
 
     def weighted_loss(self, metrics: dict[str, float]) -> float:
@@ -71,6 +115,8 @@ class StepRouting:
 
 
 def _imbalance(load: Tensor) -> dict[str, float]:
-    """Return how much more tokens than the mean the busiest expert of a layer gets, from f64 [L, E]."""
+    """Return how many times the mean the busiest expert of a layer has tokens, from f64 [L, E]; nothing of no tokens."""
+    if not load.any():  # routers of an unknown kind
+        return {}
     ratios = load.amax(1) / load.mean(1).clamp(min=1e-9)
     return {"moe_load_imbalance": ratios.mean().item(), "moe_load_imbalance_max": ratios.max().item()}

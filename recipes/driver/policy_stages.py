@@ -29,6 +29,8 @@ from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import Moments, PolicyGradientLoss
 from rlpack.workers.reference import ReferenceWorker
 
+# Columns of the pass before the update that the update or the driver reads.
+_OF_OLD_POLICY = ("logprobs", "response_tokens", "routed_experts")
 # Metrics that the update measures if no log-probs were computed before it, and the names they are logged under.
 _MEASURED_IN_UPDATE = {"actor/logprob_gap": "rollout/logprob_gap", "actor/response_kl": "reference/kl"}
 
@@ -38,7 +40,8 @@ def compute_old_logprobs(
 ) -> BatchedDataDict:
     """Add the policy's `logprobs` f32 [T] before its update, and `response_tokens` int64 [B].
 
-    Log-probs are 0 outside responses, and left out where the update doesn't need them: see `needs_old_logprobs`.
+    Log-probs are 0 outside responses, and left out where the update doesn't need them: see `needs_old_logprobs`. With
+    `actor.moe.replay_routing`, their pass also gives `routed_experts`, integers [T, L, k].
     `response_tokens` counts the tokens of each response that the update's plan keeps.
 
     Args:
@@ -64,7 +67,7 @@ def compute_old_logprobs(
         step.metrics["actor/old_entropy"] = (old["entropy_sum"].sum() / tokens).item()
     if step.lag == 0:  # an older policy has other log-probs
         session.logprob_gap_limit.check(gap, rollouts.union(old), session.store, step.number)
-    return rollouts.union(old.keep(["logprobs", "response_tokens"]))
+    return rollouts.union(old.keep([name for name in _OF_OLD_POLICY if name in old]))
 
 
 def needs_old_logprobs(session: Session, rollouts: BatchedDataDict, plan: MicrobatchPlan) -> bool:
@@ -73,7 +76,7 @@ def needs_old_logprobs(session: Session, rollouts: BatchedDataDict, plan: Microb
     A batch with several optimizer steps needs the pass, and so does off-policy correction. With a single step, the
     step's own log-probs are the old ones and the ratio is 1. The pass is then needed only if the KL term is in the
     rewards, an advantage function reads `kl_sum`, the KL is measured on responses that are not trained on, or adapters
-    have dropout, which is off in the pass.
+    have dropout, which is off in the pass. Without the pass, the step's own routing is the old one, too.
     """
     config = session.config
     return (
@@ -219,6 +222,7 @@ def update_actor(
         temperature=session.config.rollout.temperature,
         advantage_moments=advantage_moments,
         on_policy="logprobs" not in rollouts,
+        replays_routing="routed_experts" in rollouts,
         responses=max(1, int(rollouts["valid"].sum())),
     ).with_kl_coef(session.kl_coef if has_kl else 0.0)
     with step.timer("update"):

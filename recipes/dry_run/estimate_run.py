@@ -26,6 +26,7 @@ from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.models.errors import ModelError
 from rlpack.models.flops import sequence_cost
 from rlpack.models.memory_simulation import ModelMemory
+from rlpack.models.routing import recorded_bytes, router_shape
 from rlpack.packing import PackingError
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, first_batch, plans_of
@@ -114,8 +115,10 @@ class Estimator:
             model = self._model(config, role, each)
             roles[role] = RoleMemory(model, role_offload(config, role), self._whole(config, role))
         tokens = int(self.batch(config).lengths.sum())
+        shape = router_shape(self.model) if config.actor.moe.replay_routing else None
+        routing = 0 if shape is None else recorded_bytes(shape)
         limits = {"device_limit": self.limits.device, "host_limit": self.limits.host}
-        return run_memory(config, roles, self._engine(config), tokens, **limits)
+        return run_memory(config, roles, self._engine(config), tokens, routing, **limits)
 
     def problem(self, config: Config) -> str | None:
         """Return why a variant's layout can't run; None if it can."""

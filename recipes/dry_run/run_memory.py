@@ -157,6 +157,7 @@ def run_memory(
     roles: Mapping[str, RoleMemory],
     engine: EngineMemory | None,
     tokens: int,
+    routing: int = 0,
     *,
     device_limit: int | None,
     host_limit: int | None,
@@ -168,6 +169,7 @@ def run_memory(
         roles: with models.
         engine: of the role rollout, None without it.
         tokens: of a batch.
+        routing: bytes of a token's recorded experts.
         device_limit: memory of a GPU.
         host_limit: memory of the machine, None if ranks run on others.
     """
@@ -179,16 +181,16 @@ def run_memory(
         limit = device_limit if on_gpu else host_limit
         pools.append(PoolMemory(name, pool.ranks, on_gpu, limit, own, generates))
     others = tuple(role for role in started_roles(config) if not is_builtin(role))
-    return RunMemory(tuple(pools), store_bytes(config, tokens, engine), host_limit, others)
+    return RunMemory(tuple(pools), store_bytes(config, tokens, engine, routing), host_limit, others)
 
 
-def store_bytes(config: Config, tokens: int, engine: EngineMemory | None) -> int:
+def store_bytes(config: Config, tokens: int, engine: EngineMemory | None, routing: int = 0) -> int:
     """Return the bytes of a batch's tokens in the object store, and of weights on their way to the engines."""
     names = _COLUMNS + (_SAMPLED if engine is not None else ())
     for role in started_roles(config):
         names += _OF_ROLES.get(role, ())
     width = sum(dtype.itemsize for name in names if (dtype := FIELDS[name].dtype) is not None)
-    return tokens * width + (0 if engine is None else min(engine.weights, _BUCKETS * _BUCKET_BYTES))
+    return tokens * (width + routing) + (0 if engine is None else min(engine.weights, _BUCKETS * _BUCKET_BYTES))
 
 
 def role_offload(config: Config, role: str) -> Offload:

@@ -77,13 +77,13 @@ def check_experts(config: Config, model: PreTrainedModel) -> None:
     """Raise if options of the actor need routers of experts that the policy doesn't have.
 
     Raises:
-        ModelError: the model has no experts, or its routers don't choose and score them in a known way.
+        ModelError: the model has no experts, or its routers don't choose or score them in a known way.
     """
     chosen = [name for name, value in config.actor.moe if value]
     if not chosen:
         return
     try:
-        check_routers(model)
+        check_routers(model, scored=config.actor.moe.balance_coefficient > 0)
     except ModelError as problem:
         key, off = f"actor.moe.{chosen[0]}", Experts.model_fields[chosen[0]].default
         kind = f"{type(model).__name__} ({model.config.model_type})"

@@ -15,6 +15,7 @@ from rlpack.config.ahead_rules import ahead_problems
 from rlpack.config.batching_rules import cut_problems, own_batching_problems, token_budget_problems
 from rlpack.config.correction_rules import correction_problems
 from rlpack.config.engine_rules import engine_problems
+from rlpack.config.expert_rules import expert_problems
 from rlpack.config.function_names import function_name_problems
 from rlpack.config.layout_sizes import layout_problems
 from rlpack.config.recipes import recipe_of, recipe_texts
@@ -311,6 +312,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     engine_problems,
     function_name_problems,
     _kl,
+    expert_problems,
     correction_problems,
     _mini_batches,
     _optimizer,

@@ -20,6 +20,10 @@ microbatch is not, and for one over those of the step, f is known only after the
 Each layer adds its gradient where it is computed, by `_AddLoss`, as in Megatron-LM: pipeline stages and activation
 checkpointing need no other output of the model.
 
+Replay (as in Zheng et al. 2025, arXiv:2507.18071, "routing replay") fixes the choice to the recorded one; the weights
+are still computed, and differentiated, from the current scores at the recorded experts. So a token's experts in the
+update are those of its old log-prob, although the router's weights have changed.
+
 Letters: L layers with experts, E experts of a layer, k experts of a token, T tokens and R rows of a microbatch, n slots
 of this rank.
 """
@@ -59,6 +63,20 @@ class RouterShape(NamedTuple):
     top_k: int
 
 
+def choice_dtype(shape: RouterShape) -> torch.dtype:
+    """Return the dtype of recorded experts: the smallest that holds their indices."""
+    return torch.uint8 if shape.num_experts <= 256 else torch.int16
+
+
+def recorded_bytes(shape: RouterShape) -> int:
+    """Return the bytes of a token's recorded experts.
+
+    >>> recorded_bytes(RouterShape(num_layers=48, num_experts=128, top_k=8))
+    384
+    """
+    return shape.num_layers * shape.top_k * choice_dtype(shape).itemsize
+
+
 def router_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that choose experts, by name; each is next to the experts of its layer."""
     for name, _ in expert_modules(root):
@@ -86,11 +104,12 @@ def router_shape(root: nn.Module) -> RouterShape | None:
     return RouterShape(len(blocks), *sizes.pop())
 
 
-def check_routers(root: nn.Module) -> None:
-    """Raise unless the routers of a model choose and score experts in a known way.
+def check_routers(root: nn.Module, *, scored: bool) -> None:
+    """Raise unless the routers of a model choose experts in a known way.
 
     Args:
         root: a model on the meta device.
+        scored: whether they also have to score all experts in a known way.
 
     Raises:
         ModelError: they don't, or the model has no experts.
@@ -102,8 +121,11 @@ def check_routers(root: nn.Module) -> None:
         further = len(inspect.signature(router.forward).parameters) - 1  # a bias of the choice, in some families
         with _Choice(shape) as choice:
             outputs = router(weight.new_zeros(2, weight.shape[1]), *[weight.new_zeros(shape.num_experts)] * further)
-        if not choice.is_known(outputs) or choice.scores is None:
-            raise ModelError(f"{name} ({type(router).__name__}) doesn't choose and score experts in a known way")
+        kind = f"{name} ({type(router).__name__})"
+        if not choice.is_known(outputs):
+            raise ModelError(f"{kind} doesn't choose experts in a known way")
+        if scored and choice.scores is None:
+            raise ModelError(f"{kind} scores only the chosen experts, or in an unknown way")
 
 
 class Routing:
@@ -147,21 +169,37 @@ class RoutingPass:
     Attributes:
         load: tokens of each expert, int64 [L, E].
         balance: Σ over layers and rows of the row's weight times its balance loss, fp64 [].
+        changed: sum over layers of the tokens whose set of experts the replay changed, int64 [].
+        recorded: experts of each token, [T, L, k] of `choice_dtype`; 0 for tokens of other ranks and layers of other
+            stages. Without recording, empty.
     """
 
-    def __init__(self, routing: Routing, row_weights: Tensor | None = None, *, coefficient: float = 0.0) -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        row_weights: Tensor | None = None,
+        *,
+        coefficient: float = 0.0,
+        replay: Tensor | None = None,
+        records: bool = False,
+    ) -> None:
         """Plan a pass.
 
         Args:
             routing: the routers.
             row_weights: weight of each row in the balance loss, f32 [R]; None leaves the loss out.
             coefficient: of the balance loss in the gradient.
+            replay: experts that each token gets, integers [T, L, k]; None for those that the routers choose.
+            records: whether to record the experts.
         """
+        self._replay, self._records = replay, records
         self._routing, self._row_weights, self._coefficient = routing, row_weights, coefficient
         self._factors: dict[int, Tensor] = {}
         shape = routing.shape
         self.load = torch.zeros(shape.num_layers, shape.num_experts, dtype=torch.int64)
         self.balance = torch.zeros((), dtype=torch.float64)
+        self.changed = torch.zeros((), dtype=torch.int64)
+        self.recorded = torch.zeros(0, shape.num_layers, shape.top_k, dtype=choice_dtype(shape))
 
     def place_tokens(self, inputs: ModelInputs, part: RowPart | None) -> None:
         """Locate the tokens of the microbatch; `PackedModel` calls this before the routers run.
@@ -179,7 +217,13 @@ class RoutingPass:
         self._lengths = torch.cat([inputs.row_lengths, inputs.row_lengths.new_ones(1)]).clamp(min=1)
         if self._row_weights is not None:
             self._row_weights = nn.functional.pad(self._row_weights.to(device, torch.float32), (0, 1))
-        self.load, self.balance = self.load.to(device), self.balance.to(device)
+        self.load, self.balance, self.changed = (sums.to(device) for sums in (self.load, self.balance, self.changed))
+        self._own, self._places = torch.arange(num_tokens, device=device)[own], places
+        if self._records:
+            self.recorded = self.recorded.new_zeros((num_tokens, *self.recorded.shape[1:]), device=device)
+        if self._replay is not None:
+            assert self._replay.shape == (num_tokens, *self.recorded.shape[1:])
+            self._replay = self._replay.to(device, non_blocking=True)
 
     def route(self, layer: int, forward: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Return a router's outputs: logits [n, E], weights [n, k] and indices of experts [n, k].
@@ -187,14 +231,20 @@ class RoutingPass:
         Raises:
             ModelError: the router chooses experts in an unknown way.
         """
-        with _Choice(self._routing.shape) as choice:
+        with _Choice(self._routing.shape, self._fixed(layer)) as choice:
             outputs = forward(*arguments)
         if not choice.is_known(outputs):
-            raise ModelError("a router doesn't choose experts in a known way, so their load can't be measured")
+            if self._coefficient > 0 or self._records or self._replay is not None:
+                raise ModelError("a router doesn't choose experts in a known way; leave actor.moe out")
+            return outputs
         logits, weights, index = outputs
         first = layer not in self._factors
         if first:
             self._factors[layer] = self._measure_load(layer, index)
+            if self._records:
+                self.recorded[:, layer].index_copy_(0, self._own, index[self._places].to(self.recorded.dtype))
+            if choice.num_changed is not None and self._routing.is_counted:
+                self.changed += choice.num_changed
         if self._row_weights is None or choice.scores is None or not self._routing.is_counted:
             return outputs
         scores = choice.scores.float()
@@ -204,6 +254,12 @@ class RoutingPass:
         if self._coefficient > 0 and loss.requires_grad:
             weights = _AddLoss.apply(weights, self._coefficient * loss)
         return logits, weights, index
+
+    def _fixed(self, layer: int) -> "_Fixed | None":
+        """Return the experts that a layer's tokens get."""
+        if self._replay is None:
+            return None
+        return _Fixed(self._places, self._replay[self._own, layer].long())
 
     @torch.no_grad()
     def _measure_load(self, layer: int, index: Tensor) -> Tensor:
@@ -270,17 +326,32 @@ def _route(forward: Callable[..., Any], layer: int, *arguments: Any) -> Any:
     return forward(*arguments) if routing is None else routing.route(layer, forward, arguments)
 
 
+class _Fixed(NamedTuple):
+    """Experts to choose.
+
+    Attributes:
+        places: slots with a token, int64 [t]; the router chooses for the others, which are padding.
+        experts: of these tokens, int64 [t, k].
+    """
+
+    places: Tensor
+    experts: Tensor
+
+
 class _Choice(TorchFunctionMode):
-    """Observes the choice of a router: the one call of `topk` over all experts.
+    """Observes the choice of a router, the one call of `topk` over all experts, or replaces it.
 
     Attributes:
         scores: of all experts, [n, E]: the result of the softmax or sigmoid before the choice.
+        num_changed: how many tokens would have got another set of experts, int64 []; None without fixed experts.
     """
 
-    def __init__(self, shape: RouterShape) -> None:
+    def __init__(self, shape: RouterShape, fixed: _Fixed | None = None) -> None:
         super().__init__()
         self.scores: Tensor | None = None
+        self.num_changed: Tensor | None = None
         self._shape = shape
+        self._fixed = fixed
         self._num_choices = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -290,7 +361,22 @@ class _Choice(TorchFunctionMode):
             self.scores = outputs
         if name == "topk" and self._is_of_experts(args[0]) and outputs[1].shape[-1] == self._shape.top_k:
             self._num_choices += 1
+            if self._fixed is not None:
+                return self._fix(args[0], outputs[1], self._fixed)
         return outputs
+
+    def _fix(self, scores: Tensor, free: Tensor, fixed: _Fixed) -> Any:
+        """Return what `topk` would, had it chosen the fixed experts.
+
+        Args:
+            scores: that the choice is by, [n, E].
+            free: the router's own choice, int64 [n, k].
+            fixed: the experts to choose.
+        """
+        own = free[fixed.places].sort(1).values
+        self.num_changed = (own != fixed.experts.sort(1).values).any(1).sum()
+        experts = free.index_copy(0, fixed.places, fixed.experts)
+        return torch.return_types.topk((scores.gather(1, experts), experts))  # pyright: ignore[reportAttributeAccessIssue]
 
     def is_known(self, outputs: Any) -> bool:
         """Return whether the router chose once, and returned logits, weights and indices."""

@@ -122,6 +122,10 @@ METRICS: dict[str, Metric] = {
         "Tokens of a layer's busiest expert over the mean of its experts, in an optimizer step; the mean over layers.",
     ),
     "actor/moe_load_imbalance_max": Metric("1", "The same of the layer where it is largest."),
+    "actor/moe_replay_changed": Metric(
+        "fraction",
+        "Tokens that would have got another set of experts without actor.moe.replay_routing; the mean over layers.",
+    ),
     "actor/grad_norm": Metric("1", "Global gradient norm before clipping."),
     "actor/learning_rate": Metric("1", "Learning rate of the optimizer step."),
     "actor/skipped_steps": Metric("steps", "Optimizer steps skipped because the gradient was zero or not finite."),

@@ -13,6 +13,7 @@ MIXTURE = (
     *REFERENCE,
     *("model.config.model_type=mixtral", "+model.config.num_local_experts=4", "+model.config.num_experts_per_tok=2"),
     *("model.config.intermediate_size=96", "sft_warmup.steps=4", "trainer.steps=2"),
+    *("actor.moe.balance_coefficient=0.01", "actor.moe.replay_routing=true"),
 )
 
 
@@ -26,9 +27,19 @@ def two(tmp_path_factory) -> Command:
     return done(tmp_path_factory.mktemp("two"), *MIXTURE, "actor.parallel.ep=2", ranks=2)
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm"])
+METRICS = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm")
+OF_ROUTING = ("actor/moe_balance_loss", "actor/moe_load_imbalance", "sft_warmup/moe_balance_loss")
+
+
+@pytest.mark.parametrize("name", [*METRICS, *OF_ROUTING])
 def test_losses_and_gradients_are_those_of_one_rank_up_to_rounding(one: Command, two: Command, name: str):
     assert curve(two.run_dir, name) == pytest.approx(curve(one.run_dir, name), rel=2e-3, abs=2e-5)
+
+
+def test_replayed_routing_is_that_of_the_old_log_probs(two: Command):
+    changed = curve(two.run_dir, "actor/moe_replay_changed")
+    assert len(changed) == 2
+    assert 0 <= max(changed) < 0.2  # of small steps; of other tokens' experts it would be some 0.8
 
 
 def test_rollouts_come_from_the_weights_that_are_trained(two: Command):

@@ -68,3 +68,8 @@ class Experts(Section):
         description="Weight of the load-balancing loss of each layer with experts (DeepSeek-V3's, over sequences); "
         "0 for none.",
     )
+    replay_routing: bool = Field(
+        default=False,
+        description="Whether the update routes each token to the experts that it had when the old log-probs were "
+        "computed. A batch with a single optimizer step needs no replay.",
+    )

@@ -96,13 +96,13 @@ def _rows(method: Any, context: RankContext, config: Config, batch: BatchedDataD
 
 
 def _step(
-    method: Any, context: RankContext, config: Config, batch: BatchedDataDict, loss: Loss
+    method: Any, context: RankContext, config: Config, batch: BatchedDataDict, loss: Loss, rate: float = RATE
 ) -> list[dict[str, float]]:
     """Take one optimizer step on the whole batch; return the output ranks' metrics, merged."""
     plan = _plan(context, config, batch)
     weighted = batch.union(step_weights(counts_of(batch), plan, config.algorithm))
     every: list[Any] = [None] * context.num_ranks
-    dist.all_gather_object(every, method(weighted.shard(plan)[context.dp_rank], loss, RATE))
+    dist.all_gather_object(every, method(weighted.shard(plan)[context.dp_rank], loss, rate))
     return merge_steps([every[rank] for rank in context.layout.output_ranks])
 
 

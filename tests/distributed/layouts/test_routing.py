@@ -1,7 +1,8 @@
-"""On every layout, the load-balancing loss of a mixture of experts is that of each row alone."""
+"""On every layout, the balance loss is that of each row alone, and replayed routing follows each token."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,3 +60,24 @@ def test_without_a_coefficient_the_balance_is_measured_and_has_no_gradient(tmp_p
     for name, gradient in expected.items():
         gap = torch.from_numpy(gradients[name]).double() - gradient
         assert gap.norm() <= 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize(("layout", "family", "checkpointing"), CASES)
+def test_replayed_routing_follows_each_token(layout: str, family: str, checkpointing: str, tmp_path: Path):
+    config = routing_ranks.moe_config(family, layout, checkpointing, replay_routing=True)
+    rows = routing_ranks.scored_batch(config)
+    cases = [(mode, config) for mode in ("packed", "dynamic", "fixed")]
+    truth, expected = routing_ranks.replay_truth(config, rows)
+    own = routing_ranks.choices(config, rows)
+    assert truth["actor/moe_replay_changed"] > 0.02
+    found = on_ranks(tmp_path, LAYOUTS[layout][0], routing_ranks.replayed_steps, layout, rows, cases)[0]
+    for experts, (unchanged, _), (metrics, gradients) in found:
+        assert experts.dtype == np.uint8
+        assert np.array_equal(np.sort(experts, 2), own.sort(2).values.numpy())
+        assert unchanged["actor/moe_replay_changed"] == 0
+        assert unchanged["actor/ratio_max"] == 1
+        assert {name: metrics[name] for name in truth} == pytest.approx(truth, rel=1e-5, abs=1e-7)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            gap = torch.from_numpy(gradients[name]).double() - gradient
+            assert gap.norm() <= 1e-4 * gradient.norm(), name

@@ -1,6 +1,9 @@
 """Options of experts are refused where the policy has no routers that they could work with."""
 
+from typing import Any
+
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from benchmarks.family_configs import tiny_config as family_config
@@ -19,7 +22,7 @@ def model_of(family: str) -> PreTrainedModel:
     return build_meta_model(model, vocab_size=40, pad_token_id=0)
 
 
-def config_of(**options: float) -> Config:
+def config_of(**options: Any) -> Config:
     return tiny_config(actor=Actor(moe=Experts(**options)))
 
 
@@ -31,9 +34,37 @@ def test_families_with_routers_are_accepted(family: str):
 def test_a_model_without_experts_is_refused_with_the_key():
     with pytest.raises(ModelError, match=r"actor.moe.balance_coefficient needs .* no experts .*; set .*=0"):
         check_experts(config_of(balance_coefficient=0.01), model_of("llama"))
+    with pytest.raises(ModelError, match=r"actor.moe.replay_routing needs .*; set actor.moe.replay_routing=False"):
+        check_experts(config_of(replay_routing=True), model_of("llama"))
     check_experts(config_of(), model_of("llama"))
 
 
-def test_routers_that_score_only_the_chosen_experts_are_refused():
-    with pytest.raises(ModelError, match=r"GraniteMoeTopKRouter\) doesn't choose and score experts in a known way"):
+def test_routers_that_score_only_the_chosen_experts_can_be_replayed_but_not_balanced():
+    check_experts(config_of(replay_routing=True), model_of("granitemoe"))
+    with pytest.raises(ModelError, match=r"GraniteMoeTopKRouter\) scores only the chosen experts"):
         check_experts(config_of(balance_coefficient=0.01), model_of("granitemoe"))
+
+
+class FreeRouter(torch.nn.Module):
+    """A router that chooses by sorting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k, self.num_experts = 2, 4
+        self.weight = torch.nn.Parameter(torch.zeros(4, 32))
+
+    def forward(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = (states @ self.weight.T).softmax(-1)
+        chosen = logits.argsort(-1)[:, -2:]
+        return logits, logits.gather(1, chosen), chosen
+
+
+def test_routers_that_choose_in_another_way_are_refused():
+    model: Any = model_of("mixtral")
+    router = model.model.layers[0].mlp.gate
+    free = FreeRouter().to("meta")
+    free.num_experts, free.top_k = router.num_experts, router.top_k
+    free.weight = torch.nn.Parameter(torch.empty_like(router.weight))
+    model.model.layers[0].mlp.gate = free
+    with pytest.raises(ModelError, match=r"FreeRouter\) doesn't choose experts in a known way"):
+        check_experts(config_of(replay_routing=True), model)
