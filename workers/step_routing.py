@@ -115,7 +115,7 @@ class StepRouting:
 
 
 def _imbalance(load: Tensor) -> dict[str, float]:
-    """Return how many times the mean the busiest expert of a layer has tokens, from f64 [L, E]; nothing of no tokens."""
+    """Return how many times the mean load a layer's busiest expert has, from f64 [L, E]; nothing if none is known."""
     if not load.any():  # routers of an unknown kind
         return {}
     ratios = load.amax(1) / load.mean(1).clamp(min=1e-9)

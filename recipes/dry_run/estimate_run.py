@@ -26,7 +26,7 @@ from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.models.errors import ModelError
 from rlpack.models.flops import sequence_cost
 from rlpack.models.memory_simulation import ModelMemory
-from rlpack.models.routing import recorded_bytes, router_shape
+from rlpack.models.router_choice import recorded_bytes, router_shape
 from rlpack.packing import PackingError
 from rlpack.recipes.driver.splits import load_splits
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, first_batch, plans_of

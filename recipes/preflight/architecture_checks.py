@@ -34,7 +34,7 @@ from rlpack.models.packed import language_model
 from rlpack.models.parallel import decoder_layers
 from rlpack.models.policy import Policy, output_head
 from rlpack.models.rope import check_positions, check_row_length
-from rlpack.models.routing import check_routers
+from rlpack.models.router_choice import check_routers
 from rlpack.models.text_settings import num_experts, settings_of
 from rlpack.models.verified import is_verified
 from rlpack.recipes.preflight.split_checks import split_sizes_problem

@@ -29,103 +29,28 @@ of this rank.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from rlpack.models.errors import ModelError
-from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.inputs import ModelInputs
+from rlpack.models.router_choice import (
+    NO_EXPERTS,
+    FixedChoice,
+    RouterChoice,
+    choice_dtype,
+    router_modules,
+    router_shape,
+)
 from rlpack.models.row_parts import RowPart, own_places
 
 _ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-_NO_EXPERTS = "it has no experts that transformers stacks in one module per layer"
-
-
-class RouterShape(NamedTuple):
-    """Sizes that all routers of a model have in common.
-
-    Attributes:
-        num_layers: layers with experts, of all pipeline stages.
-        num_experts: of a layer.
-        top_k: experts of a token.
-    """
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-
-
-def choice_dtype(shape: RouterShape) -> torch.dtype:
-    """Return the dtype of recorded experts: the smallest that holds their indices."""
-    return torch.uint8 if shape.num_experts <= 256 else torch.int16
-
-
-def recorded_bytes(shape: RouterShape) -> int:
-    """Return the bytes of a token's recorded experts.
-
-    >>> recorded_bytes(RouterShape(num_layers=48, num_experts=128, top_k=8))
-    384
-    """
-    return shape.num_layers * shape.top_k * choice_dtype(shape).itemsize
-
-
-def router_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that choose experts, by name; each is next to the experts of its layer."""
-    for name, _ in expert_modules(root):
-        block = name.rpartition(".")[0]
-        for child, module in root.get_submodule(block).named_children():
-            if {"top_k", "num_experts"} <= vars(module).keys() and module._parameters.get("weight") is not None:
-                yield f"{block}.{child}", module
-
-
-def router_shape(root: nn.Module) -> RouterShape | None:
-    """Return the sizes of a model's routers; None if it has no experts.
-
-    Raises:
-        ModelError: its experts are chosen elsewhere than in one module per layer, or layers differ in their sizes.
-    """
-    blocks = [name.rpartition(".")[0] for name, _ in expert_modules(root)]
-    if not blocks:
-        return None
-    found = list(router_modules(root))
-    if [name.rpartition(".")[0] for name, _ in found] != blocks:
-        raise ModelError("its experts are not chosen by one router module per layer")
-    sizes = {(cast(int, module.num_experts), cast(int, module.top_k)) for _, module in found}
-    if len(sizes) > 1:
-        raise ModelError(f"its layers have different numbers of experts or of choices: {sorted(sizes)}")
-    return RouterShape(len(blocks), *sizes.pop())
-
-
-def check_routers(root: nn.Module, *, scored: bool) -> None:
-    """Raise unless the routers of a model choose experts in a known way.
-
-    Args:
-        root: a model on the meta device.
-        scored: whether they also have to score all experts in a known way.
-
-    Raises:
-        ModelError: they don't, or the model has no experts.
-    """
-    if (shape := router_shape(root)) is None:
-        raise ModelError(_NO_EXPERTS)
-    for name, router in router_modules(root):
-        weight = cast(Tensor, router.weight)
-        further = len(inspect.signature(router.forward).parameters) - 1  # a bias of the choice, in some families
-        with _Choice(shape) as choice:
-            outputs = router(weight.new_zeros(2, weight.shape[1]), *[weight.new_zeros(shape.num_experts)] * further)
-        kind = f"{name} ({type(router).__name__})"
-        if not choice.is_known(outputs):
-            raise ModelError(f"{kind} doesn't choose experts in a known way")
-        if scored and choice.scores is None:
-            raise ModelError(f"{kind} scores only the chosen experts, or in an unknown way")
 
 
 class Routing:
@@ -153,7 +78,7 @@ class Routing:
         """
         shape = router_shape(whole)
         if shape is None:
-            raise ModelError(_NO_EXPERTS)
+            raise ModelError(NO_EXPERTS)
         self.shape, self.row_group, self.is_counted = shape, row_group, is_counted
         names = [name for name, _ in router_modules(whole)]
         for name, router in list(router_modules(root)):
@@ -231,7 +156,7 @@ class RoutingPass:
         Raises:
             ModelError: the router chooses experts in an unknown way.
         """
-        with _Choice(self._routing.shape, self._fixed(layer)) as choice:
+        with RouterChoice(self._routing.shape, self._fixed(layer)) as choice:
             outputs = forward(*arguments)
         if not choice.is_known(outputs):
             if self._coefficient > 0 or self._records or self._replay is not None:
@@ -255,11 +180,11 @@ class RoutingPass:
             weights = _AddLoss.apply(weights, self._coefficient * loss)
         return logits, weights, index
 
-    def _fixed(self, layer: int) -> "_Fixed | None":
+    def _fixed(self, layer: int) -> FixedChoice | None:
         """Return the experts that a layer's tokens get."""
         if self._replay is None:
             return None
-        return _Fixed(self._places, self._replay[self._own, layer].long())
+        return FixedChoice(self._places, self._replay[self._own, layer].long())
 
     @torch.no_grad()
     def _measure_load(self, layer: int, index: Tensor) -> Tensor:
@@ -324,68 +249,6 @@ def _route(forward: Callable[..., Any], layer: int, *arguments: Any) -> Any:
     """Return a router's outputs, by the current pass if there is one."""
     routing = current_pass()
     return forward(*arguments) if routing is None else routing.route(layer, forward, arguments)
-
-
-class _Fixed(NamedTuple):
-    """Experts to choose.
-
-    Attributes:
-        places: slots with a token, int64 [t]; the router chooses for the others, which are padding.
-        experts: of these tokens, int64 [t, k].
-    """
-
-    places: Tensor
-    experts: Tensor
-
-
-class _Choice(TorchFunctionMode):
-    """Observes the choice of a router, the one call of `topk` over all experts, or replaces it.
-
-    Attributes:
-        scores: of all experts, [n, E]: the result of the softmax or sigmoid before the choice.
-        num_changed: how many tokens would have got another set of experts, int64 []; None without fixed experts.
-    """
-
-    def __init__(self, shape: RouterShape, fixed: _Fixed | None = None) -> None:
-        super().__init__()
-        self.scores: Tensor | None = None
-        self.num_changed: Tensor | None = None
-        self._shape = shape
-        self._fixed = fixed
-        self._num_choices = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        name = func.__name__
-        if name in {"softmax", "sigmoid"} and not self._num_choices and self._is_of_experts(outputs):
-            self.scores = outputs
-        if name == "topk" and self._is_of_experts(args[0]) and outputs[1].shape[-1] == self._shape.top_k:
-            self._num_choices += 1
-            if self._fixed is not None:
-                return self._fix(args[0], outputs[1], self._fixed)
-        return outputs
-
-    def _fix(self, scores: Tensor, free: Tensor, fixed: _Fixed) -> Any:
-        """Return what `topk` would, had it chosen the fixed experts.
-
-        Args:
-            scores: that the choice is by, [n, E].
-            free: the router's own choice, int64 [n, k].
-            fixed: the experts to choose.
-        """
-        own = free[fixed.places].sort(1).values
-        self.num_changed = (own != fixed.experts.sort(1).values).any(1).sum()
-        experts = free.index_copy(0, fixed.places, fixed.experts)
-        return torch.return_types.topk((scores.gather(1, experts), experts))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def is_known(self, outputs: Any) -> bool:
-        """Return whether the router chose once, and returned logits, weights and indices."""
-        sizes = [output.shape[-1] for output in outputs] if isinstance(outputs, tuple) else []
-        shape = self._shape
-        return self._num_choices == 1 and sizes == [shape.num_experts, shape.top_k, shape.top_k]
-
-    def _is_of_experts(self, tensor: Tensor) -> bool:
-        return tensor.ndim == 2 and tensor.shape[1] == self._shape.num_experts
 
 
 class _AddLoss(torch.autograd.Function):
