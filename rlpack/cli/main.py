@@ -25,6 +25,7 @@ examples:
   rlpack plan --suggest recipe=sft placement=eight_gpus          layouts and memory switches that fit, fastest first
   rlpack plan runs/mine --max-tokens 16384 --ranks 64 --compare  every algorithm and mode on a run's lengths
   rlpack simulate lognormal --rows-per-rank 16 --ranks 64,16384  expected step times on larger clusters
+  rlpack simulate runs/mine --async --ranks 16                   how many ranks generate, and how far ahead
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack evaluate runs/mine evaluate.samples=16                  pass@k and more, of the newest checkpoint
   rlpack report runs/mine                                        write runs/mine/report.html again
@@ -152,11 +153,13 @@ def _exit_if_ray_hangs(code: int) -> None:
 
 def _plan(arguments: list[str]) -> int:
     """Run a planning command, whose parser imports NumPy."""
-    from rlpack.cli import plan_commands, suggest
+    from rlpack.cli import plan_commands, simulate_async, suggest
     from rlpack.cli.plan_options import parsers
 
     if arguments[0] == "plan" and suggest.is_for_config(arguments[1:]):
         return suggest.suggest(arguments[1:])
+    if arguments[0] == "simulate" and simulate_async.FLAG in arguments:
+        return simulate_async.simulate_async(arguments[1:])
     plan, simulate = parsers()
     if arguments[0] == "plan":
         return plan_commands.plan_command(plan.parse_args(arguments[1:]))

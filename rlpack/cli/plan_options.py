@@ -101,6 +101,9 @@ def parsers() -> tuple[OptionParser, OptionParser]:
         "--picture", type=Path, metavar="FILE", help=f"draw the first optimizer step, as {', '.join(PICTURES)}"
     )
     simulate.add_argument(
+        "--async", action="store_true", help="forecast running ahead; see rlpack simulate --async --help"
+    )
+    simulate.add_argument(
         "--rows-per-rank", type=int, help="rows per rank instead of in total; a file's rows are repeated"
     )
     return plan, simulate

@@ -22,7 +22,9 @@ _KINDS: dict[str, Kind] = {
     "score": "scoring",
     **dict.fromkeys(("logprobs", "values", "kl_sums"), "log-probs"),
     "train_step": "update",
-    **dict.fromkeys(("export_bucket", "load_bucket", "publish", "canary_logprobs", "finish_transfer"), "weights"),
+    **dict.fromkeys(
+        ("export_bucket", "interrupt", "load_bucket", "publish", "canary_logprobs", "finish_transfer"), "weights"
+    ),
     **dict.fromkeys(("save", "start_save", "save_is_done", "finish_save", "load"), "checkpoint"),
 }
 

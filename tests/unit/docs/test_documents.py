@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -96,6 +97,17 @@ def test_every_planning_command_runs(arguments, tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "runs" / "mine"
     run_dir.mkdir(parents=True)
     PlanRecord(1, tuple(range(1, 400)), Batching(max_tokens=8192), 2).write(run_dir / "packing.json")
+    figures = {
+        "rollout/response_tokens_mean": 100.0,
+        "rollout/response_tokens_max": 300.0,
+        "packing/real_tokens": 80000.0,
+        "time/generate_s": 9.0,
+        "time/step_s": 20.0,
+        "time/sync_s": 1.0,
+        "time_s": 1.0,
+        "phase": "train",
+    }
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(figures | {"step": n}) + "\n" for n in range(1, 5)))
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert any(column in shown for column in ("lock step", "idle %", "time s"))

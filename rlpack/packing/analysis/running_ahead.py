@@ -1,0 +1,202 @@
+"""Forecast a run that generates ahead of training (`trainer.lead`), from measured rates.
+
+Engines have slots; a slot generates one response at a time, a token every `token_s` seconds. A batch's responses take
+the free slots in order; a batch is generated once its last response is. Training takes a time per token and rank, then
+weights are published, while engines stand still. `lead` and the two ways to publish mean what they do in a run
+(`rlpack.recipes.driver.ahead`).
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from rlpack.packing.errors import PackingError
+
+Publish = Literal["drain", "in_flight"]
+# The first steps, which fill the pipeline, are not counted.
+_WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a run takes.
+
+    Attributes:
+        token_s: seconds of a token of each response that an engine generates at the time.
+        slots: responses that an engine generates at once.
+        train_tokens_per_s: tokens, prompts included, that a rank trains on in a second: all passes and updates.
+        publish_s: seconds of a publication of weights.
+        prompt_tokens: mean tokens of a prompt.
+        rows_per_step: responses of a step.
+
+    Raises:
+        PackingError: a value is out of range.
+    """
+
+    token_s: float = 0.02
+    slots: int = 256
+    train_tokens_per_s: float = 10_000.0
+    publish_s: float = 1.0
+    prompt_tokens: float = 128.0
+    rows_per_step: int = 256
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            may_be_zero = field.name in ("publish_s", "prompt_tokens")
+            if not np.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+                raise PackingError(
+                    f"{field.name} is {value:g}; it has to be finite and {'at least' if may_be_zero else 'above'} 0"
+                )
+
+
+class Setup(NamedTuple):
+    """How a run uses its ranks.
+
+    Attributes:
+        lead: steps by which a batch may be begun ahead; with 0, all ranks generate, and then all train.
+        publish: when weights reach engines.
+        engine_ranks: ranks that generate; each has one engine.
+        train_ranks: ranks that train.
+    """
+
+    lead: int
+    publish: Publish
+    engine_ranks: int
+    train_ranks: int
+
+
+class RunForecast(NamedTuple):
+    """What a setup is expected to do.
+
+    Attributes:
+        step_s: seconds of a step.
+        training_idle: share of the time in which ranks that train wait.
+        engines_idle: share of the time of the engines' slots in which they generate nothing.
+        staleness_mean: mean number of publications between a response's first token and its training.
+        staleness_max: the largest.
+    """
+
+    step_s: float
+    training_idle: float
+    engines_idle: float
+    staleness_mean: float
+    staleness_max: int
+
+
+class _Batch(NamedTuple):
+    starts: np.ndarray
+    ends: np.ndarray
+
+    @property
+    def end(self) -> float:
+        return float(self.ends.max())
+
+
+class _Engines:
+    """The slots of all engines, by the time from which each is free."""
+
+    def __init__(self, count: int) -> None:
+        self.free = [0.0] * count
+        self.busy_s = 0.0
+
+    def generate(self, now: float, seconds: np.ndarray) -> _Batch:
+        """Start responses in order, each in the slot that is free first."""
+        starts, ends = np.empty_like(seconds), np.empty_like(seconds)
+        for row, duration in enumerate(seconds.tolist()):
+            starts[row] = max(now, heapq.heappop(self.free))
+            ends[row] = starts[row] + duration
+            heapq.heappush(self.free, float(ends[row]))
+        self.busy_s += float(seconds.sum())
+        return _Batch(starts, ends)
+
+    def stand_still(self, now: float, pause_s: float, batches: list[_Batch]) -> None:
+        """Delay everything after `now`."""
+        self.free = [time + pause_s if time > now else time for time in self.free]
+        for batch in batches:
+            batch.starts[batch.starts > now] += pause_s
+            batch.ends[batch.ends > now] += pause_s
+
+
+def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int = 60, seed: int = 0) -> RunForecast:
+    """Return what a setup is expected to do.
+
+    Args:
+        lengths: response lengths to draw from, in tokens, int64 [n].
+        rates: what the run takes.
+        setup: how it uses its ranks.
+        steps: number of simulated steps.
+        seed: of the draw of lengths.
+
+    Raises:
+        PackingError: the setup can't run: no ranks, a lead of several steps with drain, or a negative one.
+    """
+    _check(setup)
+    draws = np.random.default_rng(seed)
+    rows = [draws.choice(lengths, rates.rows_per_step) for _ in range(steps)]
+    train_s = [
+        float(batch.sum() + rates.prompt_tokens * batch.size) / (rates.train_tokens_per_s * setup.train_ranks)
+        for batch in rows
+    ]
+    engines = _Engines(setup.engine_ranks * rates.slots)
+    waiting: deque[_Batch] = deque()
+    now = waited_s = began = 0.0
+    published: list[float] = []
+    lags: list[np.ndarray] = []
+    begun = 0
+    for step in range(steps):
+        if step == _WARM_UP:
+            began, waited_s, engines.busy_s = now, 0.0, 0.0
+        last = min(steps - 1, step + (setup.lead if setup.publish == "in_flight" else 0))
+        while begun <= last:
+            waiting.append(engines.generate(now, rates.token_s * rows[begun]))
+            begun += 1
+        batch = waiting.popleft()
+        waited_s += max(0.0, batch.end - now)
+        now = max(now, batch.end)
+        lags.append(len(published) - np.searchsorted(published, batch.starts, side="right"))
+        if setup.publish == "drain" and setup.lead and begun < steps:
+            waiting.append(engines.generate(now, rates.token_s * rows[begun]))
+            begun += 1
+        now += train_s[step]
+        if setup.publish == "drain" and waiting:
+            waited_s += max(0.0, waiting[-1].end - now)
+            now = max(now, waiting[-1].end)
+        engines.stand_still(now, rates.publish_s, list(waiting))
+        now += rates.publish_s
+        published.append(now)
+    span = now - began
+    staleness = np.concatenate(lags)
+    return RunForecast(
+        step_s=span / (steps - _WARM_UP),
+        training_idle=waited_s / span,
+        engines_idle=max(0.0, 1 - engines.busy_s / (span * setup.engine_ranks * rates.slots)),
+        staleness_mean=float(staleness.mean()),
+        staleness_max=int(staleness.max()),
+    )
+
+
+def setups(ranks: int, leads: tuple[int, ...]) -> Iterator[Setup]:
+    """Yield the ways to use a number of ranks: all in turns for lead 0, and the splits for others."""
+    for lead in leads:
+        if lead == 0:
+            yield Setup(0, "drain", ranks, ranks)
+            continue
+        splits = sorted({round(split) for split in np.linspace(1, ranks - 1, min(ranks - 1, 15))})
+        for publish in ("drain", "in_flight") if lead == 1 else ("in_flight",):
+            yield from (Setup(lead, publish, split, ranks - split) for split in splits)
+
+
+def _check(setup: Setup) -> None:
+    """Refuse a setup that can't run."""
+    if min(setup.engine_ranks, setup.train_ranks) < 1:
+        raise PackingError(f"{setup.engine_ranks} ranks generate and {setup.train_ranks} train; each needs 1 or more")
+    if setup.lead < 0 or (setup.publish == "drain" and setup.lead > 1):
+        raise PackingError(f"the lead is {setup.lead}; it has to be 0 or 1 with drain, and 1 or more with in_flight")
+    if setup.publish == "in_flight" and setup.lead == 0:
+        raise PackingError("the lead is 0, with which nothing is in flight; it has to be 1 or more with in_flight")

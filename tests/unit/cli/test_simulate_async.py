@@ -1,0 +1,71 @@
+"""`rlpack simulate --async` from a trace, a file and a run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlpack.cli.main import main
+from rlpack.observe.report.plan_record import PlanRecord
+from rlpack.observe.run_dir import LENGTHS, METRICS
+from rlpack.packing import Batching
+
+
+def simulate(*words: str) -> int:
+    return main(["simulate", *words, "--async"])
+
+
+def test_the_best_setup_comes_with_its_keys(capsys: pytest.CaptureFixture[str]):
+    assert simulate("lognormal", "--ranks", "4", "--leads", "0,1,3") == 0
+    out = capsys.readouterr().out
+    rows = [line.split("  ")[0] for line in out.splitlines()[2:-1]]
+    assert rows == ["in turns", "lead 1, drain", "lead 1, in_flight", "lead 3, in_flight"]
+    assert "trainer.lead=3 rollout=vllm rollout.publish=in_flight placement=two_pools" in out.splitlines()[-1]
+
+
+def test_a_bound_on_staleness_leaves_out_longer_leads(capsys: pytest.CaptureFixture[str]):
+    assert simulate("lognormal", "--ranks", "4", "--max-staleness", "1") == 0
+    assert "lead 2" not in capsys.readouterr().out
+    assert simulate("lognormal", "--ranks", "4", "--leads", "2", "--max-staleness", "1") == 2
+    assert "no setup keeps --max-staleness 1; raise it, or include 0 in --leads" in capsys.readouterr().err
+
+
+def test_rates_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    PlanRecord(3, (30, 50), Batching(max_tokens=64), num_ranks=2).write(tmp_path / LENGTHS)
+    step = {
+        "phase": "train",
+        "time_s": 1.0,
+        "rollout/response_tokens_mean": 30.0,
+        "rollout/response_tokens_max": 40.0,
+        "packing/real_tokens": 80.0,
+        "time/generate_s": 2.0,
+        "time/sync_s": 0.5,
+    }
+    steps = [step | {"step": number, "time/step_s": seconds} for number, seconds in ((1, 99.0), (2, 99.0), (3, 4.5))]
+    (tmp_path / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps))
+    assert simulate(str(tmp_path), "--ranks", "2", "--publish-s", "0") == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "responses of 30 tokens in the mean, 40 at most; 2 a step; 2 at once in an engine, 50 ms a token" in said
+    assert "training 20 tokens/s a rank; publication 0 s" in said  # 80 tokens in 2 s on 2 ranks; the option wins
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("lognormal", "--ranks", "1"), 2, "--ranks is 1; it has to be a whole number from 2 to"),
+        (("lognormal", "--leads", "1,x"), 2, "--leads is x; it has to be a whole number from 0 to 64"),
+        (("lognormal", "--slots", "0"), 2, "slots is 0; it has to be finite and above 0"),
+        (("nothing",), 3, "nothing is neither a file nor a synthetic trace"),
+        (("lognormal", "--column", "n"), 2, "--column has no effect on lognormal; remove it"),
+    ],
+)
+def test_wrong_options_are_one_error(words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]):
+    assert simulate(*words) == code
+    assert said in capsys.readouterr().err
+
+
+def test_lengths_of_a_file_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    np.save(tmp_path / "lengths.npy", np.array([7, 9]))
+    assert simulate(str(tmp_path / "lengths.npy"), "--ranks", "2") == 0
+    assert "responses of 8 tokens in the mean, 9 at most" in capsys.readouterr().out

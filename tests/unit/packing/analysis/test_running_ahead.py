@@ -1,0 +1,79 @@
+"""Forecasts of running ahead, against schedules computed by hand."""
+
+import numpy as np
+import pytest
+
+from rlpack.packing.analysis.running_ahead import Rates, Setup, forecast_run, setups
+from rlpack.packing.errors import PackingError
+
+# Ten responses of 100 tokens on ten slots: 10 s of generation; 2,000 tokens to train on: 10 s on one rank.
+EVEN = np.array([100])
+RATES = Rates(token_s=0.1, slots=10, train_tokens_per_s=200.0, publish_s=0.0, prompt_tokens=100.0, rows_per_step=10)
+
+
+def test_in_turns_a_step_takes_generation_training_and_publication():
+    rates = Rates(**(vars(RATES) | {"publish_s": 1.0}))
+    found = forecast_run(EVEN, rates, Setup(0, "drain", 1, 1))
+    assert found.step_s == pytest.approx(21.0)
+    assert found.training_idle == pytest.approx(10 / 21)
+    assert found.engines_idle == pytest.approx(11 / 21)
+    assert found.staleness_max == 0
+
+
+@pytest.mark.parametrize("publish", ["drain", "in_flight"])
+def test_one_step_ahead_generation_and_training_of_equal_time_overlap_whole(publish):
+    found = forecast_run(EVEN, RATES, Setup(1, publish, 1, 1))
+    assert found.step_s == pytest.approx(10.0, rel=0.05)
+    assert found.training_idle < 0.05
+    assert found.staleness_max == 1
+
+
+def test_with_drain_a_publication_delays_both_sides_and_in_flight_what_is_in_flight():
+    rates = Rates(**(vars(RATES) | {"publish_s": 2.0}))
+    drain, in_flight = (forecast_run(EVEN, rates, Setup(1, publish, 1, 1)) for publish in ("drain", "in_flight"))
+    assert drain.step_s == pytest.approx(12.0, rel=0.05)
+    assert in_flight.step_s == pytest.approx(12.0, rel=0.05)
+
+
+def test_a_longer_lead_hides_the_tail_of_long_responses():
+    # Nine of ten responses take 1 s, one takes 20 s, on two slots: the tail leaves a slot free.
+    lengths = np.array([10] * 9 + [200])
+    rates = Rates(token_s=0.1, slots=2, train_tokens_per_s=1e9, publish_s=0.0, prompt_tokens=0.0, rows_per_step=10)
+    one = forecast_run(lengths, rates, Setup(1, "drain", 1, 1), steps=400)
+    four = forecast_run(lengths, rates, Setup(4, "in_flight", 1, 1), steps=400)
+    work_s = lengths.mean() * 10 * 0.1 / 2  # of both slots, none of which ever waits
+    assert four.step_s == pytest.approx(work_s, rel=0.1)
+    assert one.step_s > 1.15 * work_s
+    assert four.engines_idle < 0.05 < one.engines_idle
+
+
+@pytest.mark.parametrize("lead", [1, 2, 5])
+def test_no_response_is_staler_than_the_lead(lead):
+    lengths = np.random.default_rng(0).lognormal(4, 1, 1000).astype(np.int64) + 1
+    found = forecast_run(lengths, RATES, Setup(lead, "in_flight", 1, 1))
+    assert 0 < found.staleness_mean <= found.staleness_max <= lead
+
+
+def test_all_splits_of_few_ranks_and_some_of_many():
+    few = list(setups(4, (0, 1, 2)))
+    assert few[0] == Setup(0, "drain", 4, 4)
+    assert {(one.lead, one.publish) for one in few} == {(0, "drain"), (1, "drain"), (1, "in_flight"), (2, "in_flight")}
+    assert [one.engine_ranks for one in few if one.lead == 2] == [1, 2, 3]
+    many = list(setups(512, (2,)))
+    assert len(many) == 15
+    assert all(one.engine_ranks + one.train_ranks == 512 for one in many)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Rates(token_s=0.0), "token_s is 0; it has to be finite and above 0"),
+        (lambda: Rates(publish_s=-1.0), "publish_s is -1; it has to be finite and at least 0"),
+        (lambda: forecast_run(EVEN, RATES, Setup(2, "drain", 1, 1)), "the lead is 2; it has to be 0 or 1 with drain"),
+        (lambda: forecast_run(EVEN, RATES, Setup(0, "in_flight", 1, 1)), "with which nothing is in flight"),
+        (lambda: forecast_run(EVEN, RATES, Setup(1, "drain", 0, 2)), "0 ranks generate and 2 train"),
+    ],
+)
+def test_what_can_not_run_is_refused(make, said):
+    with pytest.raises(PackingError, match=said):
+        make()
