@@ -90,6 +90,14 @@ def gradients(
     return found
 
 
+def corrections(mesh: Any, rank: int, cases: list[tuple[Config, list[BatchedDataDict]]]) -> list[BatchedDataDict]:
+    """Correct this rank's shard of each case with a new actor, by the case's `algorithm.correction`."""
+    return [
+        new_actor(config, rank, mesh.size()).correct(shards[rank], config.algorithm.correction)
+        for config, shards in cases
+    ]
+
+
 def logprobs(mesh: Any, rank: int, config: Config, shards: list[BatchedDataDict]) -> BatchedDataDict:
     """Score this rank's shard with a new actor."""
     return new_actor(config, rank, mesh.size()).logprobs(shards[rank])

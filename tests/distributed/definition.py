@@ -173,8 +173,12 @@ def step_by_definition(
     settings: Algorithm,
     temperature: float,
     rate: float,
+    importance: list[Tensor] | None = None,
 ) -> dict[str, float]:
-    """Take a plain gradient step on `rows`, leave its gradient in `model`, and return the metrics."""
+    """Take a plain gradient step on `rows`, leave its gradient in `model`, and return the metrics.
+
+    `importance` holds a factor for the policy loss of each token of the batch's rows, f64 [L] per row.
+    """
     names = ("input_ids", "response_mask", "logprobs", "reference_logprobs")
     columns = {name: batch[name].rows() for name in names}
     masks = [columns["response_mask"][row] & batch["valid"][row] for row in rows]
@@ -187,7 +191,10 @@ def step_by_definition(
     needed = settings.loss == "kl_cov"
     statistics = covariances(new, advantages, settings.loss_arguments["share"]) if needed else {}
     results = [row_loss(*row, settings, statistics) for row in zip(new, old, advantages, strict=True)]
-    policy_loss = aggregated([row.losses for row in results], settings)
+    losses = [row.losses for row in results]
+    if importance is not None:
+        losses = [loss * importance[row][mask] for loss, row, mask in zip(losses, rows, masks, strict=True)]
+    policy_loss = aggregated(losses, settings)
     kl = [kl_of(*row, settings) for row in zip(new, reference, strict=True)]
     loss = policy_loss + settings.kl_coef * aggregated(kl, settings)
     loss = loss - settings.entropy_coef * aggregated(entropy, settings)
