@@ -15,7 +15,20 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-RECIPES = ("grpo", "ppo", "dapo", "gspo", "rloo", "reinforce_plus_plus", "remax")
+RECIPES = (
+    "grpo",
+    "ppo",
+    "dapo",
+    "gspo",
+    "rloo",
+    "reinforce_plus_plus",
+    "remax",
+    "dr_grpo",
+    "cispo",
+    "sapo",
+    "opo",
+    "gmpo",
+)
 LEAST, BEHIND, LONGEST_S = 0.75, 0.05, 240.0
 # A hung run is no result either.
 DEADLINE_S = 1800.0
