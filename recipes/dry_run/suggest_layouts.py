@@ -1,37 +1,43 @@
 """`rlpack plan --suggest`: layouts, memory switches and token budgets that fit, fastest first.
 
 Candidates are ordered by modeled time, and the memory of each is estimated in this order, until a few fit. The time
-counts FLOPs and a fixed time for each microbatch (`rlpack.packing.analysis.simulation`). It knows neither network nor
-kernels, so candidates of equal time are ordered by what they exchange: tensor parallelism exchanges most.
+counts FLOPs and a fixed time for each microbatch (`rlpack.packing.analysis.simulation`), and the idle time of pipeline
+stages while the pipeline fills and drains. It knows neither network nor kernels, so candidates of equal time are
+ordered by what they exchange: tensor parallelism exchanges most, pipeline parallelism least.
 """
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from rlpack.cli.tables import table
-from rlpack.config.roles import gpus_per_rank, pool_of, role_batching
+from rlpack.config.roles import forward_batching, gpus_per_rank, pool_of, role_batching
 from rlpack.config.schema import Config
-from rlpack.config.sections.parallelism import Parallel
+from rlpack.config.sections.parallelism import ContextMethod
 from rlpack.distributed.errors import in_units
 from rlpack.models.errors import ModelError
+from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.flops import sequence_cost
-from rlpack.packing import PackingError
+from rlpack.packing import Cost, PackingError
 from rlpack.packing.analysis.simulation import MEMORY_MARGIN, Device, forecast
-from rlpack.recipes.dry_run.batch_plan import RolePlan, role_plan
+from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, role_plan
 from rlpack.recipes.dry_run.changes import MAX_TP, with_value
 from rlpack.recipes.dry_run.estimate_run import Estimator, MemoryLimits, open_estimator
+from rlpack.recipes.dry_run.role_memory import role_layout
 from rlpack.recipes.dry_run.run_memory import RunMemory
 
 # Checkpointing and offloading from the least saved memory to the most.
 _KINDS, _OFFLOADS = ("none", "selective", "full"), ("none", "optimizer", "parameters")
 # Token budgets relative to the configured one.
 _BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
-# Suggestions printed, and estimates of memory made to find them.
-_MOST, _TRIES = 3, 80
+# Suggestions printed, estimates of memory made to find them, and the CPU time after which no other estimate is made.
+_MOST, _TRIES, _SECONDS = 3, 80, 45.0
+# Sizes of a layout that are searched; dp_shard is what they leave.
+_SIZES = ("dp_replicate", "cp", "tp", "pp", "ep")
 # FLOPs with full recomputation, relative to those without: forward runs twice.
 _RECOMPUTED = 4.0 / 3.0
 # Defaults of the sustained speed of a device, in TFLOPS.
@@ -57,25 +63,33 @@ class Candidate:
     @property
     def layout(self) -> tuple[int, ...]:
         """Return the sizes of the layout."""
-        return tuple(self.values[f"actor.parallel.{name}"] for name in ("dp_replicate", "cp", "tp"))
+        return tuple(self.values[f"actor.parallel.{name}"] for name in _SIZES)
 
     @property
     def order(self) -> tuple[Any, ...]:
         """Return what candidates are ordered by: time, then what they exchange and copy."""
-        replicas, cp, tp = self.layout
+        replicas, cp, tp, pp, ep = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
-        return round(self.seconds, 3), _OFFLOADS.index(offload), tp, cp, _KINDS.index(kind), -replicas
+        return round(self.seconds, 3), _OFFLOADS.index(offload), tp, ep, cp, pp, _KINDS.index(kind), -replicas
+
+    @property
+    def family(self) -> tuple[int, ...]:
+        """Return the settings that change the memory in several ways; candidates are compared within a family."""
+        _, _, tp, pp, ep = self.layout
+        return tp, pp, ep, _KINDS.index(self.values["actor.gradient_checkpointing"])
 
     @property
     def thrift(self) -> tuple[float, ...]:
-        """Return numbers, each of which lowers the memory as it grows."""
-        replicas, cp, tp = self.layout
+        """Return numbers, each of which lowers the memory as it grows, with equal pp and ep."""
+        replicas, cp, tp, _, _ = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
         slots = self.plan.microbatch.slots / cp
         return tp, _KINDS.index(kind), _OFFLOADS.index(offload), -replicas, -slots, -int(self.plan.several)
 
     def takes_more(self, other: "Candidate") -> bool:
         """Return whether this takes at least the memory of another."""
+        if self.layout[-2:] != other.layout[-2:]:
+            return False
         return all(mine <= its for mine, its in zip(self.thrift, other.thrift, strict=True))
 
 
@@ -92,19 +106,22 @@ def main(
         ValueError: what a run would refuse before it starts.
     """
     gc.enable()  # tensors in cycles would otherwise count as live
+    deadline = time.process_time() + _SECONDS
     estimator = open_estimator(config, memory_gb)
     limits = estimator.limits
     host = None if limits.host is None else int(limits.host * (1 - MEMORY_MARGIN))
     estimator.limits = MemoryLimits(int(limits.device * (1 - MEMORY_MARGIN)), host)
     tflops = tflops or (_GPU_TFLOPS if gpus_per_rank(config, "actor") else _CPU_TFLOPS)
     ordered = sorted(candidates(config, estimator, tflops, overhead_ms), key=lambda each: each.order)
-    suggested = list(_fitting(ordered, estimator))
+    suggested = list(_fitting(ordered, estimator, deadline))
     ranks = config.placement.pools[pool_of(config, "actor")].ranks
     show(
         f"{len(ordered):,} variants of the actor's layout on {ranks} ranks, its memory switches and its budget; time "
         f"assumes {tflops:g} TFLOPS a device and {overhead_ms:g} ms a microbatch, and knows neither network nor "
         f"kernels: measure the best few. {MEMORY_MARGIN:.0%} of {_limit(limits, config)} stays free."
     )
+    if len(suggested) < _MOST and time.process_time() > deadline:
+        show(f"the search stopped after {_SECONDS:.0f} s of CPU time; slower variants that were not tried may fit, too")
     if not suggested:
         show("none fits; use more ranks, a smaller model, adapters (actor.lora.rank) or shorter rows")
         return False
@@ -117,61 +134,98 @@ def main(
 def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms: float) -> Iterator[Candidate]:
     """Yield all variants whose layout divides ranks and model, and whose budget holds the longest row."""
     cost, batch = sequence_cost(estimator.model), estimator.batch(config)
-    seen, can_run = set(), dict[Parallel, bool]()
-    for values in _variants(config):
-        changed = config
-        for key, value in values.items():
-            changed = with_value(changed, key, value)
-        layout = changed.actor.parallel
-        if layout not in can_run:
-            can_run[layout] = estimator.problem(changed) is None
-        if not can_run[layout]:
-            continue
-        with contextlib.suppress(PackingError):
-            plan = role_plan(changed, "actor", batch, cost)
+    plans = _Plans(batch, cost)
+    seen = set()
+    for layout in _layouts(config, estimator):
+        for values in _variants(config, layout):
+            changed = config
+            for key, value in values.items():
+                changed = with_value(changed, key, value)
+            plan = plans.of(changed)
+            if plan is None or (role_batching(changed, "actor").max_tokens or batch.longest) < batch.longest:
+                continue
             identity = (*list(values.values())[:-1], plan.microbatch.slots)
-            if identity in seen or (role_batching(changed, "actor").max_tokens or batch.longest) < batch.longest:
+            if identity in seen:
                 continue
             seen.add(identity)
-            shared = values["actor.parallel.cp"] * values["actor.parallel.tp"]
+            pp = values["actor.parallel.pp"]
+            shared = values["actor.parallel.cp"] * values["actor.parallel.tp"] * pp
             more = _RECOMPUTED if values["actor.gradient_checkpointing"] == "full" else 1.0
             device = Device(flops_per_s=tflops * 1e12 * shared / more, overhead_s=overhead_ms / 1e3)
-            yield Candidate(changed, values, plan, forecast(plan.plan, cost, device).step_s)
+            # Stages wait for pp - 1 microbatches while the pipeline fills and drains.
+            idle = (plan.per_step + pp - 1) / plan.per_step
+            yield Candidate(changed, values, plan, idle * forecast(plan.plan, cost, device).step_s)
 
 
-def _variants(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield the values of the keys that are searched; the token budget is the last one."""
+class _Plans:
+    """Plans of the actor's batch; layouts with the same data ranks and alignment share one."""
+
+    def __init__(self, batch: TypicalBatch, cost: Cost) -> None:
+        self._batch, self._cost = batch, cost
+        self._plans: dict[tuple[Any, ...], RolePlan | None] = {}
+
+    def of(self, config: Config) -> RolePlan | None:
+        """Return the plan of a configuration; None if a sequence is longer than the budget."""
+        layout = role_layout(config, "actor")
+        forward = forward_batching(config, "actor")
+        batchings = (layout.align(each) for each in (role_batching(config, "actor"), forward) if each is not None)
+        key = layout.dp_size, *map(repr, batchings)
+        if key not in self._plans:
+            self._plans[key] = None
+            with contextlib.suppress(PackingError):
+                self._plans[key] = role_plan(config, "actor", self._batch, self._cost)
+        return self._plans[key]
+
+
+def _layouts(config: Config, estimator: Estimator) -> Iterator[dict[str, Any]]:
+    """Yield the values of the layouts that divide ranks and model.
+
+    Ulysses moves less than gathered keys and values do, so those are tried only where it can't run.
+    """
     ranks = config.placement.pools[pool_of(config, "actor")].ranks
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    experts = divisors if any(True for _ in expert_modules(estimator.model)) else [1]
+    for replicas, cp, tp, pp, ep in product(divisors, divisors, divisors, divisors, experts):
+        shared = replicas * cp * tp * pp
+        if tp > MAX_TP or ranks % shared or ranks // (replicas * tp * pp) % ep:
+            continue
+        sizes = dict(zip(_SIZES, (replicas, cp, tp, pp, ep), strict=True)) | {"dp_shard": -1}
+        values = {f"actor.parallel.{name}": size for name, size in sizes.items()}
+        for method in get_args(ContextMethod) if cp > 1 else (None,):
+            chosen = values if method is None else values | {"actor.parallel.cp_method": method}
+            changed = config
+            for key, value in chosen.items():
+                changed = with_value(changed, key, value)
+            if estimator.problem(changed) is None:
+                yield chosen
+                break
+
+
+def _variants(config: Config, layout: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the values of the keys that are searched with a layout; the token budget is the last one."""
     offloads = ("none", "optimizer") if gpus_per_rank(config, "actor") else ("none",)
     budget = config.batching.max_tokens if config.batching.mode != "fixed" else None
     budgets = [None] if budget is None else sorted({max(1, int(budget * factor)) for factor in _BUDGETS}, reverse=True)
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    for replicas, cp, tp in product(divisors, divisors, [size for size in divisors if size <= MAX_TP]):
-        if ranks % (replicas * cp * tp):
-            continue
-        sizes = {"dp_replicate": replicas, "dp_shard": -1, "cp": cp, "tp": tp}
-        for kind, offload, tokens in product(_KINDS, offloads, budgets):
-            values = {f"actor.parallel.{name}": size for name, size in sizes.items()}
-            values |= {"actor.gradient_checkpointing": kind}
-            values |= {"actor.offload": offload} if len(offloads) > 1 else {}
-            yield values | ({} if tokens is None else {"batching.max_tokens": tokens})
+    for kind, offload, tokens in product(_KINDS, offloads, budgets):
+        values = layout | {"actor.gradient_checkpointing": kind}
+        values |= {"actor.offload": offload} if len(offloads) > 1 else {}
+        yield values | ({} if tokens is None else {"batching.max_tokens": tokens})
 
 
-def _fitting(ordered: list[Candidate], estimator: Estimator) -> Iterator[tuple[Candidate, RunMemory]]:
+def _fitting(ordered: list[Candidate], estimator: Estimator, deadline: float) -> Iterator[tuple[Candidate, RunMemory]]:
     """Yield the first candidates that fit, one of each layout.
 
-    Of candidates with the same tp and checkpointing, the one with the least memory comes first: if it doesn't fit, none
-    of them does.
+    Of a family of candidates, the one with the least memory comes first: if it doesn't fit, none of them does.
     """
-    least = {each.thrift[:2]: each for each in sorted(ordered, key=lambda each: each.thrift[2:])}
+    least = {each.family: each for each in sorted(ordered, key=lambda each: each.thrift[2:])}
     too_large: list[Candidate] = []
     layouts: set[tuple[int, ...]] = set()
     tries = 0
     for candidate in ordered:
-        for each in (least[candidate.thrift[:2]], candidate):
+        for each in (least[candidate.family], candidate):
             if candidate.layout in layouts or any(candidate.takes_more(other) for other in too_large):
                 break
-            if tries == _TRIES or len(layouts) == _MOST:
+            if tries == _TRIES or len(layouts) == _MOST or (tries > 0 and time.process_time() > deadline):
                 return
             tries += 1
             memory = _memory(each, estimator)

@@ -1,12 +1,14 @@
 """Suggestions: what is tried, in which order, and that the overrides that are printed fit."""
 
 import re
+from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
 
 from rlpack.config.compose import compose
-from rlpack.config.schema import Actor, Config, Data, Placement, Pool, Trainer
+from rlpack.config.schema import Actor, Config, Data, Model, Placement, Pool, Trainer
 from rlpack.packing import Batching
 from rlpack.recipes.dry_run import suggest_layouts
 from rlpack.recipes.dry_run.estimate_run import Estimator, open_estimator
@@ -30,24 +32,19 @@ def test_layouts_divide_ranks_and_model_and_budgets_hold_the_longest_row():
     given = config()
     estimator = open_estimator(given, 80)
     found = list(candidates(given, estimator, tflops=100.0, overhead_ms=1.0))
-    # Replicas, cp, tp: products that divide 4 ranks; two key and value heads allow no tp of 4.
+    # Replicas, cp, tp, pp: products that divide 4 ranks. Two key and value heads, two layers: no tp or pp of 4.
     layouts = {each.layout for each in found}
-    assert layouts == {
-        (1, 1, 1),
-        (2, 1, 1),
-        (4, 1, 1),
-        (1, 2, 1),
-        (2, 2, 1),
-        (1, 4, 1),
-        (1, 1, 2),
-        (2, 1, 2),
-        (1, 2, 2),
-    }
+    sizes = (1, 2, 4)
+    expected = {(*each, 1) for each in product(sizes, sizes, (1, 2), (1, 2)) if 4 % prod(each) == 0}
+    assert layouts == expected
+    assert {each.values.get("actor.parallel.cp_method") for each in found} == {None, "ulysses"}
     longest = estimator.batch(given).longest
     budgets = {each.values["batching.max_tokens"] for each in found}
     assert min(budgets) >= longest / 4
     assert max(budgets) <= 2048
-    seconds = {each.values["actor.gradient_checkpointing"]: each.seconds for each in found if each.layout == (1, 1, 1)}
+    seconds = {
+        each.values["actor.gradient_checkpointing"]: each.seconds for each in found if each.layout == (1, 1, 1, 1, 1)
+    }
     assert seconds["full"] > seconds["none"] == seconds["selective"]
 
 
@@ -82,3 +79,31 @@ def test_without_enough_memory_there_is_no_suggestion(
     monkeypatch.setattr(suggest_layouts, "_TRIES", 3)
     assert not main(config(2), 0.5, None, 10.0, print)
     assert "none fits" in capsys.readouterr().out
+
+
+def test_experts_are_divided_and_heads_that_cp_does_not_divide_use_gathered_keys():
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    given = config(model=Model(config={"model_type": "qwen3_moe"} | sizes | experts))
+    found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
+    assert {each.layout[-1] for each in found} == {1, 2, 4}
+    assert all(4 // each.layout[0] // each.layout[2] // each.layout[3] % each.layout[4] == 0 for each in found)
+    assert {each.values["actor.parallel.cp_method"] for each in found if each.layout[1] > 1} == {"all_gather"}
+
+
+def test_stages_wait_while_the_pipeline_fills_and_drains():
+    given = config(batching=Batching(max_tokens=128))
+    found = {}
+    for each in candidates(given, open_estimator(given, 80), tflops=1e-6, overhead_ms=1e-9):
+        if each.values["actor.gradient_checkpointing"] == "none":
+            found.setdefault((each.layout, each.values["batching.max_tokens"]), each)
+    # Four ranks with the same rows: as two stages of two ranks each, or without stages.
+    staged, whole = found[(1, 2, 1, 2, 1), 128], found[(1, 4, 1, 1, 1), 128]
+    assert staged.plan.per_step % 2 == 0
+    assert staged.seconds / whole.seconds == pytest.approx(1 + 1 / staged.plan.per_step, rel=1e-4)
+
+
+def test_the_search_ends_at_its_deadline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suggest_layouts, "_SECONDS", 0.0)
+    main(config(2), 80, None, 10.0, print)
+    assert "the search stopped after 0 s of CPU time" in capsys.readouterr().out
