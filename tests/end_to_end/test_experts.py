@@ -28,7 +28,7 @@ def two(tmp_path_factory) -> Command:
 
 
 METRICS = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm")
-OF_ROUTING = ("actor/moe_balance_loss", "actor/moe_load_imbalance", "sft_warmup/moe_balance_loss")
+OF_ROUTING = ("actor/moe_balance_loss", "actor/moe_load_imbalance")
 
 
 @pytest.mark.parametrize("name", [*METRICS, *OF_ROUTING])
