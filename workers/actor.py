@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.algorithms.aggregation import row_sums
-from rlpack.algorithms.correction import importance_weights, kept_tokens, mismatch_sums
+from rlpack.algorithms.correction import correction_sums, importance_weights, kept_tokens, lag_masks
 from rlpack.algorithms.gae import compute_gae, token_rewards
 from rlpack.algorithms.kl import KLEstimator, at_bound, kl_estimate
 from rlpack.algorithms.metric_reduction import merge_steps
@@ -152,30 +152,39 @@ class ActorWorker(SteppedRole):
         normalized = moments.normalize(advantages.values.double(), epsilon)
         return shard.keep([]).union({"advantages": mask.with_values(torch.where(inside, normalized, 0.0).float())})
 
-    @sharded(reads=("response_mask", "logprobs", "rollout_logprobs"), mini_batches=True)
-    def correct(self, shard: BatchedDataDict, settings: Correction) -> BatchedDataDict:
+    @sharded(reads=("response_mask", "logprobs", "rollout_logprobs"), optional=("policy_version",), mini_batches=True)
+    def correct(
+        self, shard: BatchedDataDict, settings: Correction, *, newest: int = 0, lead: int | None = None
+    ) -> BatchedDataDict:
         """Compare `logprobs` with `rollout_logprobs`, and return what `settings` make of it.
 
+        Args:
+            shard: the two columns, `response_mask`, and, with `lead`, `policy_version`.
+            settings: weights and rejection.
+            newest: the newest policy version.
+            lead: the largest lag; None doesn't tell lags apart.
+
         Returns:
-            The sums of `rlpack.algorithms.correction.mismatch_sums`; with weights, `importance_weights` f32 [T],
-            `weight_sum` and `weight_squares` f64 [B] and `weights_bounded`, how many tokens' weights were truncated or
-            set to 0, f64 [B]; with criteria of rejection, `kept_mask` bool [T] and `kept_tokens` int64 [B].
+            The sums of `rlpack.algorithms.correction.correction_sums`; with `lead`, the same for the tokens of each lag
+            k, their names preceded by `lag<k>_`; with weights, `importance_weights` f32 [T]; with criteria of
+            rejection, `kept_mask` bool [T] and `kept_tokens` int64 [B].
         """
         mask, own, sampled = (shard[name] for name in ("response_mask", "logprobs", "rollout_logprobs"))
-        columns: dict[str, Any] = {**mismatch_sums(own.values, sampled.values, mask)}
+        columns: dict[str, Any] = {}
+        weights = free = kept = None
         if settings.weights != "none":
             bounds = {"level": settings.weights, "upper": settings.upper, "lower": settings.lower}
             weights = importance_weights(own.values, sampled.values, mask, **bounds)
             free = importance_weights(own.values, sampled.values, mask, level=settings.weights, upper=math.inf)
-            columns |= {
-                "importance_weights": mask.with_values(weights),
-                "weight_sum": row_sums(weights, mask),
-                "weight_squares": row_sums(weights.double().square(), mask),
-                "weights_bounded": row_sums(weights != free, mask),
-            }
+            columns["importance_weights"] = mask.with_values(weights)
         if settings.reject:
-            kept = mask.with_values(kept_tokens(own.values, sampled.values, mask, settings.bounds))
-            columns |= {"kept_mask": kept, "kept_tokens": kept.count_nonzero()}
+            kept = kept_tokens(own.values, sampled.values, mask, settings.bounds)
+            columns["kept_mask"] = mask.with_values(kept)
+            columns["kept_tokens"] = columns["kept_mask"].count_nonzero()
+        parts = {} if lead is None else lag_masks(mask, shard["policy_version"].values, newest, lead)
+        for prefix, part in {"": mask, **{f"lag{lag}_": part for lag, part in parts.items()}}.items():
+            sums = correction_sums(own.values, sampled.values, part, weights, free, kept)
+            columns |= {f"{prefix}{name}": column for name, column in sums.items()}
         return shard.keep([]).union(columns)
 
     @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, needs_whole_groups=needs_whole_groups)

@@ -45,6 +45,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rlpack.background_call import BackgroundCall
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.batch_files import check_lists, read_batch, write_batch
@@ -141,12 +143,18 @@ class AheadQueue:
         if self._taken is None or self._taken.context.number != step.number:
             self._take_next(step)
         assert self._taken is not None
-        context, rollouts = self._taken.context, self._taken.drawn(self._replace_failed_engines)
+        step.metrics["rollout/batches_waiting"] = float(sum(one.is_drawn for one in (self._taken, *self._waiting)))
+        with step.timer("wait"):
+            rollouts = self._taken.drawn(self._replace_failed_engines)
+        context = self._taken.context
         self._begin_until(step.number + self._lead)
         step.advance(prompts_consumed=context.progress.prompts_consumed)
         step.metrics |= context.metrics | context.timer.as_metrics()
-        step.lag = self._lag(rollouts, step.number)
-        step.metrics["rollout/lag"] = float(step.lag)
+        lags = self._lags(rollouts, step.number)
+        step.lag = int(lags.max()) if lags.numel() else 0
+        step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
+        for lag in range(self._lead + 1):
+            step.metrics[f"rollout/lag_share/{lag}"] = float((lags == lag).sum() / max(1, lags.numel()))
         return Batch(rollouts, as_scored)
 
     def drain(self) -> None:
@@ -214,7 +222,6 @@ class AheadQueue:
                 self._begin(step.number, step.progress.prompts_consumed)
             self._taken = self._waiting.popleft()
             self._begin_until(step.number + self._lead if self._draws_ahead else 0)
-            self._taken.drawn(self._replace_failed_engines)
         assert self._taken.context.number == step.number, "batches are taken in order"
 
     @property
@@ -275,8 +282,8 @@ class AheadQueue:
             with self._session.publication():
                 self._session.replace_engines()
 
-    def _lag(self, rollouts: BatchedDataDict, number: int) -> int:
-        """Return how many policy versions the oldest token is behind the newest.
+    def _lags(self, rollouts: BatchedDataDict, number: int) -> Tensor:
+        """Return how many policy versions each sampled token is behind the newest, int32 [sampled tokens].
 
         Raises:
             StalenessError: a token has a version outside [newest - lead, newest].
@@ -288,7 +295,7 @@ class AheadQueue:
                 f"the batch of step {number} has tokens of the policy versions {sampled.min()} to {sampled.max()}; "
                 f"with trainer.lead={self._lead} they have to be from {newest - self._lead} to {newest}, the newest"
             )
-        return newest - int(sampled.min()) if sampled.numel() else 0
+        return newest - sampled
 
     def _restore(self, folder: Path) -> None:
         """Take over the batches in a checkpoint, and the number of the newest policy version."""

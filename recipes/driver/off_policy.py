@@ -1,11 +1,15 @@
 """The driver's part of off-policy correction: which tokens count, how much, and how far the policies are apart."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from rlpack.algorithms.correction import mismatch_metrics
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.fields import Column
 from rlpack.packing import MicrobatchPlan
+from rlpack.recipes.driver.mismatch_limits import check_mismatch
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.workers.actor import ActorWorker
@@ -19,34 +23,50 @@ def correct_off_policy(
     - `importance_weights` f32 [T], if tokens are weighted;
     - `kept_mask` bool [T] and `kept_tokens` int64 [B], if some are rejected: the response tokens that train.
 
-    The metrics `mismatch/*` compare the old log-probs with the sampler's.
+    The metrics `mismatch/*` compare the old log-probs with the sampler's; with `trainer.lead`, `mismatch/lag_<k>/*` do
+    so for the tokens of each lag. Tokens of lag 0 were sampled with the weights that the trainer has, so the limit on
+    the gap of log-probs (`rollout.max_logprob_gap`) applies to them.
 
     Args:
         session: the run.
         step: the step in progress.
         rollouts: the batch, with `logprobs` of the actor before its update.
         plan: the actor's plan of these rows.
+
+    Raises:
+        MismatchError: a metric exceeds its limit in `algorithm.correction.stop_above`.
+        LogprobGapError: the gap of tokens of lag 0 exceeds ten times its limit.
     """
-    settings = session.config.algorithm.correction
-    if not settings.measures or "logprobs" not in rollouts:
+    settings, lead = session.config.algorithm.correction, session.config.trainer.lead
+    if "logprobs" not in rollouts or settings.bypass or not (settings.measures or (lead and not _is_filtered(session))):
         return rollouts
     with step.timer("correction"):
-        found = session.actor.with_plan(plan).run(ActorWorker.correct, rollouts, settings)
+        newest = session.rollout_weights.version if lead else 0
+        found = session.actor.with_plan(plan).run(
+            ActorWorker.correct, rollouts, settings, newest=newest, lead=lead or None
+        )
     tokens = rollouts["response_tokens"]
-    sums = {name: column for name, column in found.items() if name.startswith("mismatch_")}
-    step.metrics |= mismatch_metrics(sums, tokens)
+    step.metrics |= mismatch_metrics(_sums(found, ""), tokens)
+    for lag in range(lead + 1 if lead else 0):
+        sums = _sums(found, f"lag{lag}_")
+        own = mismatch_metrics(sums, sums["mismatch_tokens"])
+        step.metrics |= {name.replace("mismatch/", f"mismatch/lag_{lag}/"): value for name, value in own.items()}
+    check_mismatch(session, step)
     added: dict[str, Column] = {}
     if settings.weights != "none":
-        total, squares = found["weight_sum"].sum(), found["weight_squares"].sum()
-        count = tokens.sum().clamp(min=1)
-        step.metrics["mismatch/weight_mean"] = (total / count).item()
-        # Kish's effective sample size, as a share of the tokens.
-        step.metrics["mismatch/effective_share"] = (total.square() / (squares * count)).item() if squares > 0 else 0.0
-        step.metrics["mismatch/weights_bounded"] = (found["weights_bounded"].sum() / count).item()
         added["importance_weights"] = found["importance_weights"]
     if settings.reject:
         kept = torch.minimum(found["kept_tokens"], tokens)
-        step.metrics["mismatch/rejected_tokens"] = float((tokens - kept).sum())
-        step.metrics["mismatch/rejected_rows"] = float(((kept == 0) & (tokens > 0)).sum())
         added |= {"kept_mask": found["kept_mask"], "kept_tokens": kept}
     return rollouts.union(added)
+
+
+def _sums(found: Mapping[str, Column], prefix: str) -> dict[str, Tensor]:
+    """Return the sums of some tokens by their names without the prefix."""
+    start = f"{prefix}mismatch_"
+    return {name.removeprefix(prefix): column for name, column in found.items() if name.startswith(start)}  # pyright: ignore[reportReturnType]  # per-row numbers
+
+
+def _is_filtered(session: Session) -> bool:
+    """Return whether the sampler's log-probs are those of a part of the vocabulary."""
+    return session.config.rollout.top_k > 0 or session.config.rollout.top_p < 1

@@ -93,6 +93,7 @@ class Session:
         performance: turns the FLOPs of a step into rates.
         ahead: the batches that are drawn ahead of their steps; None before the recipe's own steps.
         restored: folder of the checkpoint that the run continues from, if any.
+        warned_mismatch: metrics of mismatch that the run has warned of.
         thread: the thread that runs the recipe's steps.
         engine_access: the turns of generations and publications.
     """
@@ -112,6 +113,7 @@ class Session:
     performance: PerformanceMeter = field(default_factory=PerformanceMeter)
     ahead: Ahead | None = None
     restored: Path | None = None
+    warned_mismatch: set[str] = field(default_factory=set)
     thread: threading.Thread = field(default_factory=threading.current_thread)
     engine_access: EngineAccess = field(init=False)
 

@@ -121,23 +121,53 @@ def mismatch_sums(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> dict[str, 
     }
 
 
+def correction_sums(
+    logprobs: Tensor, sampled: Tensor, mask: Ragged, weights: Tensor | None, free: Tensor | None, kept: Tensor | None
+) -> dict[str, Tensor]:
+    """Return what `mismatch_metrics` needs of each row, f64 [B] each: `mismatch_sums`, and sums of what was corrected.
+
+    `mismatch_weight` is Σ w and `_weight_square` Σ w², `_bounded` and `_rejected` count tokens whose weight was bounded
+    and tokens that were rejected; `_tokens` counts all.
+
+    Args:
+        logprobs: log π_old, [T].
+        sampled: log μ, [T].
+        mask: the tokens that count, bool, B rows.
+        weights: importance weights, [T], if any.
+        free: the same weights without bounds.
+        kept: tokens that were not rejected, bool [T], if some may be.
+    """
+    sums = mismatch_sums(logprobs, sampled, mask)
+    sums["mismatch_tokens"] = row_sums(torch.ones_like(logprobs, dtype=torch.float64), mask)
+    if weights is not None and free is not None:
+        sums["mismatch_weight"] = row_sums(weights.double(), mask)
+        sums["mismatch_weight_square"] = row_sums(weights.double().square(), mask)
+        sums["mismatch_bounded"] = row_sums((weights != free).double(), mask)
+    if kept is not None:
+        sums["mismatch_rejected"] = row_sums((~kept).double(), mask)
+    return sums
+
+
 def mismatch_metrics(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, float]:
     """Return how far π_old is from μ, over the tokens of some rows, by the metrics' names; {} without tokens.
 
     - `mismatch/kl` = −mean d, the k1 estimate of KL(μ ‖ π_old), and `k3` its non-negative estimate;
     - `mismatch/chi2` = mean exp(2 d) − 1, the χ² divergence of tokens;
     - `mismatch/gap` = mean |d|, and `largest_gap` its maximum;
-    - `mismatch/perplexity_ratio`: of π_old over μ, the mean over rows of exp(−mean d).
+    - `mismatch/perplexity_ratio`: of π_old over μ, the mean over rows of exp(−mean d);
+    - with weights, `mismatch/weight_mean`, `effective_share`, Kish's effective sample size (Σ w)² / Σ w² as a share of
+      the tokens, and `weights_bounded`, the share of tokens whose weight was bounded;
+    - with rejection, `mismatch/rejected_tokens` and `rejected_rows`, rows of which every token was rejected.
 
     Args:
-        sums: of `mismatch_sums`, f64 [B].
+        sums: of `mismatch_sums` or `correction_sums`, f64 [B].
         tokens: response tokens of each row, int64 [B].
     """
     total, rows = tokens.sum().item(), tokens > 0
     if not total:
         return {}
     means = (sums["mismatch_difference"] / tokens.clamp(min=1))[rows]
-    return {
+    metrics = {
         "mismatch/kl": -(sums["mismatch_difference"].sum().item() / total),
         "mismatch/k3": sums["mismatch_k3"].sum().item() / total,
         "mismatch/chi2": sums["mismatch_square"].sum().item() / total - 1.0,
@@ -145,6 +175,31 @@ def mismatch_metrics(sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, fl
         "mismatch/largest_gap": sums["mismatch_largest"].max().item(),
         "mismatch/perplexity_ratio": (-means).clamp(max=MAX_LOG_RATIO).exp().mean().item(),
     }
+    if "mismatch_weight" in sums:
+        weight, square = sums["mismatch_weight"].sum().item(), sums["mismatch_weight_square"].sum().item()
+        metrics["mismatch/weight_mean"] = weight / total
+        metrics["mismatch/effective_share"] = weight**2 / (square * total) if square > 0 else 0.0
+        metrics["mismatch/weights_bounded"] = sums["mismatch_bounded"].sum().item() / total
+    if "mismatch_rejected" in sums:
+        metrics["mismatch/rejected_tokens"] = sums["mismatch_rejected"].sum().item()
+        metrics["mismatch/rejected_rows"] = float((sums["mismatch_rejected"] >= tokens)[rows].sum())
+    return metrics
+
+
+def lag_masks(mask: Ragged, versions: Tensor, newest: int, lead: int) -> dict[int, Ragged]:
+    """Return the response tokens of each lag from 0 to `lead`, as masks of the same rows.
+
+    >>> mask = Ragged.from_rows([[False, True, True]], torch.bool)
+    >>> [part.values.tolist() for part in lag_masks(mask, torch.tensor([-1, 3, 4]), 4, 1).values()]
+    [[False, False, True], [False, True, False]]
+
+    Args:
+        mask: response tokens, bool, B rows.
+        versions: the policy version that sampled each token, integers [T].
+        newest: the newest policy version, whose weights compute log π_old.
+        lead: the largest lag.
+    """
+    return {lag: mask.with_values(mask.values & (newest - versions == lag)) for lag in range(lead + 1)}
 
 
 def _binary_kl(logprobs: Tensor, sampled: Tensor, mask: Ragged) -> Tensor:

@@ -1,10 +1,11 @@
 """Rules of off-policy correction (`algorithm.correction`)."""
 
+import math
 from collections.abc import Iterator
 
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.config.sections.correction_settings import CRITERIA, bounds_of
+from rlpack.config.sections.correction_settings import CRITERIA, MISMATCHES, bounds_of
 
 _KEY = "algorithm.correction"
 
@@ -17,7 +18,7 @@ def correction_problems(config: Config) -> Iterator[str]:
     if correction.bypass and correction.measures:
         yield (
             f"{_KEY}.bypass takes the sampler's log-probs as the old ones, so there is nothing to weigh or reject; set "
-            f"{_KEY}.weights=none and {_KEY}.reject={{}}, or {_KEY}.bypass=false"
+            f"{_KEY}.weights=none, leave out {_KEY}.reject and the limits, or set {_KEY}.bypass=false"
         )
     if correction.bypass and config.algorithm.kl_placement == "reward":
         yield (
@@ -32,6 +33,7 @@ def correction_problems(config: Config) -> Iterator[str]:
         )
     if correction.lower is not None and correction.lower > correction.upper:
         yield f"{_KEY}.lower ({correction.lower:g}) exceeds {_KEY}.upper ({correction.upper:g}); lower it"
+    yield from _limit_problems(config)
     for name, value in correction.reject.items():
         if name not in CRITERIA:
             yield f"{_KEY}.reject has the criterion {name!r}; choose from {', '.join(CRITERIA)}"
@@ -40,3 +42,18 @@ def correction_problems(config: Config) -> Iterator[str]:
             bounds_of(name, value)
         except ValueError as error:
             yield f"{_KEY}.reject.{name} is {value}; {error}"
+
+
+def _limit_problems(config: Config) -> Iterator[str]:
+    """Yield limits on metrics that a run doesn't have."""
+    lead, correction = config.trainer.lead, config.algorithm.correction
+    for key, limits in (("warn_above", correction.warn_above), ("stop_above", correction.stop_above)):
+        for name, limit in limits.items():
+            lag, _, metric = name.rpartition("/")
+            number = lag.removeprefix("lag_")
+            has_lag = not lag or (lag.startswith("lag_") and number.isdecimal() and 0 <= int(number) <= lead and lead)
+            if metric not in MISMATCHES or not has_lag:
+                lags = f", each also as lag_0/… to lag_{lead}/…" if lead else ""
+                yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join(MISMATCHES)}{lags}"
+            elif not math.isfinite(limit) or limit <= 0:
+                yield f"{_KEY}.{key}.{name} is {limit:g}; it has to be finite and above 0"

@@ -53,8 +53,13 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated_fraction": Metric("fraction", "Responses cut off at rollout.max_new_tokens."),
     "rollout/lag": Metric(
         "versions",
-        "How many policy versions the oldest token of the batch is behind the newest (trainer.lead). Above 0, "
-        "rollout/logprob_gap has no limit.",
+        "How many policy versions the oldest token of the batch is behind the newest (trainer.lead). Above 0, the "
+        "limit of rollout/logprob_gap applies to mismatch/lag_0/gap instead.",
+    ),
+    "rollout/lag_mean": Metric("versions", "The same, the mean over the sampled tokens."),
+    "rollout/lag_share/<name>": Metric("fraction", "Sampled tokens that are this many policy versions old."),
+    "rollout/batches_waiting": Metric(
+        "1", "Batches that were drawn and not trained on as the step began, its own included (trainer.lead)."
     ),
     "mismatch/kl": Metric(
         "nats",
@@ -66,6 +71,11 @@ METRICS: dict[str, Metric] = {
     "mismatch/gap": Metric("nats", "Mean absolute difference of both log-probs."),
     "mismatch/largest_gap": Metric("nats", "Largest absolute difference of both log-probs."),
     "mismatch/perplexity_ratio": Metric("1", "Perplexity of responses under π over that under μ, the mean over rows."),
+    "mismatch/lag_<name>": Metric(
+        "1",
+        "A metric mismatch/* over the tokens of one lag, such as mismatch/lag_1/k3: lag 0 shows the rounding of the "
+        "engine, higher ones what updates have changed (trainer.lead).",
+    ),
     "mismatch/weight_mean": Metric("1", "Mean importance weight of the response tokens."),
     "mismatch/effective_share": Metric(
         "fraction", "Effective sample size of the importance weights, as a share of the tokens."
@@ -203,6 +213,7 @@ METRICS: dict[str, Metric] = {
     "time/greedy_s": Metric("s", "Generation of the greedy responses."),
     "time/advantages_s": Metric("s", "Computation of advantages."),
     "time/update_s": Metric("s", "Forward, backward and optimizer step."),
+    "time/wait_s": Metric("s", "Waiting for the step's own batch (trainer.lead); its part of time/step_s is lost."),
     "time/drain_s": Metric(
         "s", "Waiting for the next batch before weights are published (trainer.lead); its part of time/step_s is lost."
     ),

@@ -17,6 +17,10 @@ class LogprobGapError(EngineError):
     """The trainer's and the sampler's log-probs of the same responses differ by far more than rounding."""
 
 
+class MismatchError(EngineError):
+    """The trainer's policy and the one that sampled are further apart than `algorithm.correction.stop_above` allows."""
+
+
 class StalenessError(EngineError):
     """A token was sampled by an older policy version than the run allows."""
 

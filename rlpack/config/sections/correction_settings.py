@@ -14,6 +14,9 @@ CRITERIA = (
     "binary_kl",
 )
 
+# Metrics `mismatch/<name>` that can have limits.
+MISMATCHES = ("kl", "k3", "chi2", "gap", "largest_gap", "perplexity_ratio")
+
 
 class Correction(Section):
     """Correct for responses of another policy: an older one, or an engine that rounds differently.
@@ -37,6 +40,13 @@ class Correction(Section):
         "_k2 or _k3; or binary_kl, of tokens. A bound is the largest divergence in nats; that of k1 is a range of the "
         "ratio μ / π_old, as [lower, upper], or one number u for [1/u, u].",
     )
+    warn_above: dict[str, float] = Field(
+        default_factory=dict,
+        description="Limits on metrics mismatch/<name>, by name, such as k3 or lag_1/k3; above, the run warns once.",
+    )
+    stop_above: dict[str, float] = Field(
+        default_factory=dict, description="Limits on the same metrics above which the run ends."
+    )
     bypass: bool = Field(
         default=False,
         description="Take the sampler's own log-probs as the old ones. The policy loss then clips the ratio to the "
@@ -46,7 +56,7 @@ class Correction(Section):
     @property
     def measures(self) -> bool:
         """Whether the correction compares old log-probs with the sampler's."""
-        return self.weights != "none" or bool(self.reject)
+        return self.weights != "none" or bool(self.reject or self.warn_above or self.stop_above)
 
     @property
     def bounds(self) -> dict[str, tuple[float, float]]:

@@ -38,6 +38,9 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
         ({"reject": {"seq_k1": 1.0}}, "has the criterion 'seq_k1'; choose from token_k1, token_k2"),
         ({"reject": {"token_k1": [2.0, 1.0]}}, "reject.token_k1 is [2.0, 1.0]; its lower bound 2 exceeds the upper"),
         ({"reject": {"token_k2": [0.1, 1.0]}}, "reject.token_k2 is [0.1, 1.0]; it takes one number"),
+        ({"stop_above": {"k4": 1.0}}, "stop_above has the metric 'k4'; choose from kl, k3, chi2, gap, largest_gap"),
+        ({"warn_above": {"lag_1/kl": 1.0}}, "warn_above has the metric 'lag_1/kl'; choose from kl"),
+        ({"warn_above": {"kl": 0.0}}, "warn_above.kl is 0; it has to be finite and above 0"),
         ({"reject": {"seq_sum_k3": 0.0}}, "reject.seq_sum_k3 is 0.0; it takes one or two positive numbers"),
     ],
 )

@@ -1,6 +1,8 @@
 """Off-policy correction from the driver's columns to the loss, against the sums over kept tokens."""
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +15,24 @@ from rlpack.models.policy import TokenScores
 from rlpack.recipes.driver.off_policy import correct_off_policy
 from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_logprobs, update_actor
 from rlpack.recipes.driver.session import Session
-from rlpack.rollout.errors import LogprobGapError
+from rlpack.rollout.errors import LogprobGapError, MismatchError
 from rlpack.workers.actor import ActorWorker
 from rlpack.workers.loss import PolicyGradientLoss
 from tests.builders import tiny_rollouts
 from tests.unit.recipes.driver.sessions import session_of, set_group
 
 SIZES = [(2, 4), (3, 9), (1, 2), (2, 5)]
+NEWEST = 7
 
 
 class Updates:
     """An actor whose old log-probs are given, and which keeps what its update gets."""
 
-    def __init__(self, folder: Path, correction: Correction, old: torch.Tensor) -> None:
+    def __init__(self, folder: Path, correction: Correction, old: torch.Tensor, lead: int = 0) -> None:
         algorithm = Algorithm(correction=correction, aggregation="token_mean")
-        self.session: Session = session_of(folder, algorithm=algorithm, trainer=Trainer(updates_per_batch=1))
+        trainer = Trainer(updates_per_batch=1, lead=lead)
+        self.session: Session = session_of(folder, algorithm=algorithm, trainer=trainer)
+        self.session.__dict__["rollout_weights"] = SimpleNamespace(version=NEWEST)
         self.old = old
         self.batches: list[tuple[BatchedDataDict, PolicyGradientLoss]] = []
         self.scored = 0
@@ -39,9 +44,9 @@ class Updates:
         rows = {"response_tokens": mask.count_nonzero(), "logprob_gap": torch.zeros(len(SIZES)).double()}
         return batch.keep([]).union({"logprobs": mask.with_values(self.old), **rows})
 
-    def correct(self, batch: BatchedDataDict, settings: Correction) -> BatchedDataDict:
+    def correct(self, batch: BatchedDataDict, settings: Correction, **versions: Any) -> BatchedDataDict:
         actor: Any = None  # the method reads no state
-        return ActorWorker.correct(actor, batch, settings)
+        return ActorWorker.correct(actor, batch, settings, **versions)
 
     def train_step(self, batch: BatchedDataDict, loss: PolicyGradientLoss, rate: float) -> list[dict[str, float]]:
         self.batches.append((batch, loss))
@@ -157,3 +162,81 @@ def test_responses_of_an_older_policy_have_no_limit_on_the_gap(tmp_path: Path):
     step.lag = 1
     compute_old_logprobs(updates.session, step, rollouts, plan)
     assert step.metrics["rollout/logprob_gap"] > 100
+
+
+def with_versions(rollouts: BatchedDataDict) -> BatchedDataDict:
+    """Return rollouts whose tokens are of the versions 5, 6 and 7, in turn."""
+    mask = rollouts["response_mask"]
+    versions = NEWEST - 2 + torch.arange(mask.values.shape[0], dtype=torch.int32) % 3
+    return rollouts.drop(["policy_version"]).union(
+        {"policy_version": mask.with_values(torch.where(mask.values, versions, -1))}
+    )
+
+
+def test_metrics_of_a_lag_are_those_of_its_tokens(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    correction = Correction(weights="token", upper=1.2, reject={"token_k1": [0.8, 1.25]})
+    metrics = Updates(tmp_path, correction, old, lead=2).run(rollouts)
+    d, versions = (old - rollouts["rollout_logprobs"].values).double(), rollouts["policy_version"].values
+    for lag in range(3):
+        own = d[versions == NEWEST - lag]
+        weights = own.exp().clamp(max=1.2)
+        expected = {
+            "kl": -own.mean(),
+            "k3": (own.exp() - 1 - own).mean(),
+            "chi2": (2 * own).exp().mean() - 1,
+            "gap": own.abs().mean(),
+            "largest_gap": own.abs().max(),
+            "weight_mean": weights.mean(),
+            "effective_share": weights.sum() ** 2 / (weights.square().sum() * own.numel()),
+            "weights_bounded": (own.exp() > 1.2).double().mean(),
+            "rejected_tokens": (((-own).exp() < 0.8) | ((-own).exp() > 1.25)).sum(),
+        }
+        found = {name: metrics[f"mismatch/lag_{lag}/{name}"] for name in expected}
+        assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+
+
+def test_a_lag_without_tokens_has_no_metrics(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    metrics = Updates(tmp_path, Correction(weights="token"), old, lead=3).run(rollouts)
+    assert "mismatch/lag_2/kl" in metrics
+    assert "mismatch/lag_3/kl" not in metrics
+
+
+def test_limits_warn_once_and_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    updates = Updates(tmp_path, Correction(warn_above={"lag_1/gap": 0.01, "k3": 9.0}), old, lead=2)
+    with caplog.at_level(logging.WARNING):
+        updates.run(rollouts)
+        updates.run(rollouts)
+    (warning,) = [one.getMessage() for one in caplog.records if "mismatch" in one.getMessage()]
+    assert (
+        "over algorithm.correction.warn_above.lag_1/gap=0.01; correct it with algorithm.correction.weights" in warning
+    )
+    updates = Updates(tmp_path, Correction(stop_above={"gap": 0.01}), old)
+    with pytest.raises(
+        MismatchError, match=r"step 1: mismatch/gap is 0\.\d+, over algorithm.correction.stop_above.gap"
+    ):
+        updates.run(rollouts)
+
+
+def test_the_limit_of_the_gap_applies_to_tokens_of_the_newest_version_alone(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    newest = rollouts["policy_version"].values == NEWEST
+    updates = Updates(tmp_path, Correction(weights="token"), old + newest * 3.0, lead=2)
+    step = updates.session.begin_step(1)
+    step.lag = 2
+    plan = updates.session.actor.plan(rollouts, mini_batches=True)
+    scored = compute_old_logprobs(updates.session, step, rollouts, plan)
+    with pytest.raises(LogprobGapError, match="over 10 times the limit"):
+        correct_off_policy(updates.session, step, scored, plan)
+    updates = Updates(tmp_path, Correction(weights="token"), old + ~newest * 3.0, lead=2)
+    updates.session.logprob_gap_limit.limit = 0.5
+    step = updates.session.begin_step(1)
+    step.lag = 2
+    scored = compute_old_logprobs(updates.session, step, rollouts, plan)
+    correct_off_policy(updates.session, step, scored, plan)  # older versions may be any distance away
