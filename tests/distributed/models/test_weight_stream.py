@@ -57,4 +57,5 @@ def test_memory_of_an_exporting_rank_is_bounded_by_the_bucket_and_not_by_the_mod
     for arrived, total, rise in on_ranks(tmp_path, 2, stream):
         assert arrived
         assert total > 200 * MIB
-        assert rise < 4 * BUCKET_BYTES
+        # A gathered bucket, its parts as sent and received, and what the allocator keeps, which varies with the load.
+        assert rise < 6 * BUCKET_BYTES < total / 2

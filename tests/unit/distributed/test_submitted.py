@@ -1,5 +1,6 @@
 """Which calls hold up another one, and what is left of calls that are discarded."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlpack.distributed.calls import Call
@@ -38,6 +39,13 @@ def test_a_rank_that_has_answered_holds_nothing_up():
 def test_of_discarded_calls_nothing_is_left():
     calls = submitted("first", "slow")
     assert calls.names_in_background() == ["echo.slow"]
-    discarded = calls.pop_all()
+    discarded = calls.pop_own()
     assert [(call_id, one.call.name) for call_id, one in discarded.items()] == [(100, "echo.first"), (101, "echo.slow")]
-    assert (calls.pop_all(), calls.before(parts("third", 2)), calls.names_in_background()) == ({}, {}, [])
+    assert (calls.pop_own(), calls.before(parts("third", 2)), calls.names_in_background()) == ({}, {}, [])
+
+
+def test_a_thread_discards_no_call_of_another_one():
+    calls = submitted("first")
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(calls.pop_own).result(timeout=10) == {}
+    assert list(calls.before(parts("second", 1))) == ["first 0", "first 1"]
