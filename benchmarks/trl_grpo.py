@@ -124,7 +124,7 @@ def run_rlpack(folder: Path, setting: str, steps: int) -> Run:
         *("evaluation.every=1000", "evaluation.samples=1", "checkpoint.every=1000"),
         *SETTINGS[setting].overrides,
     )
-    _execute([sys.executable, "-m", "rlpack", "train", *overrides])
+    execute(sys.executable, "-m", "rlpack", "train", *overrides)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     taken = [record for record in records if record["phase"] == "train" and "time/step_s" in record]
     length = statistics.fmean(record["rollout/response_tokens_mean"] for record in taken)
@@ -137,8 +137,8 @@ def run_trl(folder: Path, setting: str, steps: int, peers: Path, processes: int)
     distributed = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
     launcher = ("-m",) if processes == 1 else (*distributed, "--module")
     arguments = ("--peers", str(peers), "--train", str(folder), "--settings", setting, "--steps", str(steps))
-    command = [sys.executable, *launcher, "benchmarks.trl_grpo", *arguments, "--out", str(out)]
-    _execute(command, OMP_NUM_THREADS=str(2 // processes))
+    command = (sys.executable, *launcher, "benchmarks.trl_grpo", *arguments, "--out", str(out))
+    execute(*command, OMP_NUM_THREADS=str(2 // processes))
     return Run(*json.loads(out.read_text(encoding="utf-8")))
 
 
@@ -200,7 +200,7 @@ def train_with_trl(folder: Path, setting: str, steps: int, peers: Path, out: Pat
         out.write_text(json.dumps([statistics.median(between[:-1]), statistics.fmean(logged)]), encoding="utf-8")
 
 
-def _execute(command: list[str], **environment: str) -> None:
+def execute(*command: str, **environment: str) -> None:
     """Run a command in the root of the checkout; show its end if it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | environment
