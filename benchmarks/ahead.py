@@ -1,11 +1,14 @@
-"""Time steps with and without `trainer.lead`, on two cores, with responses of skewed lengths.
+"""Time steps with and without `trainer.lead`, on two cores, with a tail of long responses.
 
-    python -m benchmarks.ahead [--repeats 3] [--steps 8] [--mini-batches 4]
+    python -m benchmarks.ahead [--repeats 3] [--steps 24] [--mini-batches 4] [--prompts 8] [--bar 1.5]
 
-A random model over 26 tokens writes responses of 25 tokens in the mean and at most 128, so most of generation waits for
-its longest responses. Three ways take turns: two ranks that generate and train in turns, one rank for each without a
-lead, and one rank for each with a lead of one step. A run's figure is the median of its steps but the first two and the
-last. `--mini-batches` is the number of optimizer steps of a batch; with 1, training skips the pass over old log-probs.
+One response in eleven is as long as the limit, five times the mean of the others, so most of generation waits for a few
+responses. Three ways take turns: two ranks that generate and train in turns, one rank for each without a lead, and one
+rank for each with a lead of one step. A run's figure is the mean of its steps but the first two and the last.
+`--mini-batches` is the number of optimizer steps of a batch; with 1, training skips the pass over old log-probs.
+`--prompts` is their number in a step: the fewer, the larger the part of generation, whose longest responses take the
+same time. With 8 it takes about as long as training. Exits with 1 if a lead takes fewer than `--bar` times the steps
+of the same ranks without one.
 """
 
 import argparse
@@ -16,11 +19,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.trl_grpo import ROOT, write_inputs
+import numpy as np
 
-DEADLINE_S = 600.0
+from benchmarks.trl_grpo import ALPHABET, ROOT
+
+DEADLINE_S, GROUP = 600.0, 2
+# Tokens of a short response in the mean, and of a long one.
+SHORT, LONGEST = 90, 450
+SHORT_LETTERS, LONG_LETTERS, LAST = ALPHABET[:20], ALPHABET[20:22], ALPHABET[22]
 WAYS = {
     "two ranks in turns": ("placement=cpu",),
     "a rank for each, lead 0": ("placement=two_pools",),
@@ -28,49 +36,110 @@ WAYS = {
 }
 
 
+def write_inputs(folder: Path) -> None:
+    """Save a model whose responses are short or as long as the limit, and the prompts.
+
+    Two entries of the hidden state are the embedding's alone: a constant, and the letter's kind. The output layer reads
+    them, so that a response has letters of one kind, which its first letter decides, and ends with the probability of
+    this kind. The letter that prompts end with has none.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from rlpack.data.tokenization import character_tokenizer, eos_id, pad_id
+
+    tokenizer = character_tokenizer(ALPHABET)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        pad_token_id=pad_id(tokenizer),
+        eos_token_id=eos_id(tokenizer),
+    )
+    model: Any = Qwen2ForCausalLM(config)
+    kinds = torch.tensor([1.0] * len(SHORT_LETTERS) + [-1.0] * len(LONG_LETTERS) + [0.0])
+    ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(ALPHABET)))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:2] = 0
+            layer.mlp.down_proj.weight[:2] = 0
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        # Large against the other entries, so that the norm makes them √(128 / 2) in size whatever else there is.
+        embedding[:, :2] = 0
+        embedding[:, 0] = 100.0
+        embedding[ids, 1] = 100.0 * kinds
+        size = (128 / 2) ** 0.5
+        head[:, :2] = 0
+        head[:, 0] = -100 / size
+        # Logits after a letter that has a kind: 0 for letters of this kind, -40 for those of the other one. The end has
+        # its log odds after a short letter, and -40 or less after others.
+        head[ids, 0] = -20 / size
+        head[ids, 1] = 20 * kinds / size
+        head[ids[-1], 0] = -80 / size
+        head[config.eos_token_id, 0] = -40 / size
+        head[config.eos_token_id, 1] = (40 + float(np.log(len(SHORT_LETTERS) / (SHORT - 1)))) / size
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list(ALPHABET), rng.integers(8, 25))) + LAST for _ in range(1024)]
+    records = "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts)
+    (folder / "prompts.jsonl").write_text(records, encoding="utf-8")
+    (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[:2]), encoding="utf-8")
+
+
 class Step(NamedTuple):
-    """Medians of a run's steps, in seconds."""
+    """Means of a run's steps, in seconds, and of the tokens of a response."""
 
     whole: float
     generation: float
     drain: float
+    length: float
 
 
-def run(folder: Path, overrides: tuple[str, ...], steps: int, mini_batches: int) -> Step:
-    """Run `rlpack train` and return its medians."""
+def run(folder: Path, overrides: tuple[str, ...], steps: int, mini_batches: int, prompts: int) -> Step:
+    """Run `rlpack train` and return its means."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
     command = [
         *(sys.executable, "-m", "rlpack", "train", f"run_dir={run_dir}", *overrides),
         *("model=pretrained", f"model.path={folder}/model", "data=jsonl", f"data.source={folder}/prompts.jsonl"),
         *(f"data.validation_source={folder}/held_out.jsonl", f"trainer.steps={steps}"),
-        *("reward.function=benchmarks.trl_grpo:vowels", "rollout.max_new_tokens=128", "evaluation.every=1000"),
-        *("evaluation.samples=1", "checkpoint.every=1000", f"trainer.mini_batch_size={256 // mini_batches}"),
-        "actor.optimizer.learning_rate=1e-12",
+        *("reward.function=benchmarks.trl_grpo:vowels", f"rollout.max_new_tokens={LONGEST}", "evaluation.every=1000"),
+        *("evaluation.samples=1", "checkpoint.every=1000"),
+        f"trainer.mini_batch_size={prompts * GROUP // mini_batches}",
+        *("actor.optimizer.learning_rate=1e-12", f"trainer.prompts_per_step={prompts}", f"trainer.group_size={GROUP}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S, cwd=ROOT)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     taken = [record for record in records if record["phase"] == "train"][2:-1]
-    medians = (
-        statistics.median(one.get(f"time/{name}_s", 0.0) for one in taken) for name in ("step", "generate", "drain")
+    means = (
+        statistics.fmean(one.get(f"time/{name}_s", 0.0) for one in taken) for name in ("step", "generate", "drain")
     )
-    return Step(*medians)
+    return Step(*means, statistics.fmean(one["rollout/response_tokens_mean"] for one in taken))
 
 
 def main() -> int:
     """Alternate the three ways, and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--mini-batches", type=int, default=4, choices=(1, 2, 4))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--bar", type=float, default=1.5)
     options = parser.parse_args()
     found: dict[str, list[Step]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
-        write_inputs(Path(name), "skewed")
+        write_inputs(Path(name))
         for _ in range(options.repeats):
             for way, overrides in WAYS.items():
-                found[way].append(run(Path(name), overrides, options.steps, options.mini_batches))
+                found[way].append(run(Path(name), overrides, options.steps, options.mini_batches, options.prompts))
                 print(f"{way}: {found[way][-1].whole:.2f} s", flush=True)
     seconds = {way: statistics.median(step.whole for step in steps) for way, steps in found.items()}
     for way, steps in found.items():
@@ -78,9 +147,11 @@ def main() -> int:
             statistics.median(getattr(step, part) for step in steps) for part in ("generation", "drain")
         )
         print(f"{way:26}{seconds[way]:7.2f} s a step, {generation:.2f} s generation, {drain:.2f} s waiting for it")
+    length = statistics.fmean(step.length for steps in found.values() for step in steps)
     turns, apart, lead = seconds.values()
+    print(f"{length:.1f} tokens of a response in the mean, at most {LONGEST}")
     print(f"lead 1 against lead 0 on the same ranks {apart / lead:.2f}, against two ranks in turns {turns / lead:.2f}")
-    return 0
+    return int(apart / lead < options.bar)
 
 
 if __name__ == "__main__":
