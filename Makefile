@@ -27,7 +27,7 @@ help:
 	@echo "make train-vllm [ARGS='…']               the same with vLLM as generation engine, in .venv-vllm"
 	@echo "make test-vllm                           the tests, and those of the vLLM engine, with vLLM's versions of all packages"
 	@echo "make vllm                                install into .venv-vllm only"
-	@echo "make test-long                           plans' guarantees on 10,000 random requests, 300 damaged run directories"
+	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight"
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
@@ -99,6 +99,7 @@ test-vllm: $(VLLM_INSTALLED)
 test-long: $(INSTALLED)
 	RLPACK_EXAMPLES=10000 $(PYTEST) tests/unit/packing/test_make_plan.py
 	RLPACK_DAMAGES=300 $(PYTEST) tests/unit/recipes/driver/test_damage.py
+	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die
 
 test-layouts: $(INSTALLED)
 	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts

@@ -201,7 +201,11 @@ class AheadQueue:
                         "metrics": context.metrics | context.timer.as_metrics(),
                     }
                 entries.append(entry)
-            document = {"policy_version": self._session.rollout_weights.version, "batches": entries}
+            document = {
+                "policy_version": self._session.rollout_weights.version,
+                "prompts_per_step": self._session.config.trainer.prompts_per_step,
+                "batches": entries,
+            }
             (target / _LIST).write_text(json.dumps(document), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"the batches drawn ahead could not be written to {target}: {error}") from error
@@ -301,6 +305,7 @@ class AheadQueue:
         """Take over the batches in a checkpoint, and the number of the newest policy version."""
         try:
             document: dict[str, Any] = read_object(folder / _LIST)
+            self._check_prompts_per_step(folder, document["prompts_per_step"])
             # The first publication sends the weights that already had this number.
             self._session.rollout_weights.version = document["policy_version"] - 1
             for entry in document["batches"]:
@@ -315,3 +320,16 @@ class AheadQueue:
             raise CheckpointError(
                 f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"
             ) from error
+
+    def _check_prompts_per_step(self, folder: Path, saved: int) -> None:
+        """Raise if prompts would be trained on twice or never, because batches begin where others don't end.
+
+        Raises:
+            CheckpointError: `trainer.prompts_per_step` has changed.
+        """
+        number = self._session.config.trainer.prompts_per_step
+        if self._draws_ahead and saved != number:
+            raise CheckpointError(
+                f"trainer.prompts_per_step is {number}, and the batches that were drawn ahead in {folder} have {saved} "
+                f"prompts each; resume with trainer.prompts_per_step={saved}, or choose another run_dir"
+            )

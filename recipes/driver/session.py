@@ -284,8 +284,7 @@ class Session:
             of: number of the generation that publishes; None if none does.
         """
         with self.engine_access.publication(of):
-            if self.config.rollout.publish == "in_flight":
-                self.rollout.run(RolloutWorker.interrupt)
+            self._interrupt_engines()
             yield
 
     def replace_engines(self) -> float:
@@ -297,6 +296,7 @@ class Session:
             RoleError: a rank raised, died or missed its deadline, or an engine failed the canary.
         """
         self.rollout.run(RolloutWorker.replace_failed_engine)
+        self._interrupt_engines()  # those that passed the canary have gone on
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
     def renew_engines(self, generation: int) -> bool:
@@ -320,6 +320,11 @@ class Session:
         with self.publication(generation):
             self.replace_engines()
         return True
+
+    def _interrupt_engines(self) -> None:
+        """Let engines stop sampling before weights reach them; once more does nothing."""
+        if self.config.rollout.publish == "in_flight":
+            self.rollout.run(RolloutWorker.interrupt)
 
     def stop_if_interrupted(self) -> None:
         """End the run after a Ctrl-C; called where no work would be lost.

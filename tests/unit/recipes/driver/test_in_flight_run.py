@@ -4,6 +4,7 @@ The queue, the router, the turns and the groups in flight are the real ones; ran
 """
 
 import math
+import os
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
+from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Rollout, Trainer
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.usage import Usage
@@ -26,6 +28,7 @@ from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
@@ -36,6 +39,8 @@ from rlpack.rollout.types import Generations, SamplingParams
 from tests.unit.recipes.driver.sessions import SavingSession, session_of
 
 PROMPTS, GROUP, RANKS = 3, 2, 2
+# `make test-long` takes more steps.
+STEPS = int(os.environ.get("RLPACK_SIMULATED_STEPS", "150"))
 
 
 class SimulatedEngine:
@@ -165,6 +170,25 @@ class Weights:
             self.publish_again(None)
 
 
+class FailingCanary:
+    """The channel of weights, whose first publication fails the canary of rank 0; rank 1 goes on."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self.group, self.interrupted = group, []
+
+    def publish(self, canary: Any) -> float:
+        self.interrupted.append([rank.engine.is_interrupted for rank in self.group.every])
+        self.group.every[1].publish(2)
+        self.group.every[0].engine.is_alive = False
+        return math.inf
+
+    def publish_again(self, canary: Any) -> float:
+        self.interrupted.append([rank.engine.is_interrupted for rank in self.group.every])
+        for rank in self.group.every:
+            rank.publish(2)
+        return 0.0
+
+
 class Ledger:
     """What was trained on: the positions of prompts by step, the lags of tokens, and the lengths of responses."""
 
@@ -232,7 +256,7 @@ def publications(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_LOOK_S", 0.005)
 
 
-@pytest.mark.parametrize(("lead", "steps"), [(1, 150), (2, 150), (3, 300)])
+@pytest.mark.parametrize(("lead", "steps"), [(1, STEPS), (2, STEPS), (3, 2 * STEPS)])
 def test_every_prompt_is_trained_on_once_in_order_within_the_bound_though_engines_die(
     tmp_path: Path, lead: int, steps: int
 ):
@@ -326,3 +350,25 @@ def test_a_checkpoint_has_drawn_batches_and_where_the_others_begin(tmp_path: Pat
         "step-4",
     ]
     assert Progress(**vars(session.progress)).prompts_consumed == PROMPTS
+
+
+def test_no_engine_samples_while_weights_are_published_again_after_a_failed_canary(tmp_path: Path):
+    session = started(tmp_path, steps=1, lead=1)
+    channel = session.__dict__["rollout_weights"] = FailingCanary(session.rollout)
+    sync_weights(session)
+    assert channel.interrupted == [[True, True], [True, True]]
+    assert [rank.num_engines for rank in session.rollout.every] == [2, 1]
+    assert not any(rank.engine.is_interrupted for rank in session.rollout.every)
+
+
+def test_batches_drawn_ahead_are_refused_if_prompts_would_be_trained_on_twice_or_never(tmp_path: Path):
+    session = started(tmp_path, steps=10, lead=3)
+    queue = walk(session, Ledger(), until=1)
+    (tmp_path / "step-1").mkdir()
+    queue.save(tmp_path / "step-1")
+    for begun in queue._waiting:
+        begun.drawn()
+    session.restored = tmp_path / "step-1"
+    session.config.trainer.__dict__["prompts_per_step"] = PROMPTS + 1
+    with pytest.raises(CheckpointError, match=r"trainer\.prompts_per_step is 4, .* have 3 prompts each; resume with"):
+        AheadQueue(session, draw)
