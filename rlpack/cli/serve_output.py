@@ -2,9 +2,7 @@
 
 import shlex
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
+from rlpack.cli.hydra_text import hydra_text
 from rlpack.config.reward_rules import JUDGE
 from rlpack.config.schema import Judge
 
@@ -40,7 +38,7 @@ def judge_overrides(url: str, model: str, api_key_env: str, max_length: int) -> 
     overrides = [
         f"roles.judge.target={JUDGE}",
         f"judge.url={url}",
-        f"judge.model={_hydra_text(model)}",
+        f"judge.model={hydra_text(model)}",
         f"judge.api_key_env={api_key_env}",
     ]
     half = max(1, max_length // 2)
@@ -50,14 +48,3 @@ def judge_overrides(url: str, model: str, api_key_env: str, max_length: int) -> 
 def as_command(overrides: list[str]) -> str:
     """Return a command line with overrides, to complete."""
     return shlex.join(["rlpack", "train", *overrides])
-
-
-def _hydra_text(text: str) -> str:
-    """Return text as Hydra reads it, quoted where a number or an operator would be read otherwise."""
-    try:
-        if OverridesParser.create().parse_override(f"key={text}").value() == text:
-            return text
-    except HydraException:
-        pass
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"

@@ -31,6 +31,7 @@ from rlpack.cli.dry_run import estimate, split_options
 from rlpack.cli.environment import check_code, check_environment
 from rlpack.cli.error_text import print_error
 from rlpack.cli.quiet_console import hide_progress_bars, log_to_console
+from rlpack.cli.supervise import begin_attempt, supervise
 from rlpack.config.compose import CONFIG_NAME, PRESETS, VERSION_BASE, config_errors, groups, plain, register_base
 from rlpack.config.errors import ConfigError
 from rlpack.config.keys import find, unknown_key_problem
@@ -106,10 +107,18 @@ def train(arguments: list[str]) -> int:
     log_to_console()
     if is_dry:
         return _estimate(jobs, memory_gb)
+    if jobs and (config := jobs[0].config).supervise:
+        return supervise(arguments, config.run_dir or ".", config.supervise)
+    return _run_jobs(jobs)
+
+
+def _run_jobs(jobs: Sequence[Job]) -> int:
+    """Run jobs one after another up to the first that fails, and return its exit code, or 0."""
     for job in jobs:
         if job.number is not None:
             log.info("job %d of %d (%s), in %s", job.number + 1, len(jobs), job.overrides, job.config.run_dir)
         with attached_log("driver", print_failure):
+            begin_attempt()
             for warning in config_warnings(job.config, job.given):
                 log.warning("%s", warning)
             if code := run(job.config):
@@ -240,6 +249,8 @@ def compose_jobs(arguments: list[str]) -> list[Job]:
         given = frozenset(override.lstrip("+").partition("=")[0] for override in HydraConfig.get().overrides.task)
         if config.trainer.data_epochs is not None and given >= {"trainer.steps", "trainer.data_epochs"}:
             problems.append(f"{label}trainer.steps and trainer.data_epochs both say how long to train; set one of them")
+        if in_sweep and config.supervise:
+            problems.append(f"{label}supervise={config.supervise} is for one run; leave it out of a sweep (--multirun)")
         if in_sweep:  # else Hydra has no number
             jobs.append(Job(config, given, job.num, sweep_dir, job.override_dirname))
         else:

@@ -371,6 +371,12 @@ class Config(Section):
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto resumes from run_dir's newest checkpoint, or starts if there is none."
     )
+    supervise: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="How often `rlpack train` starts a run that failed again, from its newest checkpoint.",
+    )
     trainer: Trainer = Trainer()
     sft_warmup: SFTWarmup = SFTWarmup()
     evaluation: Evaluation = Evaluation()

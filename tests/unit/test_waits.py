@@ -56,6 +56,7 @@ BOUNDED = {
         "rlpack/rollout/vllm/event_loop.py: self.start(coroutine, timeout_s, what).result()",
         "rlpack/rollout/vllm/weight_sender.py: call.result()",
     },
+    "a run ends by the deadlines of its calls, or a user stops it": {"rlpack/cli/supervise.py: attempt.wait()"},
     "it stands in a block with a deadline, `asyncio.timeout`": {
         "rlpack/rollout/vllm/row_requests.py: self._may_ask.wait()",
     },

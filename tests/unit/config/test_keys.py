@@ -9,6 +9,7 @@ CHOSEN = (
     *(
         "actor.forward_batching.",
         "actor.lora.",
+        "actor.moe.",
         "actor.parallel.",
         "algorithm.correction.",
         "critic.",

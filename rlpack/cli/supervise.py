@@ -1,0 +1,104 @@
+"""`rlpack train supervise=N`: start a run again from its newest checkpoint after it failed, at most N times.
+
+The run is a process of its own, with the same command line. What another attempt can't mend ends the run at once: a
+wrong configuration or wrong data, Ctrl-C, and a second failure in a row without a newer checkpoint in between.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlpack.cli.hydra_text import hydra_text
+from rlpack.observe.run_dir import CHECKPOINTS
+
+log = logging.getLogger(__name__)
+
+DONE, RUN_FAILED, CONFIG_WRONG, DATA_WRONG, INTERRUPTED = 0, 1, 2, 3, 130
+# In the environment of an attempt: the process that supervises it, its number and the number of all attempts.
+_ATTEMPT = "RLPACK_SUPERVISED_ATTEMPT"
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# Before the next attempt, in seconds: the processes of the last one end meanwhile.
+_PAUSE_S = 3.0
+# Signals by which somebody ends the run on purpose.
+_ON_PURPOSE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
+    """Run `rlpack train` in a process of its own, again after failures, and return the last exit code.
+
+    Args:
+        arguments: of the command, which are known to be right.
+        run_dir: the run's directory.
+        restarts: how often the run may be started again.
+    """
+    words = [word for word in arguments if word.lstrip("+").partition("=")[0] not in ("run_dir", "resume", "supervise")]
+    words += [f"run_dir={hydra_text(run_dir)}", "supervise=0"]
+    resume = [word for word in arguments if word.startswith("resume=")]
+    code, has_failed_here = RUN_FAILED, False
+    for number in range(restarts + 1):
+        before = newest_checkpoints(Path(run_dir))
+        code, is_wanted = _run([*words, *(resume if number == 0 else ["resume=auto"])], number, restarts)
+        if is_wanted or code in (DONE, CONFIG_WRONG, DATA_WRONG, INTERRUPTED):
+            return code
+        cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        if number == restarts:
+            log.error("the run ended with %s; supervise=%d: it is not started again", cause, restarts)
+            break
+        # A killed driver says nothing about the run itself.
+        has_failed = code > 0 and newest_checkpoints(Path(run_dir)) == before
+        if has_failed and has_failed_here:
+            log.error("the run ended with %s twice without a new checkpoint; it is not started again", cause)
+            break
+        has_failed_here = has_failed
+        log.warning(
+            "the run ended with %s; restart %d of %d from its newest checkpoint in %g s",
+            *(cause, number + 1, restarts, _PAUSE_S),
+        )
+        try:
+            time.sleep(_PAUSE_S)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return code if code > 0 else RUN_FAILED
+
+
+def newest_checkpoints(run_dir: Path) -> list[str]:
+    """Return the names of the committed checkpoints of all phases, in order."""
+    return sorted(str(mark.parent.relative_to(run_dir)) for mark in (run_dir / CHECKPOINTS).glob("*/step-*/COMMITTED"))
+
+
+def begin_attempt() -> None:
+    """Tie this process to its supervisor, if it has one, and log which attempt it is.
+
+    If the supervisor ends, the run is asked to finish its step and to save, as by SIGTERM.
+    """
+    value = os.environ.pop(_ATTEMPT, None)  # not for the processes of the run
+    if value is None:
+        return
+    parent, number, attempts = map(int, value.split(":"))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+    if os.getppid() != parent:  # it ended before
+        raise KeyboardInterrupt
+    if number > 1:
+        log.warning("attempt %d of %d of a supervised run (supervise=%d)", number, attempts, attempts - 1)
+
+
+def _run(words: Sequence[str], number: int, restarts: int) -> tuple[int, bool]:
+    """Run an attempt; return its exit code, minus a signal's number, and whether it was ended on purpose."""
+    environment = os.environ | {_ATTEMPT: f"{os.getpid()}:{number + 1}:{restarts + 1}"}
+    # In a process group of its own, Ctrl-C in a terminal reaches it once, through this process.
+    attempt = subprocess.Popen([sys.executable, "-m", "rlpack", "train", *words], env=environment, process_group=0)
+    is_interrupted = False
+    while True:
+        try:
+            code = attempt.wait()
+            return code, is_interrupted or -code in _ON_PURPOSE
+        except KeyboardInterrupt:  # of SIGTERM and SIGHUP, too
+            is_interrupted = True
+            attempt.send_signal(signal.SIGINT)
