@@ -38,6 +38,7 @@ With `lead=0` a batch is drawn by `take`, in the step's own context, as if this 
 """
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.errors import StalenessError
 from rlpack.safe_files import read_object
+
+logger = logging.getLogger(__name__)
 
 # In a checkpoint: a folder with the batches, one folder each, and their list.
 FOLDER, _LIST = "ahead", "ahead.json"
@@ -86,6 +89,11 @@ class _Begun:
     def is_drawn(self) -> bool:
         """Return whether the draw has ended."""
         return self.rollouts is not None or (self.call is not None and self.call.wait(0.0))
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the draw has raised."""
+        return self.call is not None and self.call.has_failed
 
     def drawn(self, while_waiting: Callable[[], None] = lambda: None) -> BatchedDataDict:
         """Return the scored rollouts once they are drawn, or raise what the draw raised."""
@@ -118,17 +126,11 @@ class AheadQueue:
         self._draws_once = recipe_of(session.config).draws_once
         self._waiting: deque[_Begun] = deque()
         self._taken: _Begun | None = None
-        self._is_checked = self._is_beginning = False
+        self._is_checked = False
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
         if self._lead and folder is not None and folder.exists():
             self._restore(folder)
-
-    @property
-    def is_drawing(self) -> bool:
-        """Return whether a batch is being drawn in another thread."""
-        # A thread may run before its call is assigned.
-        return self._is_beginning or any(one.call is not None and not one.is_drawn for one in self._waiting)
 
     def take(self, step: StepContext) -> Batch:
         """Return the batch of a step, and begin later ones; a step that failed and is run again gets the same batch.
@@ -180,9 +182,11 @@ class AheadQueue:
     def save(self, folder: Path) -> None:
         """Write the batches that wait into a checkpoint: those that are drawn, and where the others begin.
 
+        With in_flight, a batch whose draw has failed is one of the others: the steps before it are complete.
+
         Raises:
             CheckpointError: a file can't be written.
-            RoleError: drawing a batch failed.
+            RoleError: with drain, drawing the batch failed.
         """
         if not self._lead:
             return
@@ -192,7 +196,7 @@ class AheadQueue:
         try:
             target.mkdir()
             for begun in self._waiting:
-                context, is_drawn = begun.context, begun.is_drawn
+                context, is_drawn = begun.context, begun.is_drawn and not begun.has_failed
                 entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": is_drawn}
                 if is_drawn:
                     write_batch(self._session.store.fetch(begun.drawn()), target / f"step-{context.number}")
@@ -256,10 +260,15 @@ class AheadQueue:
 
     def _start(self, begun: _Begun) -> None:
         """Draw a batch in a thread of its own."""
-        self._is_beginning = True
-        draw = partial(begun.context.lease.run, partial(self._draw, begun.context))
-        begun.call = BackgroundCall(draw, name="draw")
-        self._is_beginning = False
+        begun.call = BackgroundCall(partial(self._draw_in_background, begun.context), name="draw")
+
+    def _draw_in_background(self, context: StepContext) -> BatchedDataDict:
+        """Return the scored rollouts of a step; the step raises what this raises, and the log has it at once."""
+        try:
+            return context.lease.run(partial(self._draw, context))
+        except Exception as error:
+            logger.warning("the batch of step %d could not be drawn; its step will fail: %s", context.number, error)
+            raise
 
     def _begun(self, number: int, start: int) -> _Begun:
         """Return a batch whose draw is about to begin."""

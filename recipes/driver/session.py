@@ -59,11 +59,6 @@ Evaluate = Callable[["Session", StepContext], None]
 class Ahead(Protocol):
     """What a session needs of the batches that are drawn ahead (`rlpack.recipes.driver.ahead`)."""
 
-    @property
-    def is_drawing(self) -> bool:
-        """Return whether a batch is being drawn in the background."""
-        ...
-
     def save(self, folder: Path) -> None:
         """Write the batches that no step has trained on yet into a checkpoint."""
         ...
@@ -302,14 +297,14 @@ class Session:
     def renew_engines(self, generation: int) -> bool:
         """Replace the engines of a generation, all of which failed; return whether that was possible at this moment.
 
-        A generation in a thread of its own has to wait for the main thread, because the actor may have changed the
-        weights that were published last.
+        A generation in a thread of its own, which draws a batch ahead, has to wait for the main thread, because the
+        actor may have changed the weights that were published last.
 
         Raises:
             RoleError: see `replace_engines`; or weights are published after the generation only, so that its weights
                 are gone.
         """
-        if self.ahead is not None and self.ahead.is_drawing and threading.current_thread() is not self.thread:
+        if threading.current_thread() is not self.thread:
             if self.config.rollout.publish == "in_flight":
                 return False
             cause = (

@@ -27,6 +27,8 @@ from rlpack.rollout.vllm.requests import continuation_seed, joined, to_prompt, t
 
 # Deadline of vLLM's own calls, in seconds.
 _CONTROL_S = 300.0
+# Time in which vLLM ends the requests that it aborts, in seconds; those that are left are aborted again.
+_ABORT_S = 1.0
 # Longest interruption, in seconds; the calls that send weights have shorter deadlines.
 _PAUSE_S = 7200.0
 
@@ -106,14 +108,21 @@ class RowRequests:
         self._may_ask.clear()
         if not self._num_asking:
             return
-        await self._front_end.pause_generation(mode="abort", clear_cache=False)
-        await self._front_end.resume_generation()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _CONTROL_S / 2
-        while self._num_asking and loop.time() < deadline:
+        while self._num_asking:
+            if loop.time() >= deadline:
+                text = f"vLLM did not end {self._num_asking} interrupted requests within {_CONTROL_S / 2:g} s"
+                raise EngineError(text)
+            # Again for a request that was on its way to vLLM, which aborts only those that it has.
+            await self._front_end.pause_generation(mode="abort", clear_cache=False)
+            await self._front_end.resume_generation()
+            await self._wait_for_ends(loop.time() + _ABORT_S)
+
+    async def _wait_for_ends(self, end: float) -> None:
+        """Wait until vLLM runs no request of a row, at most until a time of the loop."""
+        while self._num_asking and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.002)
-        if self._num_asking:
-            raise EngineError(f"vLLM did not end {self._num_asking} interrupted requests within {_CONTROL_S / 2:g} s")
 
     async def resume(self, version: int) -> None:
         """Continue interrupted rows, at the policy version that the engine has now."""
@@ -124,12 +133,22 @@ class RowRequests:
         """Put the result of a row, or its failure, into a queue."""
         try:
             answer = FinishedRow(row.key, await self._answer(row), "")
+        except asyncio.CancelledError:
+            if self._is_cancelled():
+                raise
+            answer = FinishedRow(row.key, None, f"vLLM cancelled a request at policy version {self._version}")
         except EngineError as error:
             answer = FinishedRow(row.key, None, str(error))
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is a failure of the row
             failure = f"vLLM failed at policy version {self._version}: {self._explain(error)}"
             answer = FinishedRow(row.key, None, failure)
         done.put(answer)
+
+    @staticmethod
+    def _is_cancelled() -> bool:
+        """Return whether the current row was cancelled, and not something within vLLM that it waits for."""
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
 
     async def _answer(self, row: Row) -> Any:
         """Return the response to a row, as `vllm.CompletionOutput` has it; an interrupted request is continued."""

@@ -129,10 +129,10 @@ def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publicati
     queue._draw_batch = draw
     for step in session.steps("train", 3):
         queue.take(step)
-        assert queue.is_drawing == (step.number < 3)
+        assert [begun.is_drawn for begun in queue._waiting] == [False] * (step.number < 3)
         began.set()
         queue.publish(step)
-        assert not queue.is_drawing
+        assert all(begun.is_drawn for begun in queue._waiting)
     assert engines.threads == ["MainThread", "draw", "draw"]
 
 

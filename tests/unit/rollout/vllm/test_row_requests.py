@@ -1,0 +1,106 @@
+"""Rows are answered once, whatever vLLM does with their requests."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlpack.rollout.errors import EngineError
+from rlpack.rollout.types import SamplingParams
+from rlpack.rollout.vllm import row_requests
+from rlpack.rollout.vllm.row_requests import Row, RowRequests
+
+PARAMS = SamplingParams(max_new_tokens=4)
+
+
+class SimulatedVLLM:
+    """Runs requests until they are aborted; one that is on its way when others are aborted arrives later."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
+        self.rows = RowRequests(self, self.ask, str)
+        self.arrives = asyncio.Event()
+        self.running: list[asyncio.Future[str]] = []
+        self.aborts, self._ask, self.prompts = 0, ask, list[list[int]]()
+
+    async def ask(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
+        self.prompts.append(prompt["prompt_token_ids"])
+        if self._ask is not None:
+            await self._ask()
+        await self.arrives.wait()
+        future = asyncio.get_running_loop().create_future()
+        self.running.append(future)
+        reason = await future
+        output = SimpleNamespace(token_ids=[9], finish_reason=reason, logprobs=None, weight_versions=[])
+        return SimpleNamespace(outputs=[output])
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.aborts += 1
+        self.end("abort")
+
+    async def resume_generation(self) -> None:
+        self.arrives.set()
+
+    def end(self, reason: str) -> None:
+        for future in self.running:
+            future.set_result(reason)
+        self.running.clear()
+
+
+async def begun(vllm: SimulatedVLLM) -> None:
+    await vllm.rows.begin([Row(3, np.array([5, 6]), 1, PARAMS)], version=1)
+    await asyncio.sleep(0)
+
+
+def test_a_request_that_was_on_its_way_is_aborted_too_and_continued(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_requests, "_ABORT_S", 0.02)
+    monkeypatch.setattr(row_requests, "_CONTROL_S", 4.0)
+
+    async def scenario() -> None:
+        vllm = SimulatedVLLM()
+        await begun(vllm)
+        await vllm.rows.interrupt()
+        assert vllm.aborts == 2
+        assert not vllm.running
+        await vllm.rows.resume(2)
+        await asyncio.sleep(0.01)
+        assert vllm.prompts == [[5, 6], [5, 6, 9]]
+        vllm.end("length")
+        await asyncio.sleep(0.01)
+        row = vllm.rows.finished(0.0)[0]
+        assert (row.key, row.failure, row.response.token_ids) == (3, "", [9, 9])
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_do_not_end_are_an_error_at_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_requests, "_ABORT_S", 0.01)
+    monkeypatch.setattr(row_requests, "_CONTROL_S", 0.1)
+
+    async def scenario() -> None:
+        vllm = SimulatedVLLM(asyncio.Event().wait)
+        await begun(vllm)
+        with pytest.raises(EngineError, match=r"did not end 1 interrupted requests within 0\.05 s"):
+            await vllm.rows.interrupt()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_a_request_that_vllm_cancels_is_a_failed_row_and_one_that_is_cancelled_here_is_none():
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        vllm = SimulatedVLLM(cancelled)
+        await begun(vllm)
+        await asyncio.sleep(0.01)
+        rows = vllm.rows.finished(0.0)
+        assert [(row.key, row.failure) for row in rows] == [(3, "vLLM cancelled a request at policy version 1")]
+        other = SimulatedVLLM()
+        await begun(other)
+        await other.rows.cancel()
+        assert other.rows.finished(0.0) == []
+
+    asyncio.run(scenario())
