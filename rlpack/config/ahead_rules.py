@@ -33,6 +33,8 @@ def ahead_problems(config: Config) -> Iterator[str]:
 def _publish_problems(config: Config) -> Iterator[str]:
     """Yield what contradicts `rollout.publish`."""
     lead, rollout = config.trainer.lead, config.rollout
+    if rollout.kv_cache == "keep":
+        yield from _kept_cache_problems(config)
     if rollout.publish == "drain":
         if lead > 1:
             yield (
@@ -60,4 +62,24 @@ def _publish_problems(config: Config) -> Iterator[str]:
         yield (
             f"trainer.lead is {lead}, but recipe={config.recipe.name} knows where a batch begins only once the one "
             "before it is drawn; set trainer.lead=1"
+        )
+
+
+def _kept_cache_problems(config: Config) -> Iterator[str]:
+    """Yield why the engines can't keep the KV cache of responses that go on with new weights."""
+    rollout = config.rollout
+    if rollout.publish == "drain":
+        yield (
+            "rollout.kv_cache is keep, but with rollout.publish=drain no response goes on with new weights; set "
+            "rollout.kv_cache=clear, or rollout.publish=in_flight"
+        )
+    if rollout.lora == "adapter":
+        yield (
+            "rollout.kv_cache is keep, but with rollout.lora=adapter every update is a new adapter, for which vLLM has "
+            "a cache of its own; set rollout.kv_cache=clear, or rollout.lora=merged"
+        )
+    if rollout.vllm.get("enable_prefix_caching") is False:
+        yield (
+            "rollout.kv_cache is keep, but rollout.vllm.enable_prefix_caching is false, so vLLM keeps nothing of a "
+            "response that it interrupts; set rollout.kv_cache=clear, or remove enable_prefix_caching"
         )

@@ -12,6 +12,7 @@ from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.config.sections.optimization import Experts, Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
+from rlpack.config.sections.pools import Pool as Pool
 from rlpack.config.sections.reward_sources import Judge, Reward
 from rlpack.config.sections.reward_sources import RewardFunction as RewardFunction
 from rlpack.config.sections.role_batching import ActorBatching, ForwardBatching, RoleBatching
@@ -219,6 +220,12 @@ class Rollout(Section):
         "generated, so that all of its tokens have one policy version and a resumed run is the same bit for bit; "
         "in_flight at once (vllm), so that responses go on with the new weights.",
     )
+    kv_cache: Literal["clear", "keep"] = Field(
+        default="clear",
+        description="What happens to the keys and values of responses that go on with new weights (publish=in_flight): "
+        "clear to compute them again, so that the trainer can recompute each token's log-prob from the weights of its "
+        "version; keep to save that time.",
+    )
     max_logprob_gap: Positive | None = Field(
         default=None,
         description="Mean difference between the trainer's and the sampler's log-probs, in nats, above which the run "
@@ -263,21 +270,6 @@ class Rollout(Section):
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="Further engine arguments of vLLM, by vLLM's own names."
-    )
-
-
-class Pool(Section):
-    """Devices that roles share; a rank is one process."""
-
-    ranks: Count = Field(default=2, description="Processes of the pool.")
-    # Ray counts CPUs and GPUs in units of 0.0001.
-    cpus_per_rank: float = Field(
-        default=1.0, ge=1e-4, le=1e6, description="CPU cores that a rank claims, and its compute threads."
-    )
-    gpus_per_rank: NonNegative = Field(
-        default=0.0,
-        description="GPUs that a rank claims: 0 or 1; in a pool of the role rollout alone, with rollout.engine=vllm, "
-        "any number, over which vLLM splits the model (tensor parallelism).",
     )
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlpack.models.policy import Policy
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.vllm.vllm_engine import VLLMEngine
-from tests.vllm.engines import TOLERANCE, gap, policy, prompts_of, row_logits, sampled, send, start
+from tests.vllm.engines import TOLERANCE, gap, policy, prompts_of, row_logits, sampled, send, start, token_gaps
 
 PROMPTS = prompts_of(5, 17, 1, 30)
 PARAMS = SamplingParams(max_new_tokens=400, stop_token_ids=(7,))
@@ -112,3 +113,45 @@ def test_rows_that_begin_during_an_interruption_wait(engine: VLLMEngine):
     assert engine.finished(1.0) == []
     engine.resume()
     assert len(answers(engine, PROMPTS.num_rows)) == PROMPTS.num_rows
+
+
+@torch.no_grad()
+def logprobs_over_a_cache(tokens: torch.Tensor, older: Policy, newer: Policy, cached: int) -> torch.Tensor:
+    """Return log p(token | tokens before it) of the newer policy, over keys and values of the older one's first tokens.
+
+    f32 [L - cached - 1], for the tokens after the first uncached one.
+    """
+    cache = older.model(input_ids=tokens[None, :cached], use_cache=True).past_key_values
+    logits = newer.model(input_ids=tokens[None, cached:], past_key_values=cache, use_cache=True).logits[0]
+    return logits[:-1].log_softmax(-1).gather(1, tokens[cached + 1 :, None])[:, 0]
+
+
+def test_kept_keys_and_values_are_those_of_the_weights_that_computed_them():
+    engine = start("qwen2", tied=False, max_length=2048, kv_cache_gb=0.2, kv_cache="keep")
+    try:
+        policies = {version: policy("qwen2", tied=False, seed=version) for version in (1, 2)}
+        send(engine, policies[1])
+        engine.policy_version = 1
+        begin(engine, LONG, after_s=0.5)
+        engine.interrupt()
+        send(engine, policies[2])
+        assert gap(engine, policies[2]) < TOLERANCE, "the canary reads no cache"
+        engine.policy_version = 2
+        engine.resume()
+        made = in_order(engine, answers(engine, PROMPTS.num_rows), LONG)
+        fresh = sampled(engine, PROMPTS, PARAMS, SEEDS)
+        block = engine._engine.vllm_config.cache_config.block_size
+    finally:
+        engine.close()
+    for prompt, tokens, logprobs, versions in zip(
+        PROMPTS.rows(), made.token_ids.rows(), made.logprobs.rows(), made.policy_versions.rows(), strict=True
+    ):
+        whole, before = torch.cat([prompt, tokens]), int((versions == 1).sum())
+        given = prompt.numel() + before
+        assert block < given < whole.numel() - 20, "the test was too fast or too slow to interrupt"
+        cached = (given - 1) // block * block  # whole blocks, and at least one token is computed again
+        expected = logprobs_over_a_cache(whole, policies[1], policies[2], cached)[given - cached - 1 :]
+        assert torch.allclose(expected, logprobs[before:], atol=TOLERANCE)
+        cleared = row_logits(policies[2], whole)[given - 1 : -1].log_softmax(-1).gather(1, whole[given:, None])[:, 0]
+        assert not torch.allclose(cleared, logprobs[before:], atol=10 * TOLERANCE)
+    assert max(token_gaps(policies[2], PROMPTS, fresh, PARAMS)) < TOLERANCE, "new rows have no keys of older weights"

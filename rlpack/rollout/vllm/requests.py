@@ -91,7 +91,7 @@ def continuation_seed(seed: int, num_sampled: int) -> int:
 
 
 def to_prompt(token_ids: Sequence[int], policy_version: int) -> dict[str, Any]:
-    """Return a prompt of token ids; the salt keeps prefixes that older weights computed apart."""
+    """Return a prompt of token ids, which shares cached prefixes only with prompts of the same policy version."""
     return {"prompt_token_ids": list(token_ids), "cache_salt": str(policy_version)}
 
 

@@ -63,7 +63,11 @@ class RowRequests:
             front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
             ask: runs a request.
             explain: returns the cause of an error that vLLM raised.
+
+        Attributes:
+            keeps_cache: whether interrupted rows go on with the keys and values that older weights computed.
         """
+        self.keeps_cache = False
         self._front_end, self._ask, self._explain = front_end, ask, explain
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,10 +158,12 @@ class RowRequests:
         """Return the response to a row, as `vllm.CompletionOutput` has it; an interrupted request is continued."""
         parts: list[Any] = []
         sampled: list[int] = []
+        salt: int | None = None
         while True:
             async with asyncio.timeout(_PAUSE_S):
                 await self._may_ask.wait()
-            prompt = to_prompt([*row.prompt.tolist(), *sampled], self._version)
+            salt = salt if salt is not None and self.keeps_cache else self._version
+            prompt = to_prompt([*row.prompt.tolist(), *sampled], salt)
             sampling = to_sampling(row.params, continuation_seed(row.seed, len(sampled)))
             sampling["max_tokens"] -= len(sampled)
             self._num_asking += 1

@@ -137,6 +137,7 @@ class VLLMEngine:
                 takes_adapters=settings.lora == "adapter",
                 sleep_level=(settings.sleep_level or 0) if gpus else 0,
             )
+            built._rows.keeps_cache = settings.kv_cache == "keep"
             built._sender.open(DeviceBuffers([torch.device("cuda", index) for index in range(gpus)]) if gpus else None)
             if settings.deterministic:
                 test = partial(check_deterministic, max_length=max_length, max_num_seqs=settings.max_num_seqs)
@@ -273,7 +274,7 @@ class VLLMEngine:
             self._sender.send(self._checkpoint_names(weights))
 
     def finish_update(self) -> None:
-        """Use the weights that arrived, and forget all cached keys and values of older ones.
+        """Use the weights that arrived, and forget all cached keys and values of older ones, unless rows keep them.
 
         Raises:
             BucketError: a bucket was not loaded.
@@ -285,7 +286,9 @@ class VLLMEngine:
         else:
             self._sender.finish()
             self._cycle.end_update()
-        if not self._control(self._engine.reset_prefix_cache(), "reset its prefix cache"):
+        if not self._rows.keeps_cache and not self._control(
+            self._engine.reset_prefix_cache(), "reset its prefix cache"
+        ):
             raise EngineError("vLLM kept cached keys and values of older weights: requests are in flight")
         if self._test is not None:
             self._test_when_usable(self._test)

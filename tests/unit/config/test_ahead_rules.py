@@ -54,6 +54,8 @@ def test_a_recipe_that_draws_until_a_batch_is_full_runs_one_step_ahead():
         (0, {}, "trainer.lead is 0, so nothing is generated while weights are published"),
         (1, {"engine": "hf"}, "rollout.engine=hf can't change weights within a response; set rollout.engine=vllm"),
         (1, {"deterministic": True}, "set rollout.deterministic=false, or rollout.publish=drain"),
+        (1, {"kv_cache": "keep", "lora": "adapter"}, "set rollout.kv_cache=clear, or rollout.lora=merged"),
+        (1, {"kv_cache": "keep", "vllm": {"enable_prefix_caching": False}}, "or remove enable_prefix_caching"),
     ],
 )
 def test_weights_in_flight_are_refused_where_they_have_no_effect_or_no_engine(
@@ -61,6 +63,12 @@ def test_weights_in_flight_are_refused_where_they_have_no_effect_or_no_engine(
 ):
     (problem,) = problems(lead=lead, generation=in_flight(**settings), rollout="engines")
     assert said in problem
+
+
+def test_a_cache_is_kept_only_where_responses_go_on_with_new_weights():
+    assert problems(generation=in_flight(kv_cache="keep"), rollout="engines") == []
+    (problem,) = problems(generation=Rollout(kv_cache="keep"), rollout="engines")
+    assert problem.endswith("set rollout.kv_cache=clear, or rollout.publish=in_flight")
 
 
 @pytest.mark.parametrize(

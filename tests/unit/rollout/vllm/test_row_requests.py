@@ -19,14 +19,16 @@ PARAMS = SamplingParams(max_new_tokens=4)
 class SimulatedVLLM:
     """Runs requests until they are aborted; one that is on its way when others are aborted arrives later."""
 
-    def __init__(self, ask: Callable[[], Coroutine[Any, Any, Any]] | None = None) -> None:
-        self.rows = RowRequests(self, self.ask, str)
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, Any]] | None = None, *, keeps_cache: bool = False) -> None:
+        self.rows, self.salts = RowRequests(self, self.ask, str), list[str]()
+        self.rows.keeps_cache = keeps_cache
         self.arrives = asyncio.Event()
         self.running: list[asyncio.Future[str]] = []
         self.aborts, self._ask, self.prompts = 0, ask, list[list[int]]()
 
     async def ask(self, prompt: dict[str, Any], sampling: dict[str, Any]) -> Any:
         self.prompts.append(prompt["prompt_token_ids"])
+        self.salts.append(prompt["cache_salt"])
         if self._ask is not None:
             await self._ask()
         await self.arrives.wait()
@@ -102,5 +104,24 @@ def test_a_request_that_vllm_cancels_is_a_failed_row_and_one_that_is_cancelled_h
         await begun(other)
         await other.rows.cancel()
         assert other.rows.finished(0.0) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("keeps_cache", "salts"), [(False, ["1", "2", "3"]), (True, ["1", "1", "1"])])
+def test_a_row_that_goes_on_finds_its_keys_and_values_only_if_they_are_kept(keeps_cache: bool, salts: list[str]):
+    async def scenario() -> None:
+        vllm = SimulatedVLLM(keeps_cache=keeps_cache)
+        vllm.arrives.set()
+        await begun(vllm)
+        for version in (2, 3):
+            await vllm.rows.interrupt()
+            await vllm.rows.resume(version)
+            await asyncio.sleep(0.01)
+        assert vllm.salts == salts
+        await vllm.rows.begin([Row(4, np.array([5, 6]), 1, PARAMS)], version=3)
+        await asyncio.sleep(0.01)
+        assert vllm.salts[-1] == "3", "a new row has the keys and values of the newest weights"
+        await vllm.rows.cancel()
 
     asyncio.run(scenario())
