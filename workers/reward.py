@@ -1,14 +1,17 @@
 """The reward role: scores responses with functions of their texts, run in killable processes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
+from types import MappingProxyType
 from typing import Self
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.evaluation_sets import COLUMN, set_configs
 from rlpack.config.schema import Config, Reward
 from rlpack.rewards.pool.call_queue import FunctionSpec, PoolSettings
 from rlpack.rewards.pool.limits import Limits
@@ -24,15 +27,23 @@ _SINGLE = "reward"
 class RewardWorker(Worker):
     """One rank that scores rows; a user's own scoring role has the same `score`."""
 
-    def __init__(self, context: RankContext, settings: Reward, hidden: Sequence[str] = ()) -> None:
-        """Start the processes that load the reward functions; they can't read the paths in `hidden`."""
+    def __init__(
+        self,
+        context: RankContext,
+        settings: Reward,
+        hidden: Sequence[str] = (),
+        of_sets: Mapping[str, Reward] = MappingProxyType({}),
+    ) -> None:
+        """Start the processes that load the reward functions; they can't read the paths in `hidden`.
+
+        Those of `of_sets`, the rewards of evaluation sets by name, start with the set's first rows.
+        """
         super().__init__(context)
-        functions = settings.functions
-        self._has_several = bool(functions)
-        weights = {name: function.weight for name, function in functions.items()} or {_SINGLE: 1.0}
-        pool = _pool_settings(settings, hidden)
-        self._scorer = RewardScorer(function_specs(settings), weights, pool, max_failures=settings.max_failures)
-        if pool.strict:  # fail before the run starts if the kernel can't provide the strict sandbox
+        self._hidden, self._of_sets, self._set_scorers = hidden, of_sets, dict[str, RewardScorer]()
+        self._starting = Lock()
+        self._has_several = bool(settings.functions)
+        self._scorer = _scorer(settings, hidden)
+        if settings.sandbox == "strict":  # fail before the run starts if the kernel can't provide the strict sandbox
             self._scorer.wait()
         elif context.rank == 0 and (missing := unenforced(processes=settings.subprocesses > 0)):
             logger.warning("reward.sandbox=limits is incomplete on this machine: functions can %s", "; ".join(missing))
@@ -40,11 +51,18 @@ class RewardWorker(Worker):
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Start the processes that load the reward functions."""
-        return cls(context, config.reward, [path for path in (config.run_dir, config.job.secrets_dir) if path])
+        hidden = [path for path in (config.run_dir, config.job.secrets_dir) if path]
+        of_sets = {
+            name: of_set.reward
+            for name, of_set in set_configs(config).items()
+            if config.evaluation.sets[name].reward_function is not None
+        }
+        return cls(context, config.reward, hidden, of_sets)
 
     def close(self) -> None:
         """End the processes; without this call they end with the rank's process."""
-        self._scorer.close()
+        for scorer in (self._scorer, *self._set_scorers.values()):
+            scorer.close()
 
     @sharded(reads=("input_ids", "response_mask", TEXT_COLUMNS), returns=("rewards", "quarantined"), background=True)
     def score(self, shard: BatchedDataDict) -> BatchedDataDict:
@@ -55,8 +73,24 @@ class RewardWorker(Worker):
                 `input_ids` and `response_mask`, for roles that read tokens.
         """
         texts = shard.keep(shard.names_of("list"))
-        rewards = self._scorer.score(texts, shard.num_rows)
-        return shard.keep([]).union(reward_columns(rewards, by_function=self._has_several))
+        is_of_set = COLUMN in texts and shard.num_rows > 0  # the rows of a call are of one set
+        scorer = self._scorer_of(texts[COLUMN][0]) if is_of_set else self._scorer
+        rewards = scorer.score(texts, shard.num_rows)
+        return shard.keep([]).union(reward_columns(rewards, by_function=self._has_several and COLUMN not in texts))
+
+    def _scorer_of(self, name: str) -> RewardScorer:
+        """Return the scorer of an evaluation set; calls may run at the same time."""
+        with self._starting:
+            if name not in self._set_scorers:
+                self._set_scorers[name] = _scorer(self._of_sets[name], self._hidden)
+            return self._set_scorers[name]
+
+
+def _scorer(settings: Reward, hidden: Sequence[str]) -> RewardScorer:
+    """Start the processes of reward functions."""
+    weights = {name: function.weight for name, function in settings.functions.items()} or {_SINGLE: 1.0}
+    pool = _pool_settings(settings, hidden)
+    return RewardScorer(function_specs(settings), weights, pool, max_failures=settings.max_failures)
 
 
 def function_specs(settings: Reward) -> dict[str, FunctionSpec]:

@@ -1,5 +1,6 @@
-"""Evaluation on the held-out split, in a run or by `rlpack evaluate`.
+"""Evaluation on held-out prompts, in a run or by `rlpack evaluate`.
 
+A run evaluates the held-out split and the sets of `evaluation.sets`: those with `at_end` after the last step only.
 Every evaluation draws from the same random streams, which no training step uses.
 """
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.evaluation_sets import COLUMN
 from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
@@ -43,27 +45,46 @@ _STEP = 2**32
 
 
 def evaluate(session: Session, step: StepContext) -> None:
-    """Record the mean reward on the held-out split: sampled, best of n, and greedy."""
-    samples = session.config.evaluation.samples
+    """Record the mean reward on each set that is due: sampled, best of n, and greedy."""
+    samples, temperature = session.config.evaluation.samples, session.config.rollout.temperature
     wake_engines(session, step)
-    sampled = _rewards(session, step, samples, session.config.rollout.temperature).view(-1, samples)
-    greedy = _rewards(session, step, 1, temperature=0.0)
-    rewards = torch.cat((sampled.flatten(), greedy.flatten()))
-    step.metrics |= {
-        "evaluation/reward_sampled": sampled.mean().item(),
-        "evaluation/reward_best_of_n": sampled.amax(1).mean().item(),
-        "evaluation/reward_greedy": greedy.mean().item(),
-        "evaluation/graded_rewards": float(((rewards != 0) & (rewards != 1)).sum()),
-    }
+    for name, split in sets_due(session).items():
+        sampled = _rewards(session, step, name, split, samples, temperature).view(-1, samples)
+        greedy = _rewards(session, step, name, split, 1, temperature=0.0)
+        rewards = torch.cat((sampled.flatten(), greedy.flatten()))
+        step.metrics |= {
+            _metric(name, "reward_sampled"): sampled.mean().item(),
+            _metric(name, "reward_best_of_n"): sampled.amax(1).mean().item(),
+            _metric(name, "reward_greedy"): greedy.mean().item(),
+            _metric(name, "graded_rewards"): float(((rewards != 0) & (rewards != 1)).sum()),
+        }
 
 
 def evaluate_loss(session: Session, step: StepContext) -> None:
-    """Record the mean negative log-prob of the held-out demonstrations' tokens, and its perplexity."""
-    batch = session.held_out.demonstrations(np.arange(len(session.held_out)))
-    plan = forward_plan(session, "actor", batch) or session.actor.plan(batch)
-    scored = session.actor.with_plan(plan).run(ActorWorker.logprobs, batch, temperature=1.0)
-    loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
-    step.metrics |= {"evaluation/loss": loss, "evaluation/perplexity": math.exp(min(loss, 700.0))}
+    """Record the mean negative log-prob of the demonstrations' tokens of each set that is due, and its perplexity."""
+    for name, split in sets_due(session).items():
+        batch = split.demonstrations(np.arange(len(split)))
+        plan = forward_plan(session, "actor", batch) or session.actor.plan(batch)
+        scored = session.actor.with_plan(plan).run(ActorWorker.logprobs, batch, temperature=1.0)
+        loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
+        step.metrics |= {_metric(name, "loss"): loss, _metric(name, "perplexity"): math.exp(min(loss, 700.0))}
+
+
+def sets_due(session: Session) -> dict[str, Split]:
+    """Return the sets to evaluate after the last step that was taken, by name; the held-out split's is ""."""
+    progress, config = session.progress, session.config
+    is_last = (progress.phase, progress.step) == ("train", config.trainer.steps)
+    named = {
+        name: split
+        for name, split in session.evaluation_sets.items()
+        if is_last or not config.evaluation.sets[name].at_end
+    }
+    return {"": session.held_out} | named
+
+
+def _metric(set_name: str, name: str) -> str:
+    """Return the name of a metric of a set."""
+    return f"evaluation/{set_name}/{name}" if set_name else f"evaluation/{name}"
 
 
 def sample_and_score(
@@ -80,15 +101,19 @@ def draw_held_out(session: EvaluatedSession, positions: np.ndarray) -> DrawnProm
     return DrawnPrompts(session.held_out.batch(positions), _STEP, positions)
 
 
-def _rewards(session: Session, step: StepContext, samples: int, temperature: float) -> Tensor:
-    """Return the rewards of all held-out samples, f32 [prompts × samples]; 0 if quarantined."""
+def _rewards(session: Session, step: StepContext, name: str, split: Split, samples: int, temperature: float) -> Tensor:
+    """Return the rewards of all samples of a set, f32 [prompts × samples]; 0 if quarantined."""
     with session.store.lease("an evaluation"):
-        drawn = draw_held_out(session, np.arange(len(session.held_out)))
+        positions = np.arange(len(split))
+        prompts = split.batch(positions)
+        if name and session.config.evaluation.sets[name].reward_function is not None:
+            prompts = prompts.union({COLUMN: [name] * len(split)})
+        drawn = DrawnPrompts(prompts, _STEP, positions)
         rollouts, (rewards, valid, _, counts) = sample_and_score(session, drawn, samples, temperature)
         count_failures(step, counts)
-        key = "evaluation/quarantined"
+        key = _metric(name, "quarantined")
         step.metrics[key] = step.metrics.get(key, 0.0) + float((~valid).sum())
-        if temperature > 0:
+        if temperature > 0 and not name:
             _show_samples(session, rollouts, rewards, valid)
     return rewards
 

@@ -21,7 +21,7 @@ from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.reference_policy import check_reference
 from rlpack.recipes.driver.resume import check_same_prompts, checkpoint_to_resume
 from rlpack.recipes.driver.session import Session
-from rlpack.recipes.driver.splits import cache_splits, load_splits
+from rlpack.recipes.driver.splits import cache_splits, load_sets, load_splits
 from rlpack.recipes.preflight.config_checks import check_before_start
 from rlpack.spans import FOLDER, recorded_spans
 from rlpack.startup.data_epochs import with_steps
@@ -50,13 +50,14 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     progress = loaded.progress if loaded else Progress()
     hashes = loaded.state["reference"] if loaded and progress.recipe_started else None
     tokenizer, prompts, held_out = load_splits(config)
+    sets = load_sets(config, tokenizer)
     config = with_steps(config, len(prompts))
     if loaded is not None:
         check_steps(loaded.state["progress"], config)
         check_same_prompts(loaded, config, prompts, held_out)
     needs_reference = "reference" in started_roles(config)
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
-    model = check_before_start(config, tokenizer, prompts, held_out)
+    model = check_before_start(config, tokenizer, prompts, held_out, sets)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
     run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
     with (
@@ -72,9 +73,10 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         run.note(f"starting the roles {', '.join(names)}")
         groups = start_roles(cluster, config, names, (config, tokenizer), cost=sequence_cost(model))
         performance = PerformanceMeter.start(config, groups, model)
-        train, test = cache_splits(cluster.store, tokenizer, prompts, held_out)
+        train, test, *others = cache_splits(cluster.store, tokenizer, prompts, held_out, *sets.values())
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.reference_hashes, session.performance = hashes, performance
+        session.evaluation_sets = dict(zip(sets, others, strict=True))
         session.stop_if_interrupted()
         if rebuild is not None:
             session.rebuild_reference(rebuild)

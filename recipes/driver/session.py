@@ -85,6 +85,7 @@ class Session:
         evaluated: phase and step of the last evaluation.
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
         reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
+        evaluation_sets: the splits of `evaluation.sets` by name.
         performance: turns the FLOPs of a step into rates.
         ahead: the batches that are drawn ahead of their steps; None before the recipe's own steps.
         restored: folder of the checkpoint that the run continues from, if any.
@@ -105,6 +106,7 @@ class Session:
     evaluated: tuple[Phase, int] | None = None
     completed: tuple[Phase, int] | None = None
     reference_hashes: Mapping[str, str] | None = None
+    evaluation_sets: dict[str, Split] = field(default_factory=dict)
     performance: PerformanceMeter = field(default_factory=PerformanceMeter)
     ahead: Ahead | None = None
     restored: Path | None = None

@@ -1,5 +1,6 @@
 """The prompts of a run: the training and the held-out split, and their tokenizer."""
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.dataset_cache import ByteBudget, DatasetCache
 from rlpack.batch.fields import FIELDS
 from rlpack.batch.store import Store
+from rlpack.config.evaluation_sets import COLUMN, naming, set_configs
 from rlpack.config.schema import Config
 from rlpack.data.datasets import PromptDataset, load_prompts
 from rlpack.data.examples import characters
@@ -21,7 +23,7 @@ from rlpack.models.loading import load_tokenizer
 logger = logging.getLogger(__name__)
 
 # Columns that a rollout batch gets later; a dataset's column of the same name would be mistaken for the later one.
-_RESERVED = frozenset(FIELDS)
+_RESERVED = frozenset(FIELDS) | {COLUMN}
 # Share of the store's budget that datasets may occupy; the rest is for the batches of a step.
 _STORE_SHARE = 0.25
 # Bytes of a block of tokens, which is sent to each node as a whole.
@@ -80,11 +82,40 @@ def load_splits(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts, Promp
     train = _load(config, data.source, data.split)
     held_out = _load(config, data.validation_source or data.source, data.validation_split)
     if config.model.path is None and config.model.tokenizer is None:
-        tokenizer: PreTrainedTokenizerBase = character_tokenizer(characters([*train, *held_out]))
+        sets = _load_sets(config).values()
+        examples = itertools.chain(train, held_out, *sets)
+        tokenizer: PreTrainedTokenizerBase = character_tokenizer(characters([*examples]))
     else:
         tokenizer = load_tokenizer(config.model)
     train = _fraction_of(config, train)  # the tokenizer has the characters of all prompts, whatever the fraction
     return tokenizer, _encode(config, train, tokenizer), _encode(config, held_out, tokenizer)
+
+
+def load_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, Prompts]:
+    """Return the prompts of `evaluation.sets` by name.
+
+    Raises:
+        DataError: a source can't be read.
+    """
+    encoded = {}
+    for name, dataset in _load_sets(config).items():
+        with naming(name):
+            encoded[name] = _encode(config, dataset, tokenizer)
+    return encoded
+
+
+def _load_sets(config: Config) -> dict[str, PromptDataset]:
+    """Return the rows of `evaluation.sets` by name, each up to its limit."""
+    sets = {}
+    for name, of_set in set_configs(config).items():
+        data, limit = of_set.data, config.evaluation.sets[name].limit
+        with naming(name):
+            dataset = _load(of_set, data.validation_source or data.source, data.validation_split)
+        if limit is not None and limit < len(dataset):
+            rows = sampled_rows(config.seed, len(dataset), limit / len(dataset))
+            dataset = replace(dataset, examples=[dataset.examples[row] for row in rows])
+        sets[name] = dataset
+    return sets
 
 
 def load_held_out(config: Config) -> tuple[PreTrainedTokenizerBase, Prompts]:

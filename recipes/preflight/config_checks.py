@@ -4,6 +4,8 @@ Each check builds or calls what a rank would build or call, so that the error is
 """
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import find_advantage
+from rlpack.config.evaluation_sets import naming, set_configs
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import forward_batching, role_batching, started_roles
@@ -50,9 +53,20 @@ _CHUNK_ROWS = 1024
 
 
 def check_before_start(
-    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, held_out: Prompts
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Prompts,
+    held_out: Prompts,
+    sets: Mapping[str, Prompts] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Raise on mistakes that would otherwise stop a rank; return the model without weights.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: the policy's.
+        prompts: training prompts.
+        held_out: held-out prompts.
+        sets: prompts of `evaluation.sets` by name.
 
     Raises:
         ModelError: `model` describes no language model that fits the tokenizer, its architecture can't be trained as
@@ -89,7 +103,24 @@ def check_before_start(
     if spec.needs_demonstrations:
         _check_held_out_demonstrations(config, tokenizer, held_out, model)
     check_enough_rows(config, len(prompts))
+    _check_sets(config, tokenizer, sets, model)
     return model
+
+
+def _check_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, sets: Mapping[str, Prompts], model: PreTrainedModel
+) -> None:
+    """Check the prompts of evaluation sets, and the columns that score them."""
+    for name, prompts in sets.items():
+        of_set = set_configs(config)[name]
+        names = started_roles(of_set)
+        with naming(name):
+            if any(of_set.roles[role].target == JUDGE for role in names):
+                _check_judge(of_set, prompts)
+            if "reward" in names:
+                _check_reward(of_set, prompts)
+            if recipe_of(of_set).needs_demonstrations:
+                _check_held_out_demonstrations(of_set, tokenizer, prompts, model)
 
 
 def check_before_evaluation(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> None:
@@ -184,9 +215,9 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
         )
 
 
-def _check_judge(config: Config, prompts: Prompts, held_out: Prompts) -> None:
+def _check_judge(config: Config, *splits: Prompts) -> None:
     """Raise unless the columns of the judge's prompt_template exist, and its API key is set."""
-    for split in (prompts, held_out):
+    for split in splits:
         check_prompt_template(config.judge.prompt_template, ("uid", "answer", *split.column_names))
     if config.placement.address is None:  # ranks on another machine check its environment
         api_key(config.judge.api_key_env)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import rlpack
 from rlpack.batch.errors import DataError
+from rlpack.config import evaluation_sets
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
@@ -149,6 +150,7 @@ def targets_of(config: Config) -> dict[str, str]:
         functions = config.reward.functions
         several = {f"reward.functions.{name}.function": function.function for name, function in functions.items()}
         targets |= several or {"reward.function": config.reward.function}
+        targets |= evaluation_sets.reward_functions(config)
     ignored = recipe_of(config).ignores
     named = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.algorithm.advantage}
     targets |= {key: target for key, target in named.items() if ":" in target and key not in ignored}
@@ -178,10 +180,10 @@ def _why_not_importable(module: str) -> str:
 
 
 def _data_files(config: Config) -> Iterator[str]:
-    sources = {"source": config.data.source}
+    sources = {"data.source": config.data.source} | dict(evaluation_sets.sources(config))
     if config.data.validation_source not in (None, config.data.source):
-        sources["validation_source"] = config.data.validation_source
+        sources["data.validation_source"] = config.data.validation_source
     for key, source in sources.items():
         if source.endswith(DATA_FILES) and not os.path.isfile(os.path.expanduser(source)):
             hint = suggest_path(Path(source).expanduser())
-            yield f"data.{key} is {source!r}, but there is no such file in {Path.cwd()}{hint}"
+            yield f"{key} is {source!r}, but there is no such file in {Path.cwd()}{hint}"

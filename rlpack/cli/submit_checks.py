@@ -9,6 +9,7 @@ from pathlib import Path
 from rlpack.batch.errors import DataError
 from rlpack.cli.environment import check_code, targets_of
 from rlpack.cli.train import compose_jobs
+from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.upload import Upload, list_upload
@@ -96,6 +97,7 @@ def _missing_files(config: Config, upload: Upload) -> Iterator[str]:
     sources: Mapping[str, str | None] = {
         "data.source": config.data.source,
         "data.validation_source": config.data.validation_source,
+        **evaluation_sets.sources(config),
     }
     for key, source in sources.items():
         if source is None or not source.endswith((".jsonl", ".parquet")) or Path(source).expanduser().is_absolute():

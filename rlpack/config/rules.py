@@ -15,6 +15,7 @@ from rlpack.config.ahead_rules import ahead_problems
 from rlpack.config.batching_rules import cut_problems, own_batching_problems, token_budget_problems
 from rlpack.config.correction_rules import correction_problems
 from rlpack.config.engine_rules import engine_problems
+from rlpack.config.evaluation_sets import evaluation_set_problems, key_of, reward_functions, sources
 from rlpack.config.expert_rules import expert_problems
 from rlpack.config.function_names import function_name_problems
 from rlpack.config.layout_sizes import layout_problems
@@ -213,6 +214,7 @@ def _paths(config: Config) -> Iterator[str]:
         "model.tokenizer": model.tokenizer,
         "critic.path": config.critic.path,
         "reward_model.path": config.reward_model.path,
+        **sources(config),
     }
     for key, path in paths.items():
         longest = max(len(os.fsencode(name)) for name in (path or "").split("/"))
@@ -238,6 +240,7 @@ def _targets(config: Config) -> Iterator[str]:
     functions = config.reward.functions
     targets = {f"reward.functions.{name}.function": function.function for name, function in functions.items()}
     targets = targets or {"reward.function": config.reward.function}
+    targets |= reward_functions(config)
     targets |= {f"roles.{name}.target": role.target for name, role in config.roles.items()}
     for key, target in targets.items():
         if not _TARGET.fullmatch(target):
@@ -296,6 +299,7 @@ def _secrets(config: Config) -> Iterator[str]:
         "reward.arguments": config.reward.arguments,
         **{f"roles.{name}.arguments": role.arguments for name, role in config.roles.items()},
         **{f"reward.functions.{name}.arguments": one.arguments for name, one in config.reward.functions.items()},
+        **{f"{key_of(name)}.reward_arguments": one.reward_arguments for name, one in config.evaluation.sets.items()},
     }
     for place, values in free.items():
         for path in secret_paths(place, values):
@@ -325,6 +329,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _run,
     _targets,
     reward_problems,
+    evaluation_set_problems,
     judge_problems,
     _names,
     deadline_problems,

@@ -10,6 +10,8 @@ from pydantic import Field
 
 from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.correction_settings import Correction
+from rlpack.config.sections.held_out import Evaluation
+from rlpack.config.sections.held_out import EvaluationSet as EvaluationSet
 from rlpack.config.sections.optimization import Experts, Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.pools import Pool as Pool
@@ -65,15 +67,6 @@ class SFTWarmup(Section):
     batch_size: Count = Field(default=64, description="Sequences of one optimizer step, over all ranks.")
     learning_rate: Positive = Field(
         default=1e-5, description="Peak learning rate: linear rise over the first tenth of the steps, then cosine."
-    )
-
-
-class Evaluation(Section):
-    """Mean reward on the held-out split."""
-
-    every: Count = Field(default=10, description="Rollout steps between two evaluations.")
-    samples: Count = Field(
-        default=4, description="Samples of each prompt at rollout.temperature, in addition to a greedy one."
     )
 
 

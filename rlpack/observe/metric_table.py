@@ -188,6 +188,9 @@ METRICS: dict[str, Metric] = {
     ),
     "evaluation/loss": Metric("nats", "Mean negative log-prob of the tokens of held-out demonstrations (recipe=sft)."),
     "evaluation/perplexity": Metric("1", "Exponential of evaluation/loss."),
+    "evaluation/<name>": Metric(
+        "1", "A set of evaluation.sets: <name>/reward_sampled and all other metrics above, on its prompts."
+    ),
     "sft_warmup/loss": Metric("nats", "Mean negative log-prob of the tokens of demonstrations."),
     "sft_warmup/moe_balance_loss": Metric("1", "As actor/moe_balance_loss, in a supervised step."),
     "sft_warmup/moe_load_imbalance": Metric("1", "As actor/moe_load_imbalance, in a supervised step."),

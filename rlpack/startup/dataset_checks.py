@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlpack.batch.errors import DataError
+from rlpack.config import evaluation_sets
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
@@ -63,6 +64,9 @@ def check_datasets(config: Config) -> None:
         texts.append(characters(dataset))
         if is_training:
             num_rows = max(1, round(_rows(config.data, dataset) * config.data.fraction))
+    for name, of_set in evaluation_sets.set_configs(config).items():
+        with evaluation_sets.naming(name):
+            check_held_out(of_set)
     if not _has_tokenizer(config):  # else some prompts may be wrong for it, which comes first
         check_enough_rows(config, num_rows)
         if math.isfinite(num_rows):
@@ -81,6 +85,8 @@ def check_held_out(config: Config) -> None:
     """
     for _, dataset in _small_splits(config, both=False):
         _check_split(config, dataset)
+        if recipe_of(config).needs_demonstrations:
+            _check_demonstrations(config, dataset)
 
 
 def _check_split(config: Config, dataset: PromptDataset) -> None:
@@ -97,7 +103,8 @@ def _check_split(config: Config, dataset: PromptDataset) -> None:
 
 def hub_datasets(config: Config) -> Iterator[Repository]:
     """Yield the datasets that a run loads from the Hub."""
-    for source in {config.data.source, config.data.validation_source or config.data.source} - {"arithmetic"}:
+    named = {config.data.source, config.data.validation_source or config.data.source}
+    for source in {*named, *evaluation_sets.sources(config).values()} - {"arithmetic"}:
         with suppress(DataError, OSError):  # no path: `check_datasets` says so
             if local_path(source) is None:
                 yield Repository("dataset", source)

@@ -18,8 +18,9 @@ from rlpack.config.recipes import EVALUATE_TARGET, builtin_recipes, builtin_targ
 from rlpack.packing.batching import Batching
 
 ROOT = Path(rlpack.__file__).parents[1]
-# These two hand a role's own batching and layout on; the rest of rlpack.config only checks and describes keys.
-_MERGES = ("roles.py", "layout_sizes.py")
+# These hand a role's own batching and layout on, and a set's own prompts and reward; the rest of rlpack.config only
+# checks and describes keys.
+_MERGES = ("roles.py", "layout_sizes.py", "evaluation_sets.py")
 SOURCES = [
     path
     for package in ("rlpack", "workers", "recipes")

@@ -74,5 +74,7 @@ def test_every_metric_in_the_table_is_reported_somewhere() -> None:
     # A trained role logs its metrics under its own name (workers/optimizer_step.py).
     reported |= {f"{role}/{text}" for role in ("actor", "critic") for text in texts}
     reported |= {text.replace("actor/", "sft_warmup/") for text in reported}
+    # Evaluations log the same metrics for each of their sets (recipes/driver/evaluation.py).
+    reported |= {f"evaluation/{text}" for text in texts}
     names = {name.removesuffix("<name>") for name in METRICS if not name.startswith("packing/")}
     assert names - reported <= {"recipe/", "time/recipe/"}  # those of recipes outside of rlpack (docs/recipes.md)

@@ -1,0 +1,80 @@
+"""Evaluation sets by name: each is the run's configuration with other held-out prompts or another reward."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rlpack.config.errors import ConfigError
+from rlpack.config.recipes import recipe_of
+from rlpack.config.roles import started_roles
+from rlpack.config.schema import Config, EvaluationSet, builtin_roles
+
+# The column with the set's name in the rows that the reward role scores, where the set has a reward of its own.
+COLUMN = "evaluation_set"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+def key_of(name: str) -> str:
+    """Return the key of a set."""
+    return f"evaluation.sets.{name}"
+
+
+def set_configs(config: Config) -> dict[str, Config]:
+    """Return the configuration of each set by name: the run's, with the set's held-out prompts and reward."""
+    return {name: _as_run(config, one) for name, one in config.evaluation.sets.items()}
+
+
+def _as_run(config: Config, one: EvaluationSet) -> Config:
+    given = {"validation_source": one.source, "validation_split": one.split}
+    data = config.data.model_copy(update={key: value for key, value in given.items() if value is not None})
+    reward = config.reward
+    if one.reward_function is not None:
+        own = {"function": one.reward_function, "arguments": one.reward_arguments, "functions": {}}
+        reward = reward.model_copy(update=own)
+    return config.model_copy(update={"data": data, "reward": reward})
+
+
+def reward_functions(config: Config) -> dict[str, str]:
+    """Return the reward functions of sets by their keys."""
+    sets = config.evaluation.sets.items()
+    return {f"{key_of(name)}.reward_function": one.reward_function for name, one in sets if one.reward_function}
+
+
+def sources(config: Config) -> Mapping[str, str]:
+    """Return the sources of sets by their keys."""
+    sets = config.evaluation.sets.items()
+    return {f"{key_of(name)}.source": one.source for name, one in sets if one.source is not None}
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Add a set's key to the errors of checks of its configuration."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"{key_of(name)}: {problem}" for problem in error.problems]) from error
+    except ValueError as error:
+        if len(error.args) != 1:
+            raise
+        raise type(error)(f"{key_of(name)}: {error}") from error
+
+
+def evaluation_set_problems(config: Config) -> Iterator[str]:
+    """Yield problems across the keys of `evaluation.sets`."""
+    for name, one in config.evaluation.sets.items():
+        key = key_of(name)
+        if not _NAME.fullmatch(name):
+            yield (
+                f"evaluation.sets holds the name {name!r}; use letters, digits, - and _, starting with a letter, "
+                "because it becomes part of metric names"
+            )
+        if one.reward_function is None:
+            if one.reward_arguments:
+                yield f"{key}.reward_arguments is set, but {key}.reward_function is null; set both or neither"
+        elif not recipe_of(config).generates or "reward" not in started_roles(config):
+            yield f"{key}.reward_function is set, but recipe={config.recipe.name} has no reward; leave it out"
+        elif config.roles["reward"].target != builtin_roles()["reward"].target:
+            yield (
+                f"{key}.reward_function is set, but roles.reward.target is {config.roles['reward'].target}, which "
+                f"scores all rows; leave it out, or let the role read the column {COLUMN}"
+            )
