@@ -211,12 +211,21 @@ class RolloutWorker(Worker):
     def load_bucket(self, bucket: Bucket, version: int) -> None:
         """Check one bucket of the actor's weights and copy it into the engine.
 
+        An engine that dies, and can be replaced, gets no more buckets; `publish` says so.
+
         Raises:
             EngineError: it is not the bucket that is due or was damaged, so nothing is copied; or the engine failed to
                 load it or an earlier one.
         """
-        with self._received.receive(bucket, version) as weights:
-            self._engine.load_bucket(weights)
+        if self._is_dead:
+            return
+        try:
+            with self._received.receive(bucket, version) as weights:
+                self._engine.load_bucket(weights)
+        except EngineError as error:
+            if not self._is_dead:
+                raise
+            logger.warning("%s", error)
 
     @broadcast
     def publish(self, expected: np.ndarray, token_ids: Tensor, version: int, may_replace: bool = False) -> float:
@@ -228,7 +237,7 @@ class RolloutWorker(Worker):
             expected: the trainer's log-probs of the canary, f32 [R, L].
             token_ids: the canary, int64 [R, L].
             version: number of weight publications, this one included.
-            may_replace: return infinity if the engine fails the canary and can be replaced
+            may_replace: return infinity if the engine fails the canary or has died, and can be replaced
                 (`replace_failed_engine`); it refuses to sample until the weights are published again.
 
         Returns:
@@ -238,25 +247,36 @@ class RolloutWorker(Worker):
             EngineError: a bucket has not arrived, or was not loaded.
             CanaryError: the largest or the mean difference exceeds its tolerance.
         """
-        with self._received.complete(version):
-            self._engine.finish_update()
-        logprobs, reference = self._engine.logprobs(token_ids), torch.tensor(expected)
         try:
-            gap = check_canary(logprobs, reference, token_ids, tolerance=self._canary_tolerance, version=version)
-        except CanaryError as error:
-            if not may_replace or self._rebuild is None:
+            gap = self._use_weights(torch.tensor(expected), token_ids, version)
+        except EngineError as error:
+            is_replaced = self._is_dead or (isinstance(error, CanaryError) and self._rebuild is not None)
+            if not (may_replace and is_replaced):
                 raise
             logger.warning("%s; the engine of rank %d is replaced", error, self.context.rank)
             self._is_unhealthy = True
             return math.inf
-        if not self._is_calibrated:
-            self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, logprobs, reference), True
-        self._engine.policy_version = version
         self._received.close()
         if self._is_interrupted:
             cast(StreamingEngine, self._engine).resume()
             self._is_interrupted = False
         return gap
+
+    def _use_weights(self, expected: Tensor, token_ids: Tensor, version: int) -> float:
+        """Apply the weights that arrived and check the canary; return its gap. Arguments and errors as of `publish`."""
+        with self._received.complete(version):
+            self._engine.finish_update()
+        logprobs = self._engine.logprobs(token_ids)
+        gap = check_canary(logprobs, expected, token_ids, tolerance=self._canary_tolerance, version=version)
+        if not self._is_calibrated:
+            self._canary_tolerance, self._is_calibrated = calibrated(self._canary_tolerance, logprobs, expected), True
+        self._engine.policy_version = version
+        return gap
+
+    @property
+    def _is_dead(self) -> bool:
+        """Return whether the engine has died and can be replaced."""
+        return self._rebuild is not None and not cast(StreamingEngine, self._engine).is_alive
 
 
 def _engine_settings(config: Config) -> Rollout:

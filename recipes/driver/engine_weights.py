@@ -12,7 +12,7 @@ from rlpack.workers.rollout import RolloutWorker
 def sync_weights(session: Session, step: StepContext | None = None) -> None:
     """Send the actor's weights to the rollout role, unless `step` left them unchanged.
 
-    Engines that failed are replaced first. One that fails the canary is replaced once.
+    Engines that failed are replaced first. One that dies meanwhile or fails the canary is replaced once.
 
     Raises:
         RoleError: a rank raised, died or missed its deadline, or an engine failed the canary again.

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from rlpack.rollout.types import SamplingParams
 from rlpack.workers.build import build_model
 from rlpack.workers.rollout import RolloutWorker
 from tests.builders import MODEL, tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.unit.rollout.streaming import StreamingHF
 
 PARAMS = SamplingParams(max_new_tokens=6, stop_token_ids=(1,))
 
@@ -192,6 +194,53 @@ def test_a_bucket_that_the_engine_can_not_load_is_named_and_no_token_is_sampled(
     for refused in (lambda: worker.generate(prompts(), PARAMS), lambda: worker.publish(np.zeros(()), CANARY, 1)):
         with pytest.raises(EngineError, match="was not loaded: no room"):
             refused()
+
+
+class Mortal(StreamingHF):
+    """Dies in one call of an update."""
+
+    dies_in = ""
+
+    def _live_through(self, call: str) -> None:
+        if call == self.dies_in:
+            self.is_alive = False
+        if not self.is_alive:
+            raise EngineError("the engine died")
+
+    def load_bucket(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._live_through("the first bucket" if "model.embed_tokens.weight" in weights else "another bucket")
+        super().load_bucket(weights)
+
+    def finish_update(self) -> None:
+        self._live_through("the end")
+
+    def logprobs(self, token_ids: torch.Tensor) -> torch.Tensor:
+        self._live_through("the canary")
+        return super().logprobs(token_ids)
+
+
+@pytest.mark.parametrize("dies_in", ["the first bucket", "another bucket", "the end", "the canary"])
+def test_an_engine_that_dies_while_weights_are_published_is_replaced_and_gets_them_again(dies_in: str):
+    def engine() -> Mortal:
+        return Mortal(build_model(tiny_config().model, tiny_tokenizer(), RankContext(), seed=9, attention_name="sdpa"))
+
+    first, policy, tolerance = engine(), policy_of(), TOLERANCES[torch.float32]
+    worker = RolloutWorker(RankContext(), first, tiny_tokenizer(), canary_tolerance=tolerance, rebuild=engine)
+    expected = own_logprobs(policy)
+    send(policy, worker, 1)
+    worker.publish(expected, CANARY, 1)
+    first.dies_in = dies_in
+    send(policy, worker, 2)
+    with pytest.raises(EngineError, match=r"the engine died|has not arrived"):
+        worker.publish(expected, CANARY, 2)  # a second failure in a row ends the run
+    assert worker.publish(expected, CANARY, 2, True) == math.inf
+    with pytest.raises(EngineError, match="no usable weights"):
+        worker.generate(prompts(), PARAMS)
+    worker.replace_failed_engine()
+    send(policy, worker, 2)
+    assert worker.publish(expected, CANARY, 2) < tolerance.largest
+    made = worker.generate(prompts(), PARAMS)
+    assert made["policy_version"].values[made["response_mask"].values].unique().tolist() == [2]
 
 
 def test_no_token_is_sampled_with_weights_that_are_unpublished_or_failed_the_canary():
