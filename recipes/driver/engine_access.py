@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rlpack.distributed.errors import RoleError
+from rlpack.recipes.driver.engine_load import EngineLoad
 
 # Interval at which waits can be interrupted.
 _LOOK_S = 1.0
@@ -33,6 +34,7 @@ class EngineAccess:
 
     Attributes:
         epoch: number of publications that have ended; engines that failed were replaced by each.
+        load: the rows in flight of all generations.
     """
 
     def __init__(self, *, are_concurrent: bool) -> None:
@@ -43,6 +45,7 @@ class EngineAccess:
                 were given up.
         """
         self.epoch = 0
+        self.load = EngineLoad()
         self._are_concurrent = are_concurrent
         self._changed = threading.Condition()
         self._numbers: set[int] = set()

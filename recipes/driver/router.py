@@ -96,8 +96,14 @@ class Router:
         self._attempts: Counter[int] = Counter()
         self._waiting = deque(self._rows)
         self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
-        with self._access.generation() as self._generation:
-            yield from self._run()
+        for rank in self._in_flight:
+            self._access.load.add(rank, 0)
+        try:
+            with self._access.generation() as self._generation:
+                yield from self._run()
+        finally:  # rows are left if a rank failed, or nobody asks for the others
+            for rank in self._in_flight:
+                self._access.load.add(rank, -self._num_rows(rank))
 
     def _run(self) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end."""
@@ -144,6 +150,7 @@ class Router:
             rank = min(open_ranks, key=lambda rank: (self._num_tokens(rank), rank))
             self._waiting.popleft()
             self._in_flight[rank].add(group)
+            self._access.load.add(rank, size)
             outboxes[rank].append(group)
         return outboxes
 
@@ -158,6 +165,7 @@ class Router:
         """Yield the groups that a rank answered, and queue those that failed."""
         places = np.array([self._place_of[row_id] for row_id in ended.row_ids.tolist()], dtype=np.int64)
         self._in_flight[rank] -= set(self._group_of[places].tolist())
+        self._access.load.add(rank, -ended.num_rows)
         has_failed = np.array([bool(failure) for failure in ended["engine_failure"]], dtype=bool)
         if has_failed.any():
             failure = next(filter(None, ended["engine_failure"]))

@@ -212,6 +212,7 @@ class Session:
         for group in self.groups.values():
             group.seed = step_seed(self.config.seed, self.progress.phase, number)
         self.performance.reset()
+        self.engine_access.load.pop_idle_share()
         progress = replace(self.progress, step=number)
         self.step = StepContext(number, progress, lease=self.store.lease(f"step {number} of {progress.phase}"))
         return self.step
@@ -348,6 +349,12 @@ class Session:
     def _commit(self, step: StepContext, elapsed_s: float) -> None:
         """Replace the session's progress with the step's, and log the step's metrics."""
         step.metrics |= self.performance.metrics(step, elapsed_s)
+        if (idle := self.engine_access.load.pop_idle_share()) is not None:
+            step.metrics["rollout/engine_idle_share"] = idle
+        if self.config.trainer.lead:
+            times = step.timer.as_metrics()
+            lost_s = times.get("time/wait_s", 0.0) + times.get("time/drain_s", 0.0)
+            step.metrics["rollout/trainer_idle_share"] = lost_s / elapsed_s
         self.progress = step.progress
         if step.plan is not None:
             self.run.record_plan(step.plan)

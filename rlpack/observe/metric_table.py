@@ -61,6 +61,12 @@ METRICS: dict[str, Metric] = {
     "rollout/batches_waiting": Metric(
         "1", "Batches that were drawn and not trained on as the step began, its own included (trainer.lead)."
     ),
+    "rollout/trainer_idle_share": Metric(
+        "fraction", "Share of the step in which the trainer waited for batches that are being drawn (trainer.lead)."
+    ),
+    "rollout/engine_idle_share": Metric(
+        "fraction", "Share of the step in which an engine had no response to generate, the mean over engines (vllm)."
+    ),
     "mismatch/kl": Metric(
         "nats",
         "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "

@@ -62,6 +62,7 @@ def test_every_prompt_is_trained_on_once_in_order_within_the_bound_though_engine
     assert max(ledger.lags) == lead, "nothing ran ahead"
     assert sum(rank.num_engines for rank in session.rollout.every) > RANKS, "no engine died"
     assert threading.active_count() < 20
+    assert session.engine_access.load.in_flight == dict.fromkeys(range(RANKS), 0)
 
 
 def test_batches_are_sampled_while_earlier_ones_are(tmp_path: Path):
@@ -213,3 +214,19 @@ def test_a_checkpoint_is_written_although_a_later_batch_could_not_be_drawn(
     assert "the batch of step 3 could not be drawn; its step will fail" in caplog.text
     batches = ahead.read_object(tmp_path / "step-2/ahead/ahead.json")["batches"]
     assert [(one["step"], one["start"], one["is_drawn"]) for one in batches] == [(3, 6, False), (4, 9, True)]
+
+
+def test_idle_shares_are_those_of_waiting_for_a_batch_and_of_engines_without_rows(tmp_path: Path):
+    session = started(tmp_path, steps=4, lead=1, delay_s=4e-3)
+    queue = AheadQueue(session, draw)
+    for step in session.steps("train", 4):
+        queue.take(step)
+        if step.number == 4:  # no batch is left
+            time.sleep(0.5)
+        queue.publish(step)
+    records = cast(Any, session.run).records
+    trainer = [record["rollout/trainer_idle_share"] for record in records]
+    engines = [record["rollout/engine_idle_share"] for record in records]
+    assert trainer[0] > 0.5 > engines[0], "the first step trains for a moment, after it has waited for its batch"
+    assert trainer[3] < 0.5 < engines[3], "the last step trains for half a second"
+    assert 0.0 <= min(*trainer, *engines) <= max(*trainer, *engines) <= 1.0

@@ -1,0 +1,58 @@
+"""EngineLoad: how many rows streaming engines have in flight, and for how long they had none."""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+
+class EngineLoad:
+    """The rows in flight of each rank, over all generations.
+
+    >>> clock = iter([0.0, 0.0, 0.0, 6.0, 8.0])
+    >>> load = EngineLoad(lambda: next(clock))
+    >>> load.add(rank=0, rows=4), load.add(rank=1, rows=0), load.add(rank=0, rows=-4)
+    (None, None, None)
+    >>> load.pop_idle_share()  # rank 0 had nothing to do for 2 of 8 seconds, rank 1 for all 8
+    0.625
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without ranks.
+
+        Args:
+            clock: returns the time in seconds.
+        """
+        self._clock, self._lock = clock, threading.Lock()
+        self._rows: Counter[int] = Counter()
+        self._idle_s: defaultdict[int, float] = defaultdict(float)
+        self._since = self._last = clock()
+
+    def add(self, rank: int, rows: int) -> None:
+        """Count rows that a rank got, or, if negative, that it no longer has."""
+        with self._lock:
+            self._settle()
+            self._rows[rank] += rows
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Return the rows in flight, by rank."""
+        with self._lock:
+            return dict(self._rows)
+
+    def pop_idle_share(self) -> float | None:
+        """Return the share of the time since the last call in which ranks had no row, their mean; None without any."""
+        with self._lock:
+            self._settle()
+            elapsed, self._since = self._last - self._since, self._last
+            idle = sum(self._idle_s.values())
+            self._idle_s.clear()
+            return idle / elapsed / len(self._rows) if elapsed > 0 and self._rows else None
+
+    def _settle(self) -> None:
+        """Add the time since the last change to the idle time of ranks without rows."""
+        now = self._clock()
+        for rank, rows in self._rows.items():
+            if rows == 0:
+                self._idle_s[rank] += now - self._last
+        self._last = now
