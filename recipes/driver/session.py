@@ -350,11 +350,11 @@ class Session:
         """Replace the session's progress with the step's, and log the step's metrics."""
         step.metrics |= self.performance.metrics(step, elapsed_s)
         if (idle := self.engine_access.load.pop_idle_share()) is not None:
-            step.metrics["rollout/engine_idle_share"] = idle
+            step.metrics["perf/engine_idle_share"] = idle
         if self.config.trainer.lead:
             times = step.timer.as_metrics()
             lost_s = times.get("time/wait_s", 0.0) + times.get("time/drain_s", 0.0)
-            step.metrics["rollout/trainer_idle_share"] = lost_s / elapsed_s
+            step.metrics["perf/trainer_idle_share"] = lost_s / elapsed_s
         self.progress = step.progress
         if step.plan is not None:
             self.run.record_plan(step.plan)

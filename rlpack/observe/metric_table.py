@@ -61,12 +61,6 @@ METRICS: dict[str, Metric] = {
     "rollout/batches_waiting": Metric(
         "1", "Batches that were drawn and not trained on as the step began, its own included (trainer.lead)."
     ),
-    "rollout/trainer_idle_share": Metric(
-        "fraction", "Share of the step in which the trainer waited for batches that are being drawn (trainer.lead)."
-    ),
-    "rollout/engine_idle_share": Metric(
-        "fraction", "Share of the step in which an engine had no response to generate, the mean over engines (vllm)."
-    ),
     "mismatch/kl": Metric(
         "nats",
         "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "
@@ -246,6 +240,12 @@ METRICS: dict[str, Metric] = {
         "fraction",
         "perf/tflops over the peak of the ranks' devices: the data sheet's dense rate of a known GPU, else the "
         "matrix products that all ranks of the pool reach at the same time, measured as the run starts.",
+    ),
+    "perf/trainer_idle_share": Metric(
+        "fraction", "Share of the step in which the trainer waited for batches that are being drawn (trainer.lead)."
+    ),
+    "perf/engine_idle_share": Metric(
+        "fraction", "Share of the step in which an engine had no response to generate, the mean over engines (vllm)."
     ),
     "perf/memory_resident": Metric(
         "bytes", "Peak resident memory of a rank's process since its start, of the rank with most."

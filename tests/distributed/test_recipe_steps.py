@@ -94,7 +94,7 @@ def train(session: Session, recipe: str) -> dict[str, np.ndarray]:
 
 def records(session: Session) -> list[dict[str, float]]:
     return [
-        {name: value for name, value in record.items() if not name.startswith(("time/", "throughput/"))}
+        {name: value for name, value in record.items() if not name.startswith(("time/", "throughput/", "perf/"))}
         for record in run_of(session).records
     ]
 

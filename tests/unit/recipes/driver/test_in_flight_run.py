@@ -225,8 +225,8 @@ def test_idle_shares_are_those_of_waiting_for_a_batch_and_of_engines_without_row
             time.sleep(0.5)
         queue.publish(step)
     records = cast(Any, session.run).records
-    trainer = [record["rollout/trainer_idle_share"] for record in records]
-    engines = [record["rollout/engine_idle_share"] for record in records]
+    trainer = [record["perf/trainer_idle_share"] for record in records]
+    engines = [record["perf/engine_idle_share"] for record in records]
     assert trainer[0] > 0.5 > engines[0], "the first step trains for a moment, after it has waited for its batch"
     assert trainer[3] < 0.5 < engines[3], "the last step trains for half a second"
     assert 0.0 <= min(*trainer, *engines) <= max(*trainer, *engines) <= 1.0
