@@ -65,6 +65,15 @@ def tiny_rollouts(sizes: Sequence[tuple[int, int]], *, group: int = 2, seed: int
     return assemble(TrajectoryBatch.single_turn(prompts, made), group_ids=ids, uids=uids)
 
 
+def with_prompts_by_length(batch: BatchedDataDict) -> BatchedDataDict:
+    """Return the batch with the same prompt in all rows whose prompts are equally long."""
+    tokens = batch["input_ids"]
+    values, prompts = tokens.values.clone(), {}
+    for start, length in zip(tokens.offsets.tolist(), batch["prompt_lengths"].tolist(), strict=False):
+        values[start : start + length] = prompts.setdefault(length, values[start : start + length].clone())
+    return batch.drop(["input_ids"]).union({"input_ids": tokens.with_values(values)})
+
+
 def exported_weights(actor: ActorWorker) -> dict[str, torch.Tensor]:
     """Return all weights of an actor on the rank that exports them, as engines receive them; a collective."""
     form = WeightForm(torch.float32)

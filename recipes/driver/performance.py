@@ -75,14 +75,14 @@ class PerformanceMeter:
             step: the step in progress.
             role: name of the role.
             method: `train_step`, or a method that runs a forward pass.
-            plan: whose tokens are counted, without padding.
+            plan: whose tokens are counted, without padding; those that rows share count once.
             scored: tokens of each row that the output layer scores, int64 [B].
         """
         if role not in self.flops:
             return
         of_pass = self.flops[role].update if method.__name__ == "train_step" else self.flops[role].forward
-        key = role, method.__name__
-        step.work[key] = step.work.get(key, 0.0) + of_pass(plan.lengths, int(scored.sum()))
+        key, work = (role, method.__name__), of_pass(plan.lengths, int(scored.sum())) - of_pass(plan.shared, 0)
+        step.work[key] = step.work.get(key, 0.0) + work
 
     def metrics(self, step: StepContext, elapsed_s: float) -> dict[str, float]:
         """Return the metrics of a step that took `elapsed_s` seconds."""

@@ -303,10 +303,9 @@ class BatchedDataDict(MutableMapping[str, Any]):
         for microbatch in plan.microbatches(step):
             index = column_ops.positions_of(self.row_ids, self._planned_ids[microbatch.rows])
             present = index >= 0
-            lengths = plan.lengths[microbatch.rows[present]]
             rows = self.select(index[present])
             rows.plan = None
-            layout = sharding.layout_of(plan.batching, lengths, microbatch.length)
+            layout = sharding.layout_of(plan, microbatch.rows[present], microbatch.length)
             yield MicrobatchView(rows, layout, not present.any(), index[present])
 
     def restore(

@@ -14,7 +14,8 @@ from rlpack.batch.fields import Column
 from rlpack.batch.ragged import Ragged
 from rlpack.batch.remote import RemoteColumn
 from rlpack.packing import Batching, MicrobatchPlan, RankPlan, make_plan
-from rlpack.packing.analysis.layouts import Layout, packed_layout, padded_layout
+from rlpack.packing.analysis.layouts import Layout, packed_layout, padded_layout, shared_layout
+from rlpack.packing.prefixes import owners_of, shared_tokens
 
 Spec = Batching | Mapping[str, Any]
 
@@ -74,13 +75,24 @@ def plan_by_batch_size(
     return make_plan(counts, batching, dp_size=shards, mini_batch_size=batch_size)
 
 
-def layout_of(batching: Batching, lengths: np.ndarray, length: int) -> Layout:
-    """Return the layout of a microbatch of `length` slots, with rows of `lengths` tokens in order.
+def layout_of(plan: RankPlan, rows: np.ndarray, length: int) -> Layout:
+    """Return the layout of a microbatch of `length` slots.
 
-    A microbatch without rows is a dummy: its layout is as small as possible, whatever length the plan gave it.
+    A microbatch without rows is a dummy: its layout is as small as possible, whatever length the plan gave it. If the
+    owner of a shared prompt isn't there, the first row that shares it takes its place.
+
+    Args:
+        plan: of the rank.
+        rows: those of the plan's rows that are there, in order, int64 [n].
+        length: slots of the microbatch.
     """
+    batching, lengths = plan.batching, plan.lengths[rows]
     if not lengths.size:
         length = min(length, max(batching.pad_to_multiple, batching.length_multiple))
+    if plan.shared[rows].any():
+        owners = owners_of(plan.owners[rows])
+        prefixes = np.where(plan.owners[rows] == rows, lengths, plan.shared[rows])
+        return shared_layout(lengths, shared_tokens(lengths, prefixes, owners), owners, length)
     if batching.mode == "packed":
         return packed_layout(lengths, pad_to_multiple=batching.pad_to_multiple, length=length)
     return padded_layout(lengths, length)

@@ -42,11 +42,17 @@ def role_batching(config: Config, role: str) -> Batching:
     if role == "rollout":
         rows = min(config.rollout.max_num_seqs, MAX_LENGTH)
         return config.batching.override(
-            mode="fixed", micro_batch_size=rows, overlong="own_microbatch", equal_rows=False
+            mode="fixed",
+            micro_batch_size=rows,
+            overlong="own_microbatch",
+            equal_rows=False,
+            share_prompts=False,
         )
     if role == "reward":
-        return config.batching.override(overlong="own_microbatch")
+        return config.batching.override(overlong="own_microbatch", share_prompts=False)
     own = own_batching(config, role)
+    if role not in WITH_LAYOUTS and own.share_prompts is None:
+        own = own.model_copy(update={"share_prompts": False})  # a role's code may not know of shared slots
     try:
         batching = config.batching.override(**own.model_dump())
         return _for_shared_rows(batching, role_parallel(config, role)) if role in WITH_LAYOUTS else batching

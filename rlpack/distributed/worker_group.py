@@ -180,13 +180,17 @@ class WorkerGroup(Generic[W]):
         Raises:
             PackingError: the batch cannot be planned; a group exceeds the budget or spans optimizer steps, for example.
         """
+        batching = self.layout.align(self.batching if batching is None else batching)
+        shares = batching.share_prompts and {"group_ids", "prompt_lengths"} <= set(batch)
         with span(f"plan {self.role}"):
             return make_plan(
                 _token_counts(batch),
-                self.batching if batching is None else self.layout.align(batching),
+                batching,
                 dp_size=self.dp_size,
                 mini_batch_size=self.mini_batch_size if mini_batches else None,
-                groups=batch["group_ids"].numpy() if whole_groups else None,
+                groups=batch["group_ids"].numpy() if whole_groups or shares else None,
+                split_groups=not whole_groups,
+                prefixes=batch["prompt_lengths"].numpy() if shares else None,
                 cost=self._cost,
                 seed=self.seed,
             )

@@ -4,8 +4,8 @@ A packed row holds S sequences back to back; `Segments` holds their boundaries a
 `packed=`. Without it, rows are right-padded, and causal attention alone hides padding from real tokens.
 No mask of the row's size is built: transformers makes none for a name that its mask interface doesn't know.
 
-With context parallelism by gathered keys (`GatheredKeys`), a segment's keys begin before its queries, and both end at
-the same position.
+A segment's keys may begin before its queries (`SegmentKeys`), and both end at the same position: with context
+parallelism by gathered keys, and for rows that share a prompt.
 
 Letters: B rows, H heads, L positions of a row or a segment, D head size, T = B·L slots, S segments, Q queries of a
 segment, K keys of a segment.
@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,14 +49,14 @@ class Segments:
         lengths: the segments' lengths on the host, so that no layer waits for the device.
         max_seqlen: length of the longest segment.
         split: the group whose ranks exchange tokens for heads; None if this rank's segments are all that it needs.
-        keys: keys and values of these segments, if ranks gather them; None if they are those of the same slots.
+        keys: where keys and values of these segments are; None if they are those of the same slots.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     max_seqlen: int
     split: RowSplit | None = None
-    keys: "GatheredKeys | None" = None
+    keys: "SegmentKeys | None" = None
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device | str = "cpu") -> "Segments":
@@ -69,20 +69,28 @@ class Segments:
         ends = torch.tensor((0, *nonempty), dtype=torch.int64).cumsum(0).to(torch.int32)
         return cls(ends.to(device), nonempty, max(nonempty, default=0))
 
+    def to(self, device: torch.device | str) -> "Segments":
+        """Return a copy on a device."""
+        keys = self.keys
+        if keys is not None:
+            keys = replace(keys, segments=keys.segments.to(device), places=keys.places.to(device, non_blocking=True))
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True), keys=keys)
+
 
 @dataclass(frozen=True)
-class GatheredKeys:
-    """The keys that a rank's segments of queries see, gathered from all ranks that share the row.
+class SegmentKeys:
+    """The keys that segments of queries see.
 
     Attributes:
         segments: the boundaries of the keys: one segment for each segment of queries, which ends at the same position.
-        places: int64 [Σ K], the place of each key among the tokens of all ranks, rank by rank.
-        split: the group.
+        places: int64 [Σ K], the slot of each key in the packed row; with `gathered_by` its place among the tokens of
+            all ranks, rank by rank.
+        gathered_by: the group whose ranks gather the keys of their slots; None if each has those of all slots.
     """
 
     segments: Segments
     places: Tensor
-    split: RowSplit
+    gathered_by: RowSplit | None = None
 
 
 # Queries that attend together where their keys begin before them. More would compute more scores that the mask hides.
@@ -143,14 +151,21 @@ def attention(
     packed: Segments | None = options.get("packed")
     if packed is None:
         return _attend(query, key, value, rules).transpose(1, 2).contiguous(), None
-    if (gathered := packed.keys) is not None:
-        key, value = (gathered.split.gather_keys(states, gathered.places) for states in (key, value))
+    if packed.keys is not None and (group := packed.keys.gathered_by) is not None:
+        key, value = (group.gather_keys(states, packed.keys.places) for states in (key, value))
         return _attend_packed(query, key, value, packed, rules), None
     if (split := packed.split) is None or split.num_ranks == 1:
-        return _attend_packed(query, key, value, packed, rules), None
+        return _attend_packed(query, *_keys_of_segments(key, value, packed), packed, rules), None
     split.check_heads(query.shape[1], type(module).__name__)
     query, key, value = split.to_heads(query), split.to_heads(key), split.to_heads(value)
-    return split.to_tokens(_attend_packed(query, key, value, packed, rules)), None
+    return split.to_tokens(_attend_packed(query, *_keys_of_segments(key, value, packed), packed, rules)), None
+
+
+def _keys_of_segments(key: Tensor, value: Tensor, packed: Segments) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all segments, [1, H_kv, Σ K, D] each, from those of all slots."""
+    if packed.keys is None:
+        return key, value
+    return key.index_select(2, packed.keys.places), value.index_select(2, packed.keys.places)
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:

@@ -5,11 +5,13 @@ Letters: T real tokens, N slots of the microbatch (padding included), R rows.
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlpack.batch.batch import MicrobatchView
-from rlpack.models.attention import Segments
+from rlpack.batch.errors import DataError
+from rlpack.models.attention import SegmentKeys, Segments
 from rlpack.models.cpu_products import rounded_rows
 
 
@@ -21,7 +23,8 @@ class ModelInputs:
         input_ids: int64 [1, N] when packed, [R, N/R] when padded.
         position_ids: int64, shaped like input_ids; they restart at each sequence.
         packed: the segments of the packed row; None when rows are right-padded.
-        slots: int64 [T], the flat slot of each real token, in row order.
+        slots: int64 [T], the flat slot of each real token, in row order. Rows that share a prompt have its slots in
+            common.
         row_lengths: int64 [R], real tokens of each row.
     """
 
@@ -49,7 +52,7 @@ class ModelInputs:
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """Return a copy on a device."""
-        packed = self.packed and replace(self.packed, cu_seqlens=self.packed.cu_seqlens.to(device, non_blocking=True))
+        packed = None if self.packed is None else self.packed.to(device)
         tensors = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("input_ids", "position_ids", "slots", "row_lengths")
@@ -64,6 +67,9 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         view: a microbatch of a shard; a dummy microbatch has no rows.
         device: the model's device.
         pad_token_id: fills the slots without a token; no real token sees them.
+
+    Raises:
+        DataError: rows are to share a prompt, and their first tokens differ.
     """
     layout, ragged = view.layout, view.rows["input_ids"]
     row_lengths = ragged.lengths.to(dtype=torch.int64, device="cpu")
@@ -77,10 +83,19 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         width, lengths = layout.shape[1], (layout.cu_seqlens[1:] - layout.cu_seqlens[:-1]).tolist()
         missing = rounded_rows(width) - width if torch.device(device).type == "cpu" else 0
         longest = max(lengths)
-        packed = Segments.from_lengths([*lengths, *[longest] * (missing // longest), missing % longest])
+        dummies = [*[longest] * (missing // longest), missing % longest]
+        packed = Segments.from_lengths([*lengths, *dummies])
+        if layout.key_lengths is not None and layout.key_slots is not None:
+            packed = replace(packed, keys=_keys(layout.key_lengths, layout.key_slots, width, dummies))
         position_ids = torch.cat([position_ids, torch.arange(missing)[None] % longest], 1)
     input_ids = torch.full(position_ids.shape, pad_token_id, dtype=torch.int64)
-    input_ids.view(-1)[slots] = ragged.values.to(dtype=torch.int64, device="cpu")
+    values = ragged.values.to(dtype=torch.int64, device="cpu")
+    input_ids.view(-1)[slots] = values
+    if packed is not None and packed.keys is not None and not torch.equal(input_ids.view(-1)[slots], values):
+        raise DataError(
+            "rows with the same group_ids begin with different tokens within their prompt_lengths, so they can't share "
+            "a prompt; give such rows groups of their own, or set batching.share_prompts=false"
+        )
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -89,6 +104,12 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         row_lengths=row_lengths,
     )
     return inputs.to(device)
+
+
+def _keys(lengths: np.ndarray, slots: np.ndarray, width: int, dummies: list[int]) -> SegmentKeys:
+    """Return the keys of the segments of a layout of `width` slots, and of the dummy sequences after it."""
+    places = np.append(slots, width + np.arange(sum(dummies)))
+    return SegmentKeys(Segments.from_lengths([*lengths.tolist(), *dummies]), torch.from_numpy(places))
 
 
 def pack_rows(rows: list[Tensor]) -> ModelInputs:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.models.attention import GatheredKeys, Segments
+from rlpack.models.attention import SegmentKeys, Segments
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.inputs import ModelInputs
 from rlpack.packing.analysis.layouts import context_parallel_slots, runs
@@ -79,7 +79,7 @@ def _contiguous(inputs: ModelInputs, split: RowSplit) -> RowPart:
     return RowPart(
         input_ids=torch.cat([inputs.input_ids.flatten(), torch.zeros_like(tail)])[None, own],
         position_ids=torch.cat([inputs.position_ids.flatten(), tail])[None, own],
-        packed=replace(Segments.from_lengths([*_lengths(inputs), extra], device), split=split),
+        packed=replace(_with_padding(inputs, extra), split=split),
         places=torch.where((places >= 0) & (places < size), places, -1),
     )
 
@@ -114,7 +114,7 @@ def _chunks(inputs: ModelInputs, split: RowSplit) -> RowPart:
 
 def _keys(
     chunks: np.ndarray, starts: np.ndarray, gathered: np.ndarray, split: RowSplit, device: torch.device
-) -> GatheredKeys:
+) -> SegmentKeys:
     """Return the keys of each of this rank's chunks: those of its sequence up to its end.
 
     Args:
@@ -129,9 +129,20 @@ def _keys(
     slots = np.repeat(np.repeat(starts, 2), lengths) + runs(lengths)
     places = np.empty_like(gathered)
     places[gathered] = np.arange(gathered.size)
-    return GatheredKeys(
+    return SegmentKeys(
         Segments.from_lengths(lengths.tolist(), device), torch.from_numpy(places[slots]).to(device), split
     )
+
+
+def _with_padding(inputs: ModelInputs, extra: int) -> Segments:
+    """Return the segments of a microbatch as one row, and one of `extra` slots at its end."""
+    device = inputs.input_ids.device
+    segments = Segments.from_lengths([*_lengths(inputs), extra], device)
+    if inputs.packed is None or (keys := inputs.packed.keys) is None:
+        return segments
+    lengths = [*keys.segments.lengths, extra]
+    places = torch.cat([keys.places, inputs.input_ids.numel() + torch.arange(extra, device=device)])
+    return replace(segments, keys=SegmentKeys(Segments.from_lengths(lengths, device), places))
 
 
 def _lengths(inputs: ModelInputs) -> list[int]:

@@ -285,6 +285,9 @@ METRICS: dict[str, Metric] = {
     "packing/dropped": Metric("rows", "Overlong sequences that were left out."),
     "packing/truncated_tokens": Metric("tokens", "Tokens cut from overlong sequences."),
     "packing/real_tokens": Metric("tokens", "Tokens that are not padding."),
+    "packing/shared_tokens": Metric(
+        "tokens", "Of these, tokens of prompts that another row of the microbatch computes (batching.share_prompts)."
+    ),
     "packing/search_limit_hits": Metric("steps", "Optimizer steps in which algorithm=optimal hit its search limit."),
     "packing/groups_split": Metric("groups", "Groups over the token budget that were split."),
     "packing/slots": Metric("tokens", "Token slots, padding and dummy microbatches included."),

@@ -48,6 +48,8 @@ class Batching:
             token slots. `none` keeps the packer's microbatches in arrival order, and gives each rank a run of them.
         equal_rows: divide rows among ranks first, equally many to each (one less where they don't divide), by
             `balance`; each rank then forms its microbatches.
+        share_prompts: compute the prompt that several responses of a packed microbatch have in common once. The
+            responses of a prompt stay together where ranks and budget allow.
 
     Raises:
         PackingError: a value is outside its limits.
@@ -66,6 +68,7 @@ class Batching:
     overlong: Overlong = "error"
     balance: Balance = "cost"
     equal_rows: bool = False
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         """Check every value against its limits."""
@@ -74,15 +77,32 @@ class Batching:
             value, choices = getattr(self, name), get_args(allowed)
             if not isinstance(value, str) or value not in choices:
                 raise PackingError(f"batching.{name} is {value!r}; choose one of {', '.join(choices)}")
-        if not isinstance(self.equal_rows, bool):
-            raise PackingError(f"batching.equal_rows is {self.equal_rows!r}; set true or false")
+        switches = ("equal_rows", "share_prompts")
+        for name in switches:
+            if not isinstance(value := getattr(self, name), bool):
+                raise PackingError(f"batching.{name} is {value!r}; set true or false")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in {*choices_of, "equal_rows"} or (field.name == "max_tokens" and value is None):
+            if field.name in {*choices_of, *switches} or (field.name == "max_tokens" and value is None):
                 continue
             check_count(value, f"batching.{field.name}", _LIMITS.get(field.name, MAX_LENGTH))
         if self.max_tokens is None and self.mode != "fixed":
             raise PackingError(f"batching.max_tokens is not set; batching.mode={self.mode} needs a token budget")
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        """Raise a `PackingError` if prompts can't be shared."""
+        if not self.share_prompts:
+            return
+        if self.mode != "packed":
+            raise PackingError(
+                f"batching.share_prompts=true needs batching.mode=packed, and it is {self.mode}; set one of them"
+            )
+        if self.pad_to_multiple > 1:
+            raise PackingError(
+                f"batching.share_prompts=true needs batching.pad_to_multiple=1, and it is {self.pad_to_multiple} (or "
+                "raised to that by cp_method=all_gather): sequences that share a prompt can't be aligned one by one"
+            )
 
     @property
     def budget(self) -> int:

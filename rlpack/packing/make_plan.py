@@ -17,21 +17,24 @@ Two types carry the data from the request to the plan: `Rows`, and `RowSets` for
 is numbered in `rlpack.packing.analysis.invariants`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from rlpack.packing.algorithms import kernels
-from rlpack.packing.algorithms.sorting import ascending
+from rlpack.packing.algorithms.sorting import ascending, by_first_row
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.analysis.metrics import measure
 from rlpack.packing.batching import Batching
 from rlpack.packing.bins import bin_step
 from rlpack.packing.lengths import Integers
 from rlpack.packing.plan import MicrobatchPlan
+from rlpack.packing.prefixes import owners_of, shared_tokens
 from rlpack.packing.request import check_request
 from rlpack.packing.rows import Rows, resolve_rows
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913 - the request
     lengths: Integers,
     batching: Batching,
     *,
@@ -39,6 +42,7 @@ def make_plan(
     mini_batch_size: int | None = None,
     groups: Integers | None = None,
     split_groups: bool = False,
+    prefixes: Integers | None = None,
     cost: Cost | None = None,
     seed: int = 0,
 ) -> MicrobatchPlan:
@@ -56,7 +60,10 @@ def make_plan(
             of all rows.
         groups: group id of each row; the rows of a group stay in one microbatch.
         split_groups: split a group that no microbatch can hold, into as few as the mode's packer finds. The default
-            raises an error. The metrics count the groups that were split.
+            raises an error. The metrics count the groups that were split. With `prefixes`, groups are also split so
+            that all ranks get similar loads, and where optimizer steps cut them.
+        prefixes: tokens at the start of each row that all rows of its group have in common. A microbatch computes them
+            once. Needs `groups` and `batching.share_prompts`.
         cost: cost model of a row, for balancing and metrics; None counts slots. `batching.balance` may balance slots.
         seed: seed of the `first_fit_shuffle` packer.
 
@@ -65,9 +72,17 @@ def make_plan(
             two optimizer steps, or a count is below 1.
     """
     request = check_request(
-        lengths, batching, dp_size=dp_size, mini_batch_size=mini_batch_size, groups=groups, cost=cost, seed=seed
+        lengths,
+        batching,
+        dp_size=dp_size,
+        mini_batch_size=mini_batch_size,
+        groups=groups,
+        split_groups=split_groups,
+        prefixes=prefixes,
+        cost=cost,
+        seed=seed,
     )
-    rows = resolve_rows(request, split_groups=split_groups)
+    rows = resolve_rows(request)
     cells, step_bounds, search_limit_hits = _bin_steps(rows)
     return _lay_out(rows, _deal_to_ranks(rows, cells), step_bounds, search_limit_hits)
 
@@ -118,18 +133,25 @@ def _lay_out(rows: Rows, placement: np.ndarray, step_bounds: np.ndarray, search_
     planned = np.flatnonzero(~rows.dropped)
     shape = (request.dp_size, int(step_bounds[-1]))
     microbatch = rank[planned] * shape[1] + index[planned]
+    owners = np.arange(rows.item.size)
+    if request.prompts is not None and request.prefixes is not None:
+        # Parts of a group that are in one microbatch share their prompt, too.
+        owners[planned] = planned[owners_of(microbatch + shape[0] * shape[1] * by_first_row(request.prompts[planned]))]
+        rows = replace(rows, shared=shared_tokens(rows.lengths, request.prefixes, owners))
     order = planned[ascending(microbatch)]
     inverse = np.full(rows.item.size, -1)
     inverse[order] = np.arange(order.size)
     counts = np.bincount(microbatch, minlength=shape[0] * shape[1]).astype(np.int64)
     padded_lengths = np.zeros_like(counts)
     merge_slots = np.add if batching.mode == "packed" else np.maximum
-    merge_slots.at(padded_lengths, microbatch, batching.slots_of(rows.lengths[planned]))
+    merge_slots.at(padded_lengths, microbatch, rows.own_slots[planned])
     counts, padded_lengths = counts.reshape(shape), np.maximum(padded_lengths, batching.alignment).reshape(shape)
     return MicrobatchPlan(
         request=request,
         metrics=measure(rows, order, counts, padded_lengths, step_bounds, search_limit_hits=search_limit_hits),
         lengths=rows.lengths,
+        shared=rows.shared,
+        owners=owners,
         order=order,
         inverse=inverse,
         step_of_row=np.where(rows.dropped, -1, request.step_of_row),

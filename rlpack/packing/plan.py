@@ -39,6 +39,8 @@ class RankPlan:
         num_ranks: number of data-parallel ranks.
         rows: rows of the batch on this rank, in dispatch order, int64 [n].
         lengths: their tokens after truncation, int64 [n].
+        shared: their leading tokens that another row of the microbatch holds, int64 [n].
+        owners: the place of that row among `rows`, or the row's own, int64 [n].
         counts: rows of each microbatch, int64 [M], over all optimizer steps.
         padded_lengths: padded length of each microbatch, int64 [M].
         step_bounds: first microbatch of each optimizer step, and M, int64 [steps + 1].
@@ -49,6 +51,8 @@ class RankPlan:
     num_ranks: int
     rows: np.ndarray
     lengths: np.ndarray
+    shared: np.ndarray
+    owners: np.ndarray
     counts: np.ndarray
     padded_lengths: np.ndarray
     step_bounds: np.ndarray
@@ -86,6 +90,8 @@ class MicrobatchPlan:
         request: the checked arguments of `make_plan`; if groups were split, with their new ids.
         metrics: quality of the plan.
         lengths: tokens of each row after truncation, int64 [B]; 0 for a dropped one.
+        shared: leading tokens of each row that its owner holds, int64 [B].
+        owners: row of the same microbatch that holds them; the row itself if it shares nothing, int64 [B].
         order: the batch's rows in dispatch order, rank by rank, int64 [B − dropped].
         inverse: position of each row in `order`, int64 [B]; −1 for a dropped one.
         step_of_row: optimizer step of each row, int64 [B]; −1 for a dropped one.
@@ -99,6 +105,8 @@ class MicrobatchPlan:
     request: PlanRequest
     metrics: PackingMetrics
     lengths: np.ndarray
+    shared: np.ndarray
+    owners: np.ndarray
     order: np.ndarray
     inverse: np.ndarray
     step_of_row: np.ndarray
@@ -140,13 +148,16 @@ class MicrobatchPlan:
         """
         if not 0 <= rank < self.num_ranks:
             raise PackingError(f"rank {rank} is not in the plan, which has {self.num_ranks}")
-        rows = self.order[self._rank_bounds[rank] : self._rank_bounds[rank + 1]].copy()
+        first = self._rank_bounds[rank]
+        rows = self.order[first : self._rank_bounds[rank + 1]].copy()
         return RankPlan(
             batching=self.batching,
             rank=rank,
             num_ranks=self.num_ranks,
             rows=rows,
             lengths=self.lengths[rows],
+            shared=self.shared[rows],
+            owners=self.inverse[self.owners[rows]] - first,
             counts=self.counts[rank].copy(),
             padded_lengths=self.padded_lengths[rank].copy(),
             step_bounds=self.step_bounds,

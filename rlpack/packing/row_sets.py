@@ -31,10 +31,17 @@ class RowSets:
     longest_costs: np.ndarray
 
     @classmethod
-    def of_rows(cls, slots: np.ndarray, cost: Cost | None) -> "RowSets":
-        """Return one set per row; without a cost model, a row costs its slots."""
-        costs = integer_costs(slots if cost is None else cost.of(slots))
-        return cls(np.ones_like(slots), slots, slots, costs, costs)
+    def of_rows(cls, slots: np.ndarray, cost: Cost | None, shared: np.ndarray | None = None) -> "RowSets":
+        """Return one set per row; without a cost model, a row costs its slots.
+
+        Args:
+            slots: of each row, int64 [B].
+            cost: cost model of a row.
+            shared: leading slots of each row that another row of its set has, int64 [B]; None for none.
+        """
+        own = slots if shared is None else slots - shared
+        costs = integer_costs(own if cost is None else cost.of_rest(slots, shared))
+        return cls(np.ones_like(slots), slots, own, costs, costs)
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ from rlpack.packing.algorithms.packers import bins_of
 from rlpack.packing.algorithms.sorting import by_first_row
 from rlpack.packing.bins import pack_items
 from rlpack.packing.errors import PackingError
+from rlpack.packing.prefixes import owners_of, shared_tokens
 from rlpack.packing.request import PlanRequest
 from rlpack.packing.row_sets import RowSets
 
@@ -31,6 +32,7 @@ class Rows:
     Attributes:
         request: the request; if groups were split, with their new ids.
         lengths: tokens of each row after truncation, 0 for a dropped row, int64 [B].
+        shared: leading tokens of each row that the first row of its item holds, int64 [B].
         item: item of each row, int64 [B].
         items: rows, slots and costs of each item.
         oversized: items above the token budget, bool [I].
@@ -39,10 +41,16 @@ class Rows:
 
     request: PlanRequest
     lengths: np.ndarray
+    shared: np.ndarray
     item: np.ndarray
     items: RowSets
     oversized: np.ndarray
     num_groups_split: int = 0
+
+    @property
+    def own_slots(self) -> np.ndarray:
+        """Slots of each row in its microbatch, without those of tokens that it shares, int64 [B]."""
+        return self.request.batching.slots_of(self.lengths) - self.shared
 
     @property
     def dropped(self) -> np.ndarray:
@@ -64,7 +72,7 @@ class Rows:
         return [items[remaining[items]] for items in steps]
 
 
-def resolve_rows(request: PlanRequest, *, split_groups: bool = False) -> Rows:
+def resolve_rows(request: PlanRequest) -> Rows:
     """Truncate overlong rows and gather rows into items.
 
     Raises:
@@ -74,18 +82,27 @@ def resolve_rows(request: PlanRequest, *, split_groups: bool = False) -> Rows:
     batching = request.batching
     lengths = _resolve_lengths(request)
     items = RowSets.of_rows(batching.slots_of(lengths), request.balanced_cost)
-    item, num_split = np.arange(lengths.size), 0
+    item, shared, num_split = np.arange(lengths.size), np.zeros_like(lengths), 0
     if request.groups is not None:
         item = by_first_row(request.groups)
         _check_steps(request, request.groups, item)
-        if split_groups:
-            item, num_split = _split_groups(request, items, item)
+        if request.split_groups:
+            item, num_split = _split_groups(request, items, _gather(request, lengths, item)[0], item)
             request = replace(request, groups=item)
-        items = items.merge(item)
+        items, shared = _gather(request, lengths, item)
     oversized = items.slots_in(batching.mode) > batching.budget
-    rows = Rows(request, lengths, item, items, oversized, num_split)
+    rows = Rows(request, lengths, shared, item, items, oversized, num_split)
     _check_items(rows)
-    return replace(rows, lengths=np.where(rows.dropped, 0, lengths))
+    dropped = rows.dropped
+    return replace(rows, lengths=np.where(dropped, 0, lengths), shared=np.where(dropped, 0, shared))
+
+
+def _gather(request: PlanRequest, lengths: np.ndarray, item: np.ndarray) -> tuple[RowSets, np.ndarray]:
+    """Return the items, and the leading tokens of each row that the first row of its item holds, int64 [B]."""
+    shared = np.zeros_like(lengths)
+    if request.prefixes is not None:
+        shared = shared_tokens(lengths, request.prefixes, owners_of(item))
+    return RowSets.of_rows(request.batching.slots_of(lengths), request.balanced_cost, shared).merge(item), shared
 
 
 def _resolve_lengths(request: PlanRequest) -> np.ndarray:
@@ -122,17 +139,22 @@ def _check_steps(request: PlanRequest, groups: np.ndarray, item: np.ndarray) -> 
         )
 
 
-def _split_groups(request: PlanRequest, rows: RowSets, item: np.ndarray) -> tuple[np.ndarray, int]:
+def _split_groups(request: PlanRequest, rows: RowSets, groups: RowSets, item: np.ndarray) -> tuple[np.ndarray, int]:
     """Split each group above the budget into as few items as possible.
 
     Rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
-    as a whole.
+    as a whole. What the rows of a part share is not counted.
+
+    Args:
+        request: the request.
+        rows: each row by itself.
+        groups: the groups.
+        item: group of each row, int64 [B].
 
     Returns:
         The item of each row, int64 [B], and the number of groups that were split.
     """
     batching = request.batching
-    groups = rows.merge(item)
     oversized = rows.slots_in(batching.mode) > batching.budget
     over = (groups.counts > 1) & _is_above_limits(request, groups)
     if batching.overlong == "drop":

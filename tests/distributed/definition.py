@@ -12,7 +12,7 @@ from torch import Tensor
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Algorithm, Config
 from rlpack.models.loading import build_causal_lm
-from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer
+from tests.builders import tiny_config, tiny_rollouts, tiny_tokenizer, with_prompts_by_length
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,11 @@ def row_scores(model: torch.nn.Module, tokens: Tensor, temperature: float) -> tu
 def scored(
     sizes: list[tuple[int, int]], quarantined: int | None, temperature: float, config: Config | None = None
 ) -> BatchedDataDict:
-    """Return a rollout batch with advantages, and old and reference log-probs near the policy's own."""
-    batch = tiny_rollouts(sizes)
+    """Return a rollout batch with advantages, and old and reference log-probs near the policy's own.
+
+    Rows with prompts of one length have the same prompt.
+    """
+    batch = with_prompts_by_length(tiny_rollouts(sizes))
     generator = torch.Generator().manual_seed(1)
     mask, model = batch["response_mask"], plain_model(config)
     with torch.no_grad():

@@ -38,6 +38,7 @@ class RoleBatching(Section):
     overlong: Overlong | None = None
     balance: Balance | None = None
     equal_rows: bool | None = None
+    share_prompts: bool | None = None
 
 
 class ForwardBatching(Section):
@@ -56,3 +57,4 @@ class ForwardBatching(Section):
     divisible_by: Count | None = None
     balance: Balance | None = None
     equal_rows: bool | None = None
+    share_prompts: bool | None = None

@@ -118,7 +118,7 @@ def layout_boxes(plan: MicrobatchPlan, step: int) -> Boxes:
         longest = max(widths)
         for rank, (microbatch, width) in enumerate(zip(together, widths, strict=True)):
             boxes.slots += width
-            boxes.tokens += int(plan.lengths[microbatch.rows].sum())
+            boxes.tokens += int((plan.lengths - plan.shared)[microbatch.rows].sum())
             boxes.microbatches += not microbatch.is_dummy
             if rank >= MOST_RANKS:
                 continue
@@ -159,7 +159,7 @@ def _add_microbatch(boxes: Boxes, microbatch: Microbatch, plan: MicrobatchPlan, 
     outline = (left, float(rank), float(slots_of(microbatch, plan)), BAND)
     boxes.outlines.append(outline)
     boxes.padding.append(outline)
-    lengths = plan.lengths[microbatch.rows]
+    lengths = (plan.lengths - plan.shared)[microbatch.rows]
     if plan.batching.mode == "packed":
         multiple = plan.batching.pad_to_multiple
         starts = left + np.concatenate(([0], np.cumsum(-(-lengths // multiple) * multiple)))

@@ -53,6 +53,10 @@ class Cost:
         slots = np.asarray(lengths, dtype=np.float64)
         return self.linear * slots + self.quadratic * slots * slots
 
+    def of_rest(self, lengths: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
+        """Return the cost of the tokens after the first `shared` ones, which still attend to them: float64 [B]."""
+        return self.of(lengths) if shared is None else self.of(lengths) - self.of(shared)
+
 
 def integer_costs(weights: np.ndarray) -> np.ndarray:
     """Scale weights to integers by a power of two, so that sums do not depend on the order of summation.

@@ -7,7 +7,8 @@
 3. All ranks have the same number of microbatches in every optimizer step; those without rows are dummy microbatches.
 4. That number is a multiple of `divisible_by` and at least `min_microbatches`. There is a dummy microbatch only if no
    microbatch is left to split.
-5. The rows of a group are in one microbatch.
+5. The rows of a group, or of a part of one that was split, are in one microbatch. Tokens that a row shares are those
+   of an earlier row of its microbatch with the same prompt.
 6. Any number of rows can be planned on any number of ranks.
 7. The same request gives the same plan.
 
@@ -93,7 +94,7 @@ def _num_items(plan: MicrobatchPlan, microbatch: Microbatch) -> int:
 def _assert_budget(plan: MicrobatchPlan, microbatch: Microbatch, where: str) -> None:
     batching, lengths = plan.batching, plan.lengths[microbatch.rows]
     if batching.mode == "packed":
-        least = int(align(lengths, batching.pad_to_multiple).sum())
+        least = int(align(lengths, batching.pad_to_multiple).sum() - plan.shared[microbatch.rows].sum())
         slots = microbatch.length
         assert microbatch.length == max(least, batching.pad_to_multiple), f"2: wrong length ({where})"
     else:
@@ -115,10 +116,22 @@ def _assert_groups(plan: MicrobatchPlan) -> None:
         return
     microbatch_of: dict[int, int] = {}
     for number, (_, _, microbatch) in enumerate(_microbatches(plan)):
+        _assert_shared(plan, microbatch)
         for group in np.unique(groups[microbatch.rows]):
             assert microbatch_of.setdefault(int(group), number) == number, f"5: group {group} is in two microbatches"
     split = set(groups[plan.dropped].tolist()) & microbatch_of.keys()
     assert not split, f"5: group {min(split, default=0)} lost some of its rows"
+
+
+def _assert_shared(plan: MicrobatchPlan, microbatch: Microbatch) -> None:
+    rows, owners, prompts = microbatch.rows, plan.owners[microbatch.rows], plan.request.prompts
+    if prompts is None:
+        assert not plan.shared[rows].any(), "5: rows without prompts share tokens"
+        return
+    assert np.isin(owners, rows).all(), "5: the owner of shared tokens is in another microbatch"
+    assert ((owners <= rows) & (prompts[owners] == prompts[rows])).all(), "5: a row shares another prompt's tokens"
+    assert not plan.shared[owners].any(), "5: an owner of shared tokens shares tokens itself"
+    assert (plan.shared[rows] <= np.minimum(plan.lengths[rows], plan.lengths[owners])).all(), "5: too many are shared"
 
 
 def _assert_repeatable(plan: MicrobatchPlan) -> None:
@@ -128,7 +141,9 @@ def _assert_repeatable(plan: MicrobatchPlan) -> None:
         request.batching,
         dp_size=request.dp_size,
         mini_batch_size=request.mini_batch_size,
-        groups=request.groups,
+        groups=request.groups if request.prompts is None else request.prompts,
+        split_groups=request.split_groups and request.prompts is not None,
+        prefixes=request.prefixes,
         cost=request.cost,
         seed=request.seed,
     )

@@ -2,7 +2,7 @@
 
 Invariants:
 
-1. Every real token has its own slot, in row order.
+1. Every real token has its own slot, in row order, or that of an equal token at the same position of another row.
 2. In a packed row the segments cover every slot, and no segment holds two sequences.
 3. The ranks of a context-parallel group hold every slot of a packed row once, and equal numbers of slots.
 
@@ -27,6 +27,8 @@ class Layout:
         position_ids: int64 of `shape`; they restart at each sequence.
         cu_seqlens: bounds of the segments, int32 [S+1], from 0 to the last slot; None if padded.
         max_seqlen: slots of the longest segment.
+        key_lengths: keys of each segment, int64 [S]; None if they are its own slots.
+        key_slots: the slots of the keys of all segments, int64 [Σ key_lengths]; None if they are its own slots.
     """
 
     shape: tuple[int, int]
@@ -34,6 +36,8 @@ class Layout:
     position_ids: np.ndarray
     cu_seqlens: np.ndarray | None
     max_seqlen: int
+    key_lengths: np.ndarray | None = None
+    key_slots: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +95,48 @@ def packed_layout(lengths: Integers, *, pad_to_multiple: int = 1, length: int | 
         segments = np.append(segments, width - used)
     bounds = np.concatenate(([0], np.cumsum(segments))).astype(np.int32)
     return Layout((1, width), slots, runs(segments).reshape(1, width), bounds, int(segments.max(initial=0)))
+
+
+def shared_layout(lengths: np.ndarray, shared: np.ndarray, owners: np.ndarray, length: int) -> Layout:
+    """Return the layout of sequences packed into one row, some of which begin with the tokens of another one.
+
+    The first `shared` tokens of a sequence have the slots of its owner's. The others are a segment, whose keys are
+    those of the whole sequence.
+
+    >>> layout = shared_layout(np.array([3, 4]), np.array([0, 2]), np.array([0, 0]), 5)
+    >>> layout.slots.tolist(), layout.cu_seqlens.tolist(), layout.key_lengths.tolist(), layout.key_slots.tolist()
+    ([0, 1, 2, 0, 1, 3, 4], [0, 3, 5], [3, 4], [0, 1, 2, 0, 1, 3, 4])
+
+    Args:
+        lengths: tokens of each sequence, int64 [n].
+        shared: leading tokens of each that its owner holds, int64 [n]; at most as many as the owner has.
+        owners: the sequence that holds them, which shares nothing, int64 [n].
+        length: slots of the whole row.
+
+    Raises:
+        PackingError: the sequences don't fit.
+    """
+    own = lengths - shared
+    used = int(own.sum())
+    if used > length:
+        raise PackingError(f"{own.size} sequences take {used} slots, over the length of {length}; raise the length")
+    starts, within = np.cumsum(own) - own, runs(lengths)
+    sequence = np.repeat(np.arange(own.size), lengths)
+    is_shared = within < shared[sequence]
+    slots = np.where(is_shared, starts[owners[sequence]], (starts - shared)[sequence]) + within
+    has_slots = own > 0  # a sequence may be no more than what it shares
+    padding = np.arange(used, length)
+    rest = [padding.size] if padding.size else []
+    segments, keys = np.append(own[has_slots], rest).astype(int), np.append(lengths[has_slots], rest).astype(int)
+    return Layout(
+        shape=(1, length),
+        slots=slots,
+        position_ids=np.append(within[~is_shared], padding - used).reshape(1, length),
+        cu_seqlens=np.concatenate(([0], np.cumsum(segments))).astype(np.int32),
+        max_seqlen=int(segments.max()),
+        key_lengths=keys,
+        key_slots=np.append(slots[has_slots[sequence]], padding),
+    )
 
 
 def padded_layout(lengths: Integers, length: int) -> Layout:

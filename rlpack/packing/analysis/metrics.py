@@ -19,7 +19,8 @@ class PackingMetrics:
     Attributes:
         num_microbatches: microbatches that hold rows, over all ranks and optimizer steps.
         bin_utilization: real tokens / (microbatches × token budget); without a budget, × the largest microbatch.
-        waste_ratio: slots that hold no real token / all slots: the share of the computation that is wasted.
+        waste_ratio: slots that hold no real token / all slots: the share of the computation that is wasted. As in
+            `bin_utilization`, a prompt that rows share counts once.
         bin_balance: mean slots / most slots of a microbatch; 1 if all are equal.
         packing_efficiency: lower bound on the number of microbatches / microbatches.
         rank_imbalance: most slots of a rank / the ranks' mean − 1, weighted over optimizer steps.
@@ -30,6 +31,7 @@ class PackingMetrics:
         dropped: rows left out.
         truncated_tokens: tokens cut off.
         real_tokens: tokens that are not padding.
+        shared_tokens: of these, tokens of prompts that are computed for another row of the microbatch.
         slots: all slots, padding and dummy microbatches included.
         microbatches_per_rank: microbatches of a rank, over all optimizer steps, dummy ones included.
         critical_slots: slots of the costliest microbatch of each index, summed: a step waits for these.
@@ -51,6 +53,7 @@ class PackingMetrics:
     dropped: int
     truncated_tokens: int
     real_tokens: int
+    shared_tokens: int
     slots: int
     microbatches_per_rank: int
     critical_slots: int
@@ -88,15 +91,16 @@ def measure(
     used_slots = slots[in_use]
     largest = int(used_slots.max(initial=0))
     capacity = batching.max_tokens or max(largest, 1)
-    real_tokens, all_slots = int(rows.lengths.sum()), int(slots.sum())
-    lengths = rows.lengths[order]
-    costs = microbatch_costs(batching, lengths, counts, padded_lengths, request.cost)
-    squares = microbatch_costs(batching, lengths, counts, padded_lengths, Cost(linear=0.0, quadratic=1.0))
+    real_tokens, shared_tokens, all_slots = int(rows.lengths.sum()), int(rows.shared.sum()), int(slots.sum())
+    computed_tokens = real_tokens - shared_tokens
+    lengths, shared = rows.lengths[order], rows.shared[order]
+    costs = microbatch_costs(batching, lengths, counts, padded_lengths, request.cost, shared)
+    squares = microbatch_costs(batching, lengths, counts, padded_lengths, Cost(linear=0.0, quadratic=1.0), shared)
     costliest = (costs.argmax(axis=0) if costs.size else np.zeros(0, dtype=np.int64), np.arange(costs.shape[1]))
     return PackingMetrics(
         num_microbatches=int(in_use.sum()),
-        bin_utilization=_ratio(real_tokens, used_slots.size * capacity),
-        waste_ratio=1.0 - _ratio(real_tokens, all_slots),
+        bin_utilization=_ratio(computed_tokens, used_slots.size * capacity),
+        waste_ratio=1.0 - _ratio(computed_tokens, all_slots),
         bin_balance=_ratio(int(used_slots.sum()), used_slots.size * largest),
         packing_efficiency=_ratio(_fewest_microbatches(rows, capacity), used_slots.size),
         rank_imbalance=_overhead(_slots_per_step(slots * in_use, step_bounds)),
@@ -106,6 +110,7 @@ def measure(
         dropped=int(rows.dropped.sum()),
         truncated_tokens=int((request.lengths - rows.lengths)[~rows.dropped].sum()),
         real_tokens=real_tokens,
+        shared_tokens=shared_tokens,
         slots=all_slots,
         microbatches_per_rank=counts.shape[1],
         critical_slots=int(slots[costliest].sum()),
@@ -124,7 +129,12 @@ def microbatch_slots(batching: Batching, counts: np.ndarray, padded_lengths: np.
 
 
 def microbatch_costs(
-    batching: Batching, lengths: np.ndarray, counts: np.ndarray, padded_lengths: np.ndarray, cost: Cost | None
+    batching: Batching,
+    lengths: np.ndarray,
+    counts: np.ndarray,
+    padded_lengths: np.ndarray,
+    cost: Cost | None,
+    shared: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the cost of each microbatch; a dummy one costs 0.
 
@@ -136,12 +146,14 @@ def microbatch_costs(
         counts: rows of each microbatch, int64.
         padded_lengths: padded length of each microbatch, int64, of the same shape.
         cost: cost model of a row; None for its slots.
+        shared: leading tokens of each row that another row of the microbatch holds, int64 [n]; None for none.
     """
     if batching.mode != "packed":
         return counts * (padded_lengths.astype(np.float64) if cost is None else cost.of(padded_lengths))
     slots = batching.slots_of(lengths)
     microbatch = np.repeat(np.arange(counts.size), counts.ravel())
-    weights = slots if cost is None else cost.of(slots)
+    own = slots if shared is None else slots - shared
+    weights = own if cost is None else cost.of_rest(slots, shared)
     return np.bincount(microbatch, weights=weights, minlength=counts.size).reshape(counts.shape)
 
 

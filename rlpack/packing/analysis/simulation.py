@@ -94,7 +94,8 @@ def forecast(plan: MicrobatchPlan, cost: Cost, device: Device) -> Forecast:
     >>> round(expected.step_s, 3), round(expected.idle_share, 3)
     (0.3, 0.25)
     """
-    costs = microbatch_costs(plan.batching, plan.lengths[plan.order], plan.counts, plan.padded_lengths, cost)
+    lengths, shared = plan.lengths[plan.order], plan.shared[plan.order]
+    costs = microbatch_costs(plan.batching, lengths, plan.counts, plan.padded_lengths, cost, shared)
     seconds = FORWARD_AND_BACKWARD / device.flops_per_s * costs + device.overhead_s
     step_s = float(seconds.max(axis=0, initial=0.0).sum())
     busy = float(seconds.sum()) / plan.num_ranks

@@ -83,13 +83,15 @@ MODES = {
     "packed": Batching(mode="packed", max_tokens=32),
     "dynamic": Batching(mode="dynamic", max_tokens=48),
     "fixed": Batching(mode="fixed", micro_batch_size=3, max_tokens=None),
+    "shared": Batching(mode="packed", max_tokens=32, share_prompts=True),
 }
 ROLES = ("actor", "critic", "reward_model", "sft")
 # How the models of these roles recompute activations.
 CHECKPOINTING = {"actor": "selective", "sft": "full"}
 
-# Tokens of prompt and response; the third response is empty, and the sixth row is quarantined.
-SIZES = [(3, 9), (5, 1), (4, 0), (2, 21), (7, 6), (3, 8), (1, 4)]
+# Tokens of prompt and response; the third response is empty, and the sixth row is quarantined. Rows with prompts of one
+# length have the same prompt.
+SIZES = [(5, 9), (5, 1), (4, 0), (2, 21), (4, 6), (5, 8), (2, 4)]
 QUARANTINED = 5
 RATE, TEMPERATURE = 0.02, 0.8
 CRITIC = Critic(value_clip=0.1)
@@ -115,11 +117,13 @@ def families_of(layout: str) -> list[str]:
 
 def cases_of(layout: str) -> list[Case]:
     """Return what runs on a layout: everything on request, else each family, mode and role at least once."""
-    families = families_of(layout)
-    product = [Case(*names) for names in itertools.product(families, MODES, ROLES)]
+    families, modes = families_of(layout), list(MODES)
+    if LAYOUTS[layout][1].get("cp_method") == "all_gather":
+        modes.remove("shared")
+    product = [Case(*names) for names in itertools.product(families, modes, ROLES)]
     if os.environ.get("RLPACK_LAYOUTS") == "all":
         return product
-    turn, modes = list(LAYOUTS).index(layout), list(MODES)
+    turn = list(LAYOUTS).index(layout)
     return [
         Case(families[(turn + place) % len(families)], modes[(turn + place) % len(modes)], role)
         for place, role in enumerate(ROLES)

@@ -31,7 +31,7 @@ from rlpack.workers.reward_model import RewardModelWorker
 from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.definition import counts_of
-from tests.distributed.layouts.cases import CHECKPOINTING, CRITIC, RATE, Case, config_of, in_mode, layout_of
+from tests.distributed.layouts.cases import CHECKPOINTING, CRITIC, RATE, SIZES, Case, config_of, in_mode, layout_of
 from tests.distributed.layouts.truth import batch_with_values, new_head
 from tests.unit.models.tiny import VOCABULARY, tiny_model
 
@@ -108,7 +108,15 @@ def _step(
 
 def _plan(context: RankContext, config: Config, batch: BatchedDataDict) -> Any:
     lengths, batching = batch["input_ids"].lengths.numpy(), role_batching(config, "actor")
-    return make_plan(lengths, context.layout.align(batching), dp_size=context.layout.dp_size)
+    prompts = np.array([length for length, _ in SIZES]) if batching.share_prompts else None
+    return make_plan(
+        lengths,
+        context.layout.align(batching),
+        dp_size=context.layout.dp_size,
+        groups=prompts,
+        split_groups=True,
+        prefixes=prompts,
+    )
 
 
 def _set_head(weight: Tensor) -> None:

@@ -21,9 +21,9 @@ CHOSEN = (
 )
 
 
-def test_what_everybody_reads_stays_within_a_budget_of_125_keys_and_a_chosen_section_within_32():
+def test_what_everybody_reads_stays_within_a_budget_of_130_keys_and_a_chosen_section_within_32():
     keys = [key.path for key in walk() if key.is_leaf and "<name>" not in key.path]
-    assert len([path for path in keys if not path.startswith(CHOSEN)]) <= 125
+    assert len([path for path in keys if not path.startswith(CHOSEN)]) <= 130
     for section in CHOSEN:  # layouts and batching of roles that inherit the actor's are choices of their own
         inherited = tuple(f"{section}{name}." for name in ("parallel", "batching", "forward_batching"))
         assert len([path for path in keys if path.startswith(section) and not path.startswith(inherited)]) <= 32

@@ -66,7 +66,11 @@ def test_engines_get_equally_many_prompts_however_long_they_are(lengths, ranks):
     assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Batching)])
+# Sharing prompts needs other values of further keys.
+KEYS = [field.name for field in fields(Batching) if field.name != "share_prompts"]
+
+
+@pytest.mark.parametrize("name", KEYS)
 def test_a_role_overrides_one_key_and_inherits_the_others(name):
     value = CHOICES.get(name, 9)
     config = Config.model_validate({"reference": {"batching": {name: value}}}).model_copy(update={"batching": ACTOR})
@@ -82,7 +86,7 @@ def test_passes_without_gradients_follow_the_updates_plan_unless_a_key_is_set():
     assert forward_batching(config, "reference") is None
 
 
-@pytest.mark.parametrize("name", list(ForwardBatching.model_fields))
+@pytest.mark.parametrize("name", [name for name in ForwardBatching.model_fields if name in KEYS])
 def test_passes_without_gradients_override_one_key_and_inherit_the_roles_own(name):
     value = CHOICES.get(name, 9)
     critic = {"batching": {"length_multiple": 3}, "forward_batching": {name: value}}
@@ -91,6 +95,16 @@ def test_passes_without_gradients_override_one_key_and_inherit_the_roles_own(nam
     found = forward_batching(config, "critic")
     assert of_role.length_multiple == 3
     assert found == of_role.override(**{name: value}) != of_role
+
+
+def test_roles_with_models_share_prompts_as_the_actor_does_and_others_have_whole_rows():
+    reward_model = {"batching": {"share_prompts": False}}
+    roles = builtin_roles() | {"judge": Role(target="a:B")}
+    config = Config.model_validate({"reward_model": reward_model}).model_copy(
+        update={"batching": Batching(share_prompts=True), "roles": roles}
+    )
+    shares = {role: role_batching(config, role).share_prompts for role in roles}
+    assert [role for role, value in shares.items() if value] == ["actor", "critic", "reference"]
 
 
 def test_a_passes_budget_is_shared_by_the_ranks_that_share_its_rows():
