@@ -6,12 +6,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from rlpack.batch.errors import DataError
 from rlpack.packing.analysis.cost import Cost
 from rlpack.packing.batching import Batching, Mode
-from rlpack.packing.lengths import check_count, check_lengths, check_seed
+from rlpack.packing.lengths import check_count, check_integers, check_lengths, check_seed
 from rlpack.packing.make_plan import make_plan
 from rlpack.packing.plan import MicrobatchPlan
 from rlpack.safe_files import read_json
@@ -37,6 +35,8 @@ class PlanRecord:
         mini_batch_size: sequences per optimizer step; None for all.
         cost: cost model by which ranks were balanced; None for token slots.
         seed: seed of the packer `first_fit_shuffle`.
+        prompts: prompt of each row, if rows share them.
+        prefixes: tokens of these prompts.
     """
 
     step: int
@@ -46,13 +46,24 @@ class PlanRecord:
     mini_batch_size: int | None = None
     cost: Cost | None = None
     seed: int = 0
+    prompts: tuple[int, ...] | None = None
+    prefixes: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, plan: MicrobatchPlan, step: int = 0) -> Self:
         """Return the inputs of a plan."""
         asked = plan.request
-        lengths = tuple(int(length) for length in asked.lengths)
-        return cls(step, lengths, asked.batching, asked.dp_size, asked.mini_batch_size, asked.cost, asked.seed)
+        shared = [None if each is None else tuple(each.tolist()) for each in (asked.prompts, asked.prefixes)]
+        return cls(
+            step,
+            tuple(asked.lengths.tolist()),
+            asked.batching,
+            asked.dp_size,
+            asked.mini_batch_size,
+            asked.cost,
+            asked.seed,
+            *shared,
+        )
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -93,6 +104,8 @@ class PlanRecord:
             mini_batch_size=None if size is None else check_count(size, "mini_batch_size"),
             cost=Cost(**values["cost"]) if values.get("cost") else None,
             seed=check_seed(values.get("seed", 0)),
+            prompts=_optional(values, "prompts"),
+            prefixes=_optional(values, "prefixes"),
         )
 
     def write(self, path: Path) -> None:
@@ -104,10 +117,19 @@ class PlanRecord:
 
         Sequences over the token budget get separate microbatches, so that a comparison never fails on them.
         """
-        batching = replace(self.batching, mode=mode or self.batching.mode, overlong="own_microbatch")
-        lengths = np.asarray(self.lengths, dtype=np.int64)
-        sizes = {"dp_size": self.num_ranks, "mini_batch_size": self.mini_batch_size}
-        return make_plan(lengths, batching, **sizes, cost=self.cost, seed=self.seed)
+        mode = mode or self.batching.mode
+        shares = mode == "packed" and self.prefixes is not None
+        return make_plan(
+            self.lengths,
+            replace(self.batching, mode=mode, overlong="own_microbatch", share_prompts=shares),
+            dp_size=self.num_ranks,
+            mini_batch_size=self.mini_batch_size,
+            groups=self.prompts if shares else None,
+            split_groups=shares,
+            prefixes=self.prefixes if shares else None,
+            cost=self.cost,
+            seed=self.seed,
+        )
 
     def comparison(self) -> dict[str, MicrobatchPlan]:
         """Return plans of the same lengths by title: padded in arrival order, batched as in the run, and packed."""
@@ -115,6 +137,11 @@ class PlanRecord:
         if self.batching.mode == "fixed" and self.batching.max_tokens is None:
             modes = ["fixed"]
         return {TITLES[mode]: self.plan(mode) for mode in modes}
+
+
+def _optional(values: dict[str, Any], name: str) -> tuple[int, ...] | None:
+    """Return one whole number per row; None if there are none."""
+    return None if values.get(name) is None else tuple(check_integers(values[name], name).tolist())
 
 
 def read_plan(path: Path) -> PlanRecord | None:

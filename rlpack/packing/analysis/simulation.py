@@ -148,6 +148,7 @@ def suggest(
     Args:
         lengths: lengths of the sequences, int64 [B].
         batching: the current batching, and the source of all other options; its alignment is the smallest one tried.
+            Prompts are not shared, since lengths alone don't tell them.
         dp_size: number of data-parallel ranks.
         cost: FLOPs of a sequence's forward pass.
         device: device of each rank.
@@ -157,6 +158,7 @@ def suggest(
     Raises:
         PackingError: the longest sequence doesn't fit into memory.
     """
+    batching = batching.override(share_prompts=False)
 
     def suggestion(candidate: Batching) -> Suggestion:
         plan = make_plan(lengths, candidate, dp_size=dp_size, mini_batch_size=mini_batch_size, cost=cost)

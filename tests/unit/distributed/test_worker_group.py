@@ -227,6 +227,17 @@ def test_ranks_are_balanced_by_what_sequences_cost_the_model():
     assert quadratic.plan(batch).counts.ravel().tolist() in ([1, 4], [4, 1])
 
 
+def test_rollouts_of_a_prompt_share_it_if_their_role_shares_prompts():
+    rollouts = tiny_rollouts([(5, 3), (5, 2), (4, 6), (4, 1)], group=2)
+    plan = group(Batching(max_tokens=64, share_prompts=True)).plan(rollouts)
+    assert plan.request.prompts is not None
+    assert plan.request.prompts.tolist() == [0, 0, 1, 1]
+    assert plan.metrics.shared_tokens == sum(plan.shared.tolist()) > 0
+    assert group(Batching(max_tokens=64)).plan(rollouts).metrics.shared_tokens == 0
+    without = rollouts.drop(["prompt_lengths"])
+    assert group(Batching(max_tokens=64, share_prompts=True)).plan(without).metrics.shared_tokens == 0
+
+
 def test_every_kind_of_call_can_be_submitted_and_waited_for_later():
     batch, doublers = tiny_rollouts(SIZES), group(Batching(max_tokens=24), mini_batch_size=3)
     rows = doublers.submit(Doubler.double, batch)

@@ -136,3 +136,18 @@ def test_the_comparison_never_fails_on_a_row_over_the_budget() -> None:
     plans = record.comparison()
     assert list(plans) == ["fixed (padded, in arrival order)", "packed"]
     assert {layout_boxes(made, 0).tokens for made in plans.values()} == {530}
+
+
+def test_a_plan_with_shared_prompts_is_recorded_and_compared_with_rows_that_share_none(tmp_path: Path):
+    prompts = [0, 0, 0, 1, 1, 1]
+    batching = Batching(max_tokens=64, share_prompts=True)
+    plan = make_plan(
+        [12, 14, 11, 9, 8, 10], batching, dp_size=1, groups=prompts, split_groups=True, prefixes=[8] * 3 + [6] * 3
+    )
+    PlanRecord.of(plan).write(tmp_path / "plan.json")
+    plans = PlanRecord.read(tmp_path / "plan.json").comparison()
+    assert plans["packed"].metrics == plan.metrics
+    assert plan.metrics.shared_tokens == 28
+    assert [each.metrics.shared_tokens for each in plans.values()] == [0, 28]
+    boxes = layout_boxes(plans["packed"], 0)
+    assert (boxes.tokens, boxes.slots, boxes.waste) == (36, 36, 0.0)
