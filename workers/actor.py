@@ -32,7 +32,7 @@ from rlpack.models.routing import RoutingPass, in_pass
 from rlpack.models.weight_stream import WeightStream
 from rlpack.worker import RankContext, broadcast, sharded
 from rlpack.workers.build import build_policy
-from rlpack.workers.inference import Scorer
+from rlpack.workers.inference import Scorer, score_microbatches
 from rlpack.workers.loss import LogprobLoss, MicrobatchLoss, Moments, columns_of, needs_whole_groups, trained_tokens
 from rlpack.workers.optimizer_step import OptimizerStepper
 from rlpack.workers.step_routing import RecordedRouting, StepRouting, routing_of
@@ -289,9 +289,9 @@ class ActorWorker(SteppedRole):
 
     def _scores(self, view: MicrobatchView, loss: LogprobLoss, seed: tuple[int, ...]) -> TokenScores:
         """Return scores of the trained tokens, with gradient; `seed` seeds the adapters' dropout."""
-        device = self._scorer.device
+        device, virtual = self._scorer.device, self._scorer.policy.active_virtual_stage
         inputs = to_model_inputs(view, device=device, pad_token_id=self._scorer.pad_token_id)
-        with dropout_seed(self._settings.lora, device, *seed):
+        with dropout_seed(self._settings.lora, device, *seed, *[virtual] * (virtual > 0)):
             return self._scorer.policy(
                 inputs,
                 select=trained_tokens(view.rows).to(device),
@@ -307,10 +307,12 @@ class ActorWorker(SteppedRole):
     @torch.no_grad()
     def _statistics(self, views: Sequence[MicrobatchView], loss: LogprobLoss) -> dict[str, float]:
         """Return the statistics of the whole optimizer step that the loss needs; a collective."""
-        scores = []
-        for view in views:
+
+        def score(view: MicrobatchView) -> Tensor:
             with in_pass(self._replay(view) if loss.replays_routing else None):
-                scores.append(self._scorer.score(view, temperature=loss.temperature))
+                return self._scorer.score(view, temperature=loss.temperature)
+
+        scores = [scores for _, scores in score_microbatches(self._scorer.policy, views, score)]
         reshard(self._scorer.policy)
         inputs = [loss.statistics_inputs(logprobs, view.rows) for logprobs, view in zip(scores, views, strict=True)]
         gathered: list[list[Any] | None] = [None] * dist.get_world_size()

@@ -34,7 +34,7 @@ from rlpack.models.parallel import reshard, shard_model
 from rlpack.models.parts import share_weights
 from rlpack.models.pipeline_parallel import cut_model, meta_copy
 from rlpack.models.policy import Policy
-from rlpack.models.stage_link import StageLink
+from rlpack.models.stage_link import StageLink, groups_of_links
 from rlpack.models.stored_model import NotInPartsError, StoredModel
 from rlpack.models.tensor_parallel import split_weights
 from rlpack.models.weight_split import WeightSplit
@@ -226,8 +226,10 @@ def divide_weights(model: M, config: Config, role: str, context: RankContext, pr
         split_weights(model, model.weight_split)
         model.split = RowSplit.of_group(None, layout.tp)
     if whole is not None:
-        states, gradients = layout.pipeline_group(context.device), layout.pipeline_group(context.device)
-        cut_model(model, StageLink(states, gradients, context.torch_device), whole)
+        num_virtual = role_parallel(config, role).vpp
+        count = 1 + max(groups_of_links(layout.pp, num_virtual))
+        groups = [layout.pipeline_group(context.device) for _ in range(2 * count)]
+        cut_model(model, StageLink(groups[:count], groups[count:], context.torch_device, num_virtual), whole)
     settings = role_compute(config, role)
     shard_model(
         model,

@@ -3,7 +3,7 @@
 All ranks run the same number of microbatches, dummy ones included, so no collective waits forever.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
@@ -19,6 +19,7 @@ from rlpack.distributed.context import RankContext
 from rlpack.models.inputs import equal_rows, to_model_inputs
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard
+from rlpack.models.pipeline_schedule import forward_turns
 from rlpack.models.policy import Policy, TokenScores
 from rlpack.spans import span
 from rlpack.workers.step_routing import RecordedRouting
@@ -128,13 +129,30 @@ def compute_per_token(
         further: called after the last microbatch; returns the values of further columns in the order of microbatches.
     """
     values, order = [torch.zeros(0, *width)], [np.zeros(0, dtype=np.int64)]
-    for step in range(shard.num_steps):
-        for view in shard.microbatches(step):
-            with span("forward"):
-                values.append(score(view))
-            order.append(view.index)
+    views = (view for step in range(shard.num_steps) for view in shard.microbatches(step))
+    for view, scores in score_microbatches(model, views, score):
+        values.append(scores)
+        order.append(view.index)
     reshard(model)
     scored = shard.keep(["response_mask"]).select(np.concatenate(order))
     mask = scored["response_mask"]
     columns = {key: mask.with_values(column) for key, column in ({name: torch.cat(values)} | further()).items()}
     return shard.keep([]).restore([scored.keep([]).union(columns)])
+
+
+def score_microbatches(
+    model: PackedModel, views: Iterable[MicrobatchView], score: Callable[[MicrobatchView], Tensor]
+) -> Iterator[tuple[MicrobatchView, Tensor]]:
+    """Yield microbatches with their scores, by passes without gradients in the order of the pipeline's ranks.
+
+    Args:
+        model: the model that `score` runs.
+        views: the microbatches; all ranks have the same number.
+        score: maps a microbatch to its scores; called once for each of this rank's virtual stages.
+    """
+    last = 0 if model.stage is None else model.stage.num_virtual - 1
+    for view, virtual in forward_turns(views, model.stage):
+        with span("forward"), model.virtual_stage(virtual):
+            scores = score(view)
+        if virtual == last:
+            yield view, scores

@@ -3,7 +3,7 @@
 Gradients are summed over microbatches and ranks, never averaged: a loss carries its global denominators.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,8 @@ from rlpack.config.sections.optimization import Optimizer
 from rlpack.models.optimizers import build_optimizer, set_learning_rate, steps_taken
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import clip_grad_norm, set_gradient_sync
-from rlpack.models.pipeline_parallel import add_tied_gradients, pipeline_turns
+from rlpack.models.pipeline_parallel import add_tied_gradients
+from rlpack.models.pipeline_schedule import pipeline_turns
 from rlpack.models.policy import TokenScores
 from rlpack.spans import span
 from rlpack.worker import RankContext
@@ -75,7 +76,8 @@ class OptimizerStepper:
 
         Args:
             views: this rank's microbatches, dummy ones included; all ranks have the same number.
-            forward: maps (microbatch, 1-based index) to the model's outputs, with gradient.
+            forward: maps (microbatch, 1-based index) to the model's outputs, with gradient; called once for each of
+                this rank's virtual stages.
             loss: maps (outputs, microbatch) to its loss.
             learning_rate: learning rate of this step.
 
@@ -84,16 +86,18 @@ class OptimizerStepper:
         """
         model = self.model.train()
         self._optimizer.zero_grad(set_to_none=True)
-        sums, waiting = MetricAccumulator(), deque[MicrobatchLoss]()
-        for direction, place in pipeline_turns(len(views), model.stage):
+        sums, waiting = MetricAccumulator(), defaultdict[int, deque[MicrobatchLoss]](deque)
+        turns = list(pipeline_turns(len(views), model.stage))
+        for number, (direction, place, virtual) in enumerate(turns, 1):
             view = views[place]
             with span(direction):
                 if direction == "forward":
-                    outputs = forward(view, place + 1)
-                    waiting.append(loss(outputs, view) if model.has_outputs else _placeholder(outputs))
+                    with model.virtual_stage(virtual):
+                        outputs = forward(view, place + 1)
+                        waiting[virtual].append(loss(outputs, view) if model.has_outputs else _placeholder(outputs))
                 else:
-                    part = waiting.popleft()
-                    set_gradient_sync(model, last=place + 1 == len(views))
+                    part = waiting[virtual].popleft()
+                    set_gradient_sync(model, last=number == len(turns))
                     part.value.backward()
                     sums.add(part.metrics)
         with span("optimizer"):

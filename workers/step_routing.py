@@ -1,5 +1,6 @@
 """The routing of a trained mixture of experts over one optimizer step: its balance loss and its metrics."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,14 +35,20 @@ class RecordedRouting:
     def __init__(self, routing: Routing, model: PackedModel) -> None:
         self._routing, self._model = routing, model
         self._parts: list[Tensor] = []
+        self._num_parts = Counter[int]()  # passes of each virtual stage, in the order of microbatches
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:
         """Record the routing of the forward pass inside the context."""
-        routing = RoutingPass(self._routing, records=True)
+        routing, virtual = RoutingPass(self._routing, records=True), self._model.active_virtual_stage
         with in_pass(routing):
             yield
-        self._parts.append(routing.recorded)
+        number = self._num_parts[virtual]
+        self._num_parts[virtual] += 1
+        if number < len(self._parts):
+            self._parts[number] += routing.recorded  # other layers; those of other passes are 0
+        else:
+            self._parts.append(routing.recorded)
 
     def experts(self) -> Tensor:
         """Return the experts of all tokens in the order of microbatches, [T, L, k] on the CPU; a collective.

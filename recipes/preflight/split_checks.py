@@ -38,14 +38,21 @@ def split_sizes_problem(config: Config, role: str, model: PreTrainedModel) -> st
 
 def _stages_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:
     """Return why a model can't be cut into the stages of `pp`."""
-    pp, key, base = role_parallel(config, role).pp, f"{role}.parallel.pp", language_model(model)
+    parallel, key, base = role_parallel(config, role), f"{role}.parallel.pp", language_model(model)
+    pp, vpp = parallel.pp, parallel.vpp
     if problem := wiring_problem(model if role in {"actor", "reference"} else base):
         return f"can't be cut into the {pp} pipeline stages of {key}: {problem}; set {key}=1"
     num_layers = sum(1 for _ in base.get_submodule(LAYERS).children())
-    if num_layers >= pp:
+    if num_layers >= pp * vpp:
         return None
+    shown = f"has {num_layers} layer{'s' * (num_layers > 1)}, fewer than the {pp * vpp} stages of {key}"
+    if vpp == 1:
+        return f"{shown}; set {key}={most_stages(config, role, num_layers)}"
+    virtual = f"{role}.parallel.vpp"
+    if num_layers >= pp:
+        return f"{shown} ({pp}) × {virtual} ({vpp}); set {virtual}={num_layers // pp}"
     fitting = most_stages(config, role, num_layers)
-    return f"has {num_layers} layer{'s' * (num_layers > 1)}, fewer than the {pp} stages of {key}; set {key}={fitting}"
+    return f"{shown} ({pp}) × {virtual} ({vpp}); set {virtual}=1 {key}={fitting}"
 
 
 def _weights_problem(config: Config, role: str, model: PreTrainedModel) -> str | None:

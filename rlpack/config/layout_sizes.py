@@ -90,6 +90,12 @@ def _problems(config: Config, role: str) -> Iterator[str]:
     if parallel.dp_shard == 0:
         yield f"{key} is 0; set the number of ranks that share the weights, or -1 for the ranks that are left"
         return
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield (
+            f"{_key(config, role, 'vpp')} is {parallel.vpp}, but the {role} has no pipeline stages "
+            f"({_key(config, role, 'pp')}=1); set {role}.parallel.vpp=1, or {role}.parallel.pp to 2 or more"
+        )
+        return
     others = {name: getattr(parallel, name) for name in _SIZES if name != "dp_shard"}
     product = prod(others.values())
     where = f"the {ranks} rank(s) of placement.pools.{pool}"

@@ -166,7 +166,10 @@ def role_parallel(config: Config, role: str) -> Parallel:
     (1, 2)
     """
     own = own_parallel(config, role).model_dump(exclude_none=True)
-    return Parallel(**config.actor.parallel.model_dump() | own)
+    values = config.actor.parallel.model_dump() | own
+    if role != "actor" and values["pp"] == 1 and "vpp" not in own:
+        values["vpp"] = 1  # the actor's virtual stages are of stages that this role hasn't got
+    return Parallel(**values)
 
 
 def own_parallel(config: Config, role: str) -> RoleParallel:

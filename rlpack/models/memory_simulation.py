@@ -12,7 +12,7 @@ optimizer state and the temporary tensors of the optimizer's step are computed.
 Letters: T slots of a microbatch, d hidden size.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -31,8 +31,9 @@ from rlpack.models.offloaded_adamw import BUCKET_BYTES
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import reshard, set_gradient_sync
 from rlpack.models.parts import allocate, local_part
-from rlpack.models.pipeline_parallel import pipeline_turns
+from rlpack.models.pipeline_schedule import pipeline_turns
 from rlpack.models.policy import Policy
+from rlpack.models.stage_link import StageLink
 
 # Sizes of a rank's part of a weight from which torchao keeps moments in 8 bits, and its blocks of one scale each.
 _LEAST_8BIT, _BLOCK = 4096, 256
@@ -114,23 +115,32 @@ def simulate_update(
     with kernels_of(device), FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         _allocate(model, live)
         model.train()
-        # A pipeline's plan has as many microbatches as stages, and usually more.
-        count = model.stage.num_stages + 1 if model.stage is not None else 1 + several
-        losses: deque[Tensor] = deque()
-        for direction, number in pipeline_turns(count, model.stage):
+        turns = list(pipeline_turns(_num_microbatches(model.stage, several), model.stage))
+        losses = defaultdict[int, deque[Tensor]](deque)
+        for number, (direction, _, virtual) in enumerate(turns, 1):
             if direction == "forward":
-                with live.using("activations"):
-                    losses.append(_forward(model, microbatch, live, entropy=entropy))
+                with live.using("activations"), model.virtual_stage(virtual):
+                    losses[virtual].append(_forward(model, microbatch, live, entropy=entropy))
             else:
-                set_gradient_sync(model, last=number + 1 == count)
+                set_gradient_sync(model, last=number == len(turns))
                 with live.using("output_layer"):
-                    losses.popleft().backward()
+                    losses[virtual].popleft().backward()
                 live.end_backward()
         weights, gradients = live.now["weights"], live.now["gradients"]
         at_peak: dict[Use, int] = {**live.at_peak, "optimizer": state}
         most = dict(live.most)
     step = weights + gradients + state + step_bytes(trained, settings, model.offload)
     return ModelMemory(weights, state, gradients, at_peak, most, step)
+
+
+def _num_microbatches(stage: StageLink | None, several: bool) -> int:
+    """Return how many microbatches a step has to have for the most that lives at one time.
+
+    A pipeline's plan has as many microbatches as stages, and usually more.
+    """
+    if stage is None:
+        return 1 + several
+    return stage.num_stages + 1 if stage.num_virtual == 1 else 2 * stage.num_stages
 
 
 def simulate_forward(

@@ -27,6 +27,7 @@ from rlpack.models.routing import current_pass, same_pass
 from rlpack.models.row_parts import RowPart
 from rlpack.models.selective_checkpointing import selective_contexts
 from rlpack.models.stage_link import StageLink
+from rlpack.models.virtual_stages import VirtualStages
 from rlpack.models.weight_split import WeightSplit
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class PackedModel(nn.Module):
         weight_split: the group whose ranks share each layer's weights (`rlpack.models.tensor_parallel`); None for none.
         expert_split: the ranks that divide each layer's experts (`rlpack.models.expert_parallel`); None for none.
         stage: this rank's place among the pipeline's stages (`rlpack.models.pipeline_parallel`); None without stages.
+        virtual_stages: the runs of layers of this rank, if it has several; None if it has one.
     """
 
     # Whether each rank's gradients of the hidden states are summands, because its head has a part of the weights.
@@ -68,6 +70,7 @@ class PackedModel(nn.Module):
         self.weight_split: WeightSplit | None = None
         self.expert_split: ExpertSplit | None = None
         self.stage: StageLink | None = None
+        self.virtual_stages: VirtualStages | None = None
         self._whole: tuple[Self, ...] = ()  # not a submodule
         self._stages_of: dict[str, list[int]] = {}
 
@@ -83,18 +86,32 @@ class PackedModel(nn.Module):
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has the head, and so the outputs."""
-        return self.stage is None or self.stage.is_last
+        """Whether this rank has the head, and so the outputs; with virtual stages, whether the active one has."""
+        if self.stage is None or not self.stage.is_last:
+            return self.stage is None
+        return self.virtual_stages is None or self.virtual_stages.has_last
 
-    def set_stage(self, link: StageLink, whole: Self, stages_of: dict[str, list[int]]) -> None:
+    @property
+    def active_virtual_stage(self) -> int:
+        """Return the virtual stage that runs, 0 without one."""
+        return 0 if self.virtual_stages is None else self.virtual_stages.active or 0
+
+    def virtual_stage(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which the model's forward pass runs a virtual stage alone; outside, it runs all."""
+        return nullcontext() if self.virtual_stages is None else self.virtual_stages.running(number)
+
+    def set_stage(
+        self, link: StageLink, whole: Self, stages_of: dict[str, list[int]], virtual_stages: VirtualStages | None = None
+    ) -> None:
         """Record the stage that this module now is.
 
         Args:
             link: this rank's stage.
             whole: the model before the cut, on the meta device.
             stages_of: the stages that have each weight of `stored_tensors`.
+            virtual_stages: of this rank, if it has several.
         """
-        self.stage, self._whole, self._stages_of = link, (whole,), stages_of
+        self.stage, self._whole, self._stages_of, self.virtual_stages = link, (whole,), stages_of, virtual_stages
 
     def stages_of(self, name: str) -> list[int]:
         """Return the stages that have a weight of `stored_tensors`; tied weights are on two."""

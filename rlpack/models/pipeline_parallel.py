@@ -12,16 +12,18 @@ gets the mask and rotary frequencies of its place; and the family's own forward 
 | head | is never called |
 
 Hidden states are received and sent in the model's forward pass, and their gradients in the backward pass of autograd.
-A schedule is then only the order in which a rank runs forward and backward passes; in a pass without gradients, stages
-overlap without one. Tied weights are on the first and the last stage, which add their gradients.
+A schedule (`rlpack.models.pipeline_schedule`) is then only the order in which a rank runs forward and backward passes.
+Tied weights are on the first and the last stage, which add their gradients.
 
-Letters: L layers, P stages, M microbatches.
+A rank can have several runs of layers, its virtual stages (`rlpack.models.virtual_stages`): of P ranks, rank r has the
+runs r, r + P, r + 2 P and so on. Placeholders are then those of one virtual stage at a time. Elsewhere, a stage is a
+rank of the pipeline with all its layers: `stages_of` returns ranks.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,32 +33,9 @@ from rlpack.models.packed import PackedModel, language_model
 from rlpack.models.parts import local_part
 from rlpack.models.stage_link import StageLink
 from rlpack.models.stage_wiring import EMBEDDING, LAYERS, NORM, wiring_problem
+from rlpack.models.virtual_stages import VirtualStages
 
 M = TypeVar("M", bound=PackedModel)
-
-
-class Turn(NamedTuple):
-    """A forward or backward pass of a microbatch, counted from 0."""
-
-    direction: Literal["forward", "backward"]
-    microbatch: int
-
-
-def pipeline_turns(microbatches: int, link: StageLink | None) -> Iterator[Turn]:
-    """Yield the passes of an optimizer step in the order of one stage: one forward, one backward (1F1B).
-
-    A stage first runs as many forward passes as there are stages behind it, so it keeps the activations of at most that
-    many microbatches and one. Without stages, each forward pass is followed by its backward pass.
-
-    Source: Narayanan et al. 2019, PipeDream, doi:10.1145/3341301.3359646; flushed at each step as in arXiv:2104.04473.
-    """
-    ahead = 0 if link is None else min(link.num_stages - link.rank - 1, microbatches)
-    for number in range(ahead):
-        yield Turn("forward", number)
-    for number in range(microbatches):
-        if number + ahead < microbatches:
-            yield Turn("forward", number + ahead)
-        yield Turn("backward", number)
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -86,33 +65,46 @@ def cut_model(model: M, link: StageLink, whole: M) -> None:
             f"{type(whole.model).__name__} can't be cut into pipeline stages: {problem}; set *.parallel.pp=1"
         )
     base = language_model(model.model)
-    layers = cast(nn.ModuleList, base.get_submodule(LAYERS))
-    own = stage_layers(len(layers), link.num_stages)[link.rank]
-    for index in range(len(layers)):
-        if index not in own:
-            layers[index] = _PassOn()
+    layers = list(base.get_submodule(LAYERS).children())
+    own = stage_layers(len(layers), link.num_stages * link.num_virtual)[link.rank :: link.num_stages]
     head, embedding = model.model.get_output_embeddings(), cast(nn.Embedding, base.get_submodule(EMBEDDING))
     is_tied = head is not None and head.weight is embedding.weight
-    if not link.is_first:
-        weight = embedding.get_parameter("weight") if is_tied and link.is_last else None
-        base.register_module(EMBEDDING, _Received(model, link, embedding.embedding_dim, weight))
+    weight = embedding.get_parameter("weight") if is_tied and link.is_last else None
+    received, sent = _Received(model, link, embedding.embedding_dim, weight), _Sent(link)
+    virtual_stages = [
+        {
+            EMBEDDING: embedding if link.is_first and number == 0 else received,
+            LAYERS: _only(layers, run),
+            NORM: base.get_submodule(NORM) if link.is_last and number == len(own) - 1 else sent,
+        }
+        for number, run in enumerate(own)
+    ]
+    base.register_module(EMBEDDING, virtual_stages[0][EMBEDDING])
+    base.register_module(LAYERS, _only(layers, [index for run in own for index in run]))
+    base.register_module(NORM, virtual_stages[-1][NORM])
     if not link.is_last:
-        base.register_module(NORM, _Sent(link))
         heads = [(model, name) for name, child in model.named_children() if child is not model.model]
         if not (is_tied and link.is_first):
             heads += [(model.model, name) for name, child in model.model.named_children() if child is head]
         for parent, name in heads:
             parent.register_module(name, _Elsewhere())
-    model.set_stage(link, whole, _stages_of(whole, link.num_stages))
+    runs = VirtualStages(base, virtual_stages) if link.num_virtual > 1 else None
+    model.set_stage(link, whole, _stages_of(whole, link), runs)
 
 
-def _stages_of(whole: PackedModel, num_stages: int) -> dict[str, list[int]]:
+def _only(layers: Sequence[nn.Module], indices: Sequence[int]) -> nn.ModuleList:
+    """Return the layers at these indices, and placeholders at the others."""
+    return nn.ModuleList(layer if index in indices else _PassOn() for index, layer in enumerate(layers))
+
+
+def _stages_of(whole: PackedModel, link: StageLink) -> dict[str, list[int]]:
     """Return the stages that have each weight of `stored_tensors`."""
+    num_stages = link.num_stages
     base = language_model(whole.model)
     modules = [(base.get_submodule(EMBEDDING), 0)]
     layers = list(base.get_submodule(LAYERS).children())
-    for stage, own in enumerate(stage_layers(len(layers), num_stages)):
-        modules += [(layers[index], stage) for index in own]
+    for number, own in enumerate(stage_layers(len(layers), num_stages * link.num_virtual)):
+        modules += [(layers[index], number % num_stages) for index in own]
     stages: dict[int, list[int]] = {}
     for module, stage in modules:
         stages |= {id(tensor): [stage] for tensor in (*module.parameters(), *module.buffers())}
@@ -175,7 +167,8 @@ class _Received(nn.Module):
         rows, length = input_ids.shape
         split = self._model[0].weight_split
         parts = split.num_ranks if split is not None and split.splits_tokens else 1
-        return self._link.receive(rows, length // parts, self._size)
+        runs = self._model[0].virtual_stages
+        return self._link.receive(rows, length // parts, self._size, after=None if runs is None else runs.previous)
 
 
 class _Sent(nn.Module):

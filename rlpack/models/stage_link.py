@@ -3,17 +3,34 @@
 Hidden states go to the next stage in the forward pass, and their gradients come back in the backward pass. Every stage
 has all rows, so it knows the shape of what it receives; microbatches may therefore have any widths. Sends don't wait
 for the receiver, and the two directions have separate process groups: on GPUs, the messages of one group run in order,
-and a pair of stages that both send first would wait for each other.
+and a pair of stages that both send first would wait for each other. With virtual stages, the last rank also sends
+hidden states to the first one, so the ranks form a ring, and a rank sends and receives in separate groups, too.
+`rlpack.models.pipeline_schedule` says why no rank waits forever.
 
 Letters: R rows, L slots of a row, d hidden size, T tokens.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def groups_of_links(num_stages: int, num_virtual: int) -> list[int]:
+    """Return the group of each rank's link to the next one, from 0; with virtual stages also of the last to the first.
+
+    Links that meet at a rank then have separate groups. Without virtual stages one group is enough, because the last
+    rank, which sends to no other, never waits for a receiver.
+
+    >>> groups_of_links(4, 2), groups_of_links(3, 2), groups_of_links(4, 1)
+    ([0, 1, 0, 1], [0, 1, 2], [0, 0, 0])
+    """
+    if num_virtual == 1:
+        return [0] * (num_stages - 1)
+    return [rank % 2 for rank in range(num_stages - 1)] + [1 + num_stages % 2]
 
 
 class StageLink:
@@ -22,24 +39,47 @@ class StageLink:
     Attributes:
         rank: this stage, from 0.
         num_stages: number of stages.
+        num_virtual: virtual stages of each rank.
         dtype: of the hidden states that stages exchange; set once the model's compute dtype is known.
     """
 
-    def __init__(self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        forward: Sequence[dist.ProcessGroup],
+        backward: Sequence[dist.ProcessGroup],
+        device: torch.device | str,
+        num_virtual: int = 1,
+    ) -> None:
         """Take a place.
 
         Args:
-            forward: the ranks of all stages in order, for hidden states.
-            backward: another group of the same ranks, for gradients.
+            forward: groups of the ranks of all stages in order, for hidden states: those of `groups_of_links`.
+            backward: as many other groups of the same ranks, for gradients.
             device: of the hidden states.
+            num_virtual: virtual stages of each rank.
         """
-        self.rank, self.num_stages = dist.get_rank(forward), dist.get_world_size(forward)
+        self.rank, self.num_stages = dist.get_rank(forward[0]), dist.get_world_size(forward[0])
+        self.num_virtual = num_virtual
         self.dtype = torch.float32
         self._device = torch.device(device)
-        self._forward, self._backward = forward, backward
-        self._sent: dict[dist.ProcessGroup, deque[tuple[Any, Tensor]]] = {forward: deque(), backward: deque()}
+        self._forward, self._backward = forward[0], backward[0]
+        links = groups_of_links(self.num_stages, num_virtual)
+        self._links = [(forward[number], backward[number]) for number in links]
+        self._sent: dict[dist.ProcessGroup, deque[tuple[Any, Tensor]]] = {
+            group: deque() for group in (*forward, *backward)
+        }
         # Inputs and outputs of the model's part have a gradient even if none of its weights do.
         self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def previous(self) -> tuple[int, dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the previous rank, and the groups of hidden states and gradients between the two."""
+        return (self.rank - 1) % self.num_stages, *self._links[self.rank - 1]
+
+    @property
+    def next(self) -> tuple[int, dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the next rank, and the groups of hidden states and gradients between the two."""
+        return (self.rank + 1) % self.num_stages, *self._links[self.rank]
 
     @property
     def is_first(self) -> bool:
@@ -51,9 +91,14 @@ class StageLink:
         """Whether this stage has the last norm and the head."""
         return self.rank == self.num_stages - 1
 
-    def receive(self, *shape: int) -> Tensor:
-        """Return the hidden states that the previous stage sends, [R, L, d]; their gradient is sent back."""
-        return _Receive.apply(self._anchor, self, shape)  # pyright: ignore[reportReturnType]
+    def receive(self, *shape: int, after: Tensor | None = None) -> Tensor:
+        """Return the hidden states that the previous stage sends, [R, L, d]; their gradient is sent back.
+
+        Args:
+            *shape: R, L, d.
+            after: what `send` returned before; its gradient is received only once this one's has been sent.
+        """
+        return _Receive.apply(self._anchor if after is None else after, self, shape)  # pyright: ignore[reportReturnType]
 
     def send(self, states: Tensor) -> Tensor:
         """Send hidden states to the next stage, [R, L, d].
@@ -119,15 +164,17 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, link: StageLink, shape: tuple[int, ...]) -> Tensor:
-        ctx.link = link
+        ctx.link, ctx.after = link, None if anchor is link._anchor else anchor.shape
         states = torch.empty(shape, dtype=link.dtype, device=link._device)
-        return link._fetch(states, link.rank - 1, link._forward)
+        rank, group, _ = link.previous
+        return link._fetch(states, rank, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         link: StageLink = ctx.link
-        link._post(gradients[0].contiguous(), link.rank - 1, link._backward)
-        return None, None, None
+        rank, _, group = link.previous
+        link._post(gradients[0].contiguous(), rank, group)
+        return None if ctx.after is None else gradients[0].new_zeros(()).expand(ctx.after), None, None
 
 
 class _Send(torch.autograd.Function):
@@ -136,14 +183,16 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, anchor: Tensor, link: StageLink) -> Tensor:
         ctx.link, ctx.shape = link, states.shape
-        link._post(states.detach().contiguous(), link.rank + 1, link._forward)
+        rank, group, _ = link.next
+        link._post(states.detach().contiguous(), rank, group)
         return states.new_zeros(()).expand(states.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         link: StageLink = ctx.link
         gradient = torch.empty(ctx.shape, dtype=link.dtype, device=link._device)
-        return link._fetch(gradient, link.rank + 1, link._backward), None, None
+        rank, _, group = link.next
+        return link._fetch(gradient, rank, group), None, None
 
 
 class _Share(torch.autograd.Function):

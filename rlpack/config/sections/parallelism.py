@@ -46,6 +46,12 @@ class Parallel(Section):
         description="Pipeline stages, each of which has some whole layers of the model; at most the number of layers. "
         "The number of microbatches of an optimizer step is made a multiple of it.",
     )
+    vpp: Count = Field(
+        default=1,
+        description="With pp above 1, virtual stages of each pipeline rank: runs of layers that it computes in turn "
+        "(interleaved 1F1B), which divides the time in which ranks wait by it and multiplies the messages. The model "
+        "has to have at least pp · vpp layers.",
+    )
     sp: bool = Field(
         default=True,
         description="With tp above 1, whether each of its ranks keeps only its part of the tokens outside attention "
@@ -68,5 +74,8 @@ class RoleParallel(Section):
     cp_method: ContextMethod | None = Field(default=None, description="As actor.parallel.cp_method; null inherits it.")
     tp: Count | None = Field(default=None, description="As actor.parallel.tp; null inherits it.")
     pp: Count | None = Field(default=None, description="As actor.parallel.pp; null inherits it.")
+    vpp: Count | None = Field(
+        default=None, description="As actor.parallel.vpp; null inherits it, or is 1 if the role has pp=1."
+    )
     sp: bool | None = Field(default=None, description="As actor.parallel.sp; null inherits it.")
     ep: Count | None = Field(default=None, description="As actor.parallel.ep; null inherits it.")

@@ -54,6 +54,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "gather2tp2sp": (4, {"cp": 2, "cp_method": "all_gather", "tp": 2}),
     "gather2ep2": (2, {"cp": 2, "cp_method": "all_gather", "ep": 2}),
     "pp2gather2": (4, {"pp": 2, "cp": 2, "cp_method": "all_gather"}),
+    "pp2vpp2": (2, {"pp": 2, "vpp": 2}),
+    "pp2vpp2dp2": (4, {"pp": 2, "vpp": 2}),
+    "pp2vpp2tp2": (4, {"pp": 2, "vpp": 2, "tp": 2}),
 }
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -112,7 +115,8 @@ def families_of(layout: str) -> list[str]:
     if "ep" in sizes:
         return list(WITH_EXPERTS)
     families = [name for name in FAMILIES if name != "mixtral"]
-    return [f"{name}_deep" for name in families] if sizes.get("pp", 1) > MODEL["num_hidden_layers"] else families
+    num_stages = sizes.get("pp", 1) * sizes.get("vpp", 1)
+    return [f"{name}_deep" for name in families] if num_stages > MODEL["num_hidden_layers"] else families
 
 
 def cases_of(layout: str) -> list[Case]:

@@ -138,7 +138,7 @@ def test_weights_move_between_pipelines_and_folders(tmp_path: Path, layout: str)
 
 
 def pipeline() -> StageLink:
-    return StageLink(torch.distributed.new_group(), torch.distributed.new_group(), "cpu")
+    return StageLink([torch.distributed.new_group()], [torch.distributed.new_group()], "cpu")
 
 
 def loading_memory(mesh: DeviceMesh, rank: int, folder: str) -> tuple[int, int]:

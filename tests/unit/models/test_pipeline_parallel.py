@@ -1,4 +1,4 @@
-"""Schedules, layers of stages, and which models can be cut."""
+"""Layers of stages, and which models can be cut."""
 
 import copy
 from types import SimpleNamespace
@@ -12,55 +12,11 @@ from benchmarks.family_configs import tiny_config as family_config
 from rlpack.models import attention
 from rlpack.models.inputs import pack_rows
 from rlpack.models.loading import build_from_config
-from rlpack.models.pipeline_parallel import Turn, cut_model, meta_copy, pipeline_turns, stage_layers
+from rlpack.models.pipeline_parallel import cut_model, meta_copy, stage_layers
 from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
 from rlpack.models.stage_wiring import wiring_problem
 from tests.unit.models.tiny import tiny_model
-
-
-def turns(microbatches: int, rank: int, num_stages: int) -> list[Turn]:
-    link = cast(StageLink, SimpleNamespace(rank=rank, num_stages=num_stages))
-    return list(pipeline_turns(microbatches, link))
-
-
-def most_in_flight(schedule: list[Turn]) -> int:
-    """Return the largest number of forward passes without their backward pass."""
-    open_passes, most = 0, 0
-    for turn in schedule:
-        open_passes += 1 if turn.direction == "forward" else -1
-        most = max(most, open_passes)
-    return most
-
-
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("microbatches", [0, 1, 2, 3, 4, 7, 8])
-def test_schedules_of_all_stages_end_together(num_stages: int, microbatches: int):
-    schedules = [turns(microbatches, rank, num_stages) for rank in range(num_stages)]
-    for rank, schedule in enumerate(schedules):
-        for direction in ("forward", "backward"):
-            assert [turn.microbatch for turn in schedule if turn.direction == direction] == list(range(microbatches))
-        assert most_in_flight(schedule) == min(num_stages - rank, microbatches)
-    # Run the schedules: a forward pass waits for the previous stage's, a backward pass for the next stage's.
-    places, done = [0] * num_stages, set()
-    while any(place < len(schedule) for place, schedule in zip(places, schedules, strict=True)):
-        moved = False
-        for rank, schedule in enumerate(schedules):
-            if places[rank] == len(schedule):
-                continue
-            direction, number = schedule[places[rank]]
-            neighbor = rank - 1 if direction == "forward" else rank + 1
-            if neighbor in {-1, num_stages} or (neighbor, direction, number) in done:
-                done.add((rank, direction, number))
-                places[rank] += 1
-                moved = True
-        assert moved, "every stage waits for another"
-
-
-def test_without_stages_each_forward_pass_is_followed_by_its_backward_pass():
-    expected = [Turn("forward", 0), Turn("backward", 0), Turn("forward", 1), Turn("backward", 1)]
-    assert list(pipeline_turns(2, None)) == expected
-    assert turns(3, 0, 2)[:4] == [Turn("forward", 0), Turn("forward", 1), Turn("backward", 0), Turn("forward", 2)]
 
 
 def test_every_layer_is_on_one_stage():
@@ -91,11 +47,11 @@ PLAIN = (
 class InProcess:
     """The link of a stage to others in the same process, which run one after the other."""
 
-    def __init__(self, rank: int, num_stages: int, sent: list[torch.Tensor]) -> None:
-        self.rank, self.num_stages, self._sent = rank, num_stages, sent
+    def __init__(self, rank: int, num_stages: int, sent: list[torch.Tensor], num_virtual: int = 1) -> None:
+        self.rank, self.num_stages, self.num_virtual, self._sent = rank, num_stages, num_virtual, sent
         self.is_first, self.is_last = rank == 0, rank == num_stages - 1
 
-    def receive(self, *shape: int) -> torch.Tensor:
+    def receive(self, *shape: int, after: torch.Tensor | None) -> torch.Tensor:
         states = self._sent.pop()
         assert states.shape == shape
         return states
@@ -123,6 +79,34 @@ def test_stages_have_the_outputs_of_the_whole_model(kind: str):
     assert torch.equal(logprobs, whole(rows).logprobs)
     assert found == names
     assert num_stages > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3", "qwen3_moe"])
+def test_virtual_stages_have_the_outputs_of_the_whole_model(kind: str):
+    torch.manual_seed(0)
+    config = family_config(kind)
+    config.num_hidden_layers = 7
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [config.layer_types[index % len(config.layer_types)] for index in range(7)]
+    whole = Policy(build_from_config(config, attention.NAME, kind)).eval()
+    rows = pack_rows([torch.arange(length) % 30 for length in (23, 5, 40)])
+    sent: list[torch.Tensor] = []
+    ranks = [copy.deepcopy(whole) for _ in range(2)]
+    for rank, stage in enumerate(ranks):
+        cut_model(stage, cast(StageLink, InProcess(rank, 2, sent, num_virtual=3)), meta_copy(whole))
+    for number in range(3):
+        for stage in ranks:
+            with stage.virtual_stage(number):
+                logprobs = stage(rows).logprobs
+                assert stage.has_outputs == (number == 2 and stage is ranks[1])
+    assert torch.equal(logprobs, whole(rows).logprobs)
+    own = [{name for name, _ in stage.stored_tensors()} for stage in ranks]
+    layers = [{name.split("layers.")[1].split(".")[0] for name in names if "layers." in name} for names in own]
+    assert layers == [{"0", "1", "3", "5"}, {"2", "4", "6"}]  # stages of 2, 1, 1, 1, 1, 1 layers
+    for rank, stage in enumerate(ranks):
+        assert own[rank] == {name for name, _ in whole.stored_tensors() if rank in stage.stages_of(name)}
+        assert stage.has_outputs == (rank == 1)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
