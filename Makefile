@@ -102,7 +102,7 @@ test-long: $(INSTALLED)
 	RLPACK_SIMULATED_STEPS=2500 $(PYTEST) tests/unit/recipes/driver/test_in_flight_run.py -k engines_die
 
 test-layouts: $(INSTALLED)
-	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts
+	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts tests/distributed/models/test_pipeline.py
 
 test-recipes: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recipes

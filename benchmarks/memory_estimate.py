@@ -50,6 +50,7 @@ class Setting:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    vpp: int = 1
     checkpointing: str = "none"
     precision: str = "fp32"
     lora: int = 0
@@ -73,6 +74,7 @@ SETTINGS = {
     "tp2": Setting(2, tp=2),
     "cp2": Setting(2, cp=2),
     "pp2": Setting(2, pp=2, microbatches=4),
+    "pp2, vpp2": Setting(2, pp=2, vpp=2, microbatches=4),
 }
 
 
@@ -102,7 +104,7 @@ def config_of(setting: Setting, size: Size) -> Config:
         "gradient_checkpointing": setting.checkpointing,
         "offload": setting.offload,
         "lora": Lora(rank=setting.lora),
-        "parallel": Parallel(tp=setting.tp, cp=setting.cp, pp=setting.pp),
+        "parallel": Parallel(tp=setting.tp, cp=setting.cp, pp=setting.pp, vpp=setting.vpp),
         "isolation_check": False,
     }
     return Config(model=Model(config=shape), actor=Actor(**actor), placement=Placement(pools={"main": pool}))

@@ -22,6 +22,7 @@ from rlpack.distributed.errors import in_units
 from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import expert_modules
 from rlpack.models.flops import sequence_cost
+from rlpack.models.text_settings import settings_of
 from rlpack.packing import Cost, PackingError
 from rlpack.packing.analysis.simulation import MEMORY_MARGIN, Device, forecast
 from rlpack.recipes.dry_run.batch_plan import RolePlan, TypicalBatch, role_plan
@@ -37,7 +38,9 @@ _BUDGETS = (4.0, 2.0, 1.0, 0.5, 0.25)
 # Suggestions printed, estimates of memory made to find them, and the CPU time after which no other estimate is made.
 _MOST, _TRIES, _SECONDS = 3, 80, 45.0
 # Sizes of a layout that are searched; dp_shard is what they leave.
-_SIZES = ("dp_replicate", "cp", "tp", "pp", "ep")
+_SIZES = ("dp_replicate", "cp", "tp", "pp", "ep", "vpp")
+# Virtual stages that are tried with pp above 1.
+_VIRTUAL = (2, 4)
 # FLOPs with full recomputation, relative to those without: forward runs twice.
 _RECOMPUTED = 4.0 / 3.0
 # Defaults of the sustained speed of a device, in TFLOPS.
@@ -63,32 +66,31 @@ class Candidate:
     @property
     def layout(self) -> tuple[int, ...]:
         """Return the sizes of the layout."""
-        return tuple(self.values[f"actor.parallel.{name}"] for name in _SIZES)
+        return tuple(self.values.get(f"actor.parallel.{name}", 1) for name in _SIZES)
 
     @property
     def order(self) -> tuple[Any, ...]:
         """Return what candidates are ordered by: time, then what they exchange and copy."""
-        replicas, cp, tp, pp, ep = self.layout
+        replicas, cp, tp, pp, ep, vpp = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
-        return round(self.seconds, 3), _OFFLOADS.index(offload), tp, ep, cp, pp, _KINDS.index(kind), -replicas
+        return round(self.seconds, 3), _OFFLOADS.index(offload), tp, ep, cp, pp, vpp, _KINDS.index(kind), -replicas
 
     @property
     def family(self) -> tuple[int, ...]:
         """Return the settings that change the memory in several ways; candidates are compared within a family."""
-        _, _, tp, pp, ep = self.layout
-        return tp, pp, ep, _KINDS.index(self.values["actor.gradient_checkpointing"])
+        return *self.layout[2:], _KINDS.index(self.values["actor.gradient_checkpointing"])
 
     @property
     def thrift(self) -> tuple[float, ...]:
-        """Return numbers, each of which lowers the memory as it grows, with equal pp and ep."""
-        replicas, cp, tp, _, _ = self.layout
+        """Return numbers, each of which lowers the memory as it grows, with equal pp, ep and vpp."""
+        replicas, cp, tp, *_ = self.layout
         offload, kind = self.values.get("actor.offload", "none"), self.values["actor.gradient_checkpointing"]
         slots = self.plan.microbatch.slots / cp
         return tp, _KINDS.index(kind), _OFFLOADS.index(offload), -replicas, -slots, -int(self.plan.several)
 
     def takes_more(self, other: "Candidate") -> bool:
         """Return whether this takes at least the memory of another."""
-        if self.layout[-2:] != other.layout[-2:]:
+        if self.layout[-3:] != other.layout[-3:]:
             return False
         return all(mine <= its for mine, its in zip(self.thrift, other.thrift, strict=True))
 
@@ -152,8 +154,8 @@ def candidates(config: Config, estimator: Estimator, tflops: float, overhead_ms:
             shared = values["actor.parallel.cp"] * values["actor.parallel.tp"] * pp
             more = _RECOMPUTED if values["actor.gradient_checkpointing"] == "full" else 1.0
             device = Device(flops_per_s=tflops * 1e12 * shared / more, overhead_s=overhead_ms / 1e3)
-            # Stages wait for pp - 1 microbatches while the pipeline fills and drains.
-            idle = (plan.per_step + pp - 1) / plan.per_step
+            # While the pipeline fills and drains, ranks wait for pp - 1 microbatches to pass a virtual stage.
+            idle = 1 + (pp - 1) / values.get("actor.parallel.vpp", 1) / plan.per_step
             yield Candidate(changed, values, plan, idle * forecast(plan.plan, cost, device).step_s)
 
 
@@ -180,25 +182,35 @@ class _Plans:
 def _layouts(config: Config, estimator: Estimator) -> Iterator[dict[str, Any]]:
     """Yield the values of the layouts that divide ranks and model.
 
-    Ulysses moves less than gathered keys and values do, so those are tried only where it can't run.
+    Ulysses moves less than gathered keys and values do, so those are tried only where it can't run. Virtual stages are
+    tried where each gets as many layers, because all ranks would wait for a larger one.
     """
     ranks = config.placement.pools[pool_of(config, "actor")].ranks
     divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
     experts = divisors if any(True for _ in expert_modules(estimator.model)) else [1]
+    num_layers = settings_of(estimator.model.config).get("num_hidden_layers") or 1
     for replicas, cp, tp, pp, ep in product(divisors, divisors, divisors, divisors, experts):
         shared = replicas * cp * tp * pp
         if tp > MAX_TP or ranks % shared or ranks // (replicas * tp * pp) % ep:
             continue
-        sizes = dict(zip(_SIZES, (replicas, cp, tp, pp, ep), strict=True)) | {"dp_shard": -1}
+        sizes = dict(zip(_SIZES[:-1], (replicas, cp, tp, pp, ep), strict=True)) | {"dp_shard": -1}
         values = {f"actor.parallel.{name}": size for name, size in sizes.items()}
-        for method in get_args(ContextMethod) if cp > 1 else (None,):
-            chosen = values if method is None else values | {"actor.parallel.cp_method": method}
-            changed = config
-            for key, value in chosen.items():
-                changed = with_value(changed, key, value)
-            if estimator.problem(changed) is None:
-                yield chosen
-                break
+        yield from _with_context_method(config, estimator, values)
+        for vpp in _VIRTUAL if pp > 1 else ():
+            if num_layers % (pp * vpp) == 0:
+                yield from _with_context_method(config, estimator, values | {"actor.parallel.vpp": vpp})
+
+
+def _with_context_method(config: Config, estimator: Estimator, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the values of a layout with the first method of context parallelism that can run, if any."""
+    for method in get_args(ContextMethod) if values["actor.parallel.cp"] > 1 else (None,):
+        chosen = values if method is None else values | {"actor.parallel.cp_method": method}
+        changed = config
+        for key, value in chosen.items():
+            changed = with_value(changed, key, value)
+        if estimator.problem(changed) is None:
+            yield chosen
+            return
 
 
 def _variants(config: Config, layout: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The table of cases: layouts × model families × batching modes × roles. A new layout is a new row of `LAYOUTS`.
 
-`make test` runs a part in which each layout meets every family, mode and role; `make test-layouts` runs the product.
+`make test` runs a part in which each layout meets every family, mode and role; `make test-layouts` runs the product,
+and further layouts.
 """
 
 import itertools
@@ -55,9 +56,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "gather2ep2": (2, {"cp": 2, "cp_method": "all_gather", "ep": 2}),
     "pp2gather2": (4, {"pp": 2, "cp": 2, "cp_method": "all_gather"}),
     "pp2vpp2": (2, {"pp": 2, "vpp": 2}),
+}
+# Those that only `make test-layouts` runs.
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2vpp2dp2": (4, {"pp": 2, "vpp": 2}),
     "pp2vpp2tp2": (4, {"pp": 2, "vpp": 2, "tp": 2}),
+    "pp2vpp2cp2": (4, {"pp": 2, "vpp": 2, "cp": 2}),
+    "pp2vpp2ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),
+    "pp3vpp2": (3, {"pp": 3, "vpp": 2}),
 }
+RUNS_ALL = os.environ.get("RLPACK_LAYOUTS") == "all"
+if RUNS_ALL:
+    LAYOUTS |= MORE_LAYOUTS
 # Soft caps and windows so small, and weights so large, that a slip shows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
@@ -73,10 +83,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # Layouts that divide experts run these families; the others run all but Mixtral.
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
-# Families with more layers, unevenly divided among four stages, and of different kinds.
+# Families with more layers, unevenly divided among four or six stages, and of different kinds.
 _KINDS = ["sliding_attention", "full_attention"]
 DEEP = {f"{name}_deep": family | {"num_hidden_layers": 5} for name, family in FAMILIES.items()}
 DEEP["gemma3_deep"] |= {"layer_types": [*_KINDS, *_KINDS, "sliding_attention"]}
+DEEP |= {f"{name[:-5]}_deeper": family | {"num_hidden_layers": 7} for name, family in DEEP.items()}
+DEEP["gemma3_deeper"] |= {"layer_types": [*_KINDS, *_KINDS, *_KINDS, "sliding_attention"]}
 # A loss over whole sequences, one over tokens with statistics of the step, and the default one.
 LOSSES: dict[str, dict[str, Any]] = {
     "llama": {"loss": "gspo", "clip_low": 0.03, "clip_high": 0.03},
@@ -112,11 +124,11 @@ class Case:
 def families_of(layout: str) -> list[str]:
     """Return the families whose models have what a layout divides: experts, or enough layers."""
     sizes = LAYOUTS[layout][1]
-    if "ep" in sizes:
-        return list(WITH_EXPERTS)
-    families = [name for name in FAMILIES if name != "mixtral"]
+    families = list(WITH_EXPERTS) if "ep" in sizes else [name for name in FAMILIES if name != "mixtral"]
     num_stages = sizes.get("pp", 1) * sizes.get("vpp", 1)
-    return [f"{name}_deep" for name in families] if num_stages > MODEL["num_hidden_layers"] else families
+    if num_stages <= MODEL["num_hidden_layers"]:
+        return families
+    return [f"{name}_{'deep' if num_stages <= 5 else 'deeper'}" for name in families]
 
 
 def cases_of(layout: str) -> list[Case]:
@@ -125,7 +137,7 @@ def cases_of(layout: str) -> list[Case]:
     if LAYOUTS[layout][1].get("cp_method") == "all_gather":
         modes.remove("shared")
     product = [Case(*names) for names in itertools.product(families, modes, ROLES)]
-    if os.environ.get("RLPACK_LAYOUTS") == "all":
+    if RUNS_ALL:
         return product
     turn = list(LAYOUTS).index(layout)
     return [
@@ -167,7 +179,7 @@ def layout_of(layout: str, role: str = "actor") -> ParallelLayout:
 
 def algorithm(family: str) -> Algorithm:
     """Return the algorithm of a family's actor, with a KL term and an entropy bonus."""
-    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05, **LOSSES.get(family.removesuffix("_deep"), {}))
+    return tiny_algorithm(aggregation="token_mean", entropy_coef=0.05, **LOSSES.get(family.partition("_deep")[0], {}))
 
 
 def batch_of(family: str) -> Any:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from tests.builders import MODEL, tiny_tokenizer
 from tests.distributed.layouts import ranks
-from tests.distributed.layouts.cases import DEEP, FAMILIES, LAYOUTS, cases_of
+from tests.distributed.layouts.cases import DEEP, FAMILIES, LAYOUTS, RUNS_ALL, cases_of
 from tests.distributed.layouts.truth import batch_with_values, expected
 from tests.distributed.processes import on_ranks
 
@@ -58,6 +58,7 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
         ("tp2sp", "gemma3"),
         ("ep2", "qwen3_moe"),
         ("pp2", "gemma3"),
+        ("pp2vpp2", "gemma3_deep"),
     ],
 )
 def test_a_model_that_ranks_share_passes_the_checks_of_a_start(
@@ -83,6 +84,14 @@ def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
             "qwen3_moe",
             ("ep2", "dp2", "tp2", "ep4", "one", "dp2ep2", "pp2ep2", "ep2tp2", "replicas2ep2", "cp2ep2", "ep2"),
         ),
+        ("llama_deep", ("pp2vpp2", "dp2", "pp2vpp2")),
+        *[
+            (
+                "qwen3_moe_deep",
+                ("pp2vpp2", "pp4", "pp2vpp2dp2", "one", "pp2vpp2tp2", "tp2", "pp2vpp2ep2", "pp2", "pp2vpp2"),
+            )
+        ]
+        * RUNS_ALL,
     ],
 )
 def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(
@@ -103,6 +112,8 @@ def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(
     [
         *(("hsdp2x2", "llama"), ("dp2cp2", "llama"), ("dp2tp2", "llama"), ("pp2dp2", "llama")),
         *(("dp2ep2", "mixtral"), ("ep2tp2", "qwen3_moe"), ("pp2ep2", "qwen3_moe")),
+        ("pp2vpp2", "llama_deep"),
+        *[("pp2vpp2dp2", "gemma3_deep"), ("pp2vpp2tp2", "qwen3_moe_deep"), ("pp3vpp2", "llama_deeper")] * RUNS_ALL,
     ],
 )
 def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(

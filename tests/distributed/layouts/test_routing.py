@@ -8,7 +8,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from tests.distributed.layouts import routing_ranks
-from tests.distributed.layouts.cases import LAYOUTS, batch_of
+from tests.distributed.layouts.cases import LAYOUTS, RUNS_ALL, batch_of
 from tests.distributed.processes import on_ranks
 
 # Layouts, families and ways to recompute activations.
@@ -25,6 +25,7 @@ CASES = [
     ("ep2tp2", "qwen3_moe", "none"),
     ("pp2", "qwen3_moe", "full"),
     ("pp2cp2", "mixtral", "selective"),
+    *[("pp2vpp2", "qwen3_moe_deep", "full"), ("pp2vpp2cp2", "mixtral_deep", "selective")] * RUNS_ALL,
 ]
 
 

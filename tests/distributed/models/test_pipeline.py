@@ -28,7 +28,7 @@ from rlpack.workers.loss import ValueLoss
 from tests.builders import exported_weights, tiny_tokenizer
 from tests.distributed.actors import policy_loss
 from tests.distributed.layouts import ranks
-from tests.distributed.layouts.cases import LAYOUTS, config_of, in_mode, layout_of
+from tests.distributed.layouts.cases import LAYOUTS, RUNS_ALL, config_of, in_mode, layout_of
 from tests.distributed.layouts.truth import batch_with_values
 from tests.distributed.models.test_weight_stream import MIB, large_policy, peak_bytes, resident_bytes
 from tests.distributed.processes import on_ranks
@@ -51,25 +51,29 @@ RUNS: dict[str, dict[str, Any]] = {
 CHECKED = ("first stage frozen", "adapters")
 
 
-def actor_of(context: RankContext, layout: str, name: str, *, checked: bool = False) -> tuple[ActorWorker, Config]:
-    config = in_mode(config_of("llama", layout=layout), "packed")
+def actor_of(
+    context: RankContext, layout: str, family: str, name: str, *, checked: bool = False
+) -> tuple[ActorWorker, Config]:
+    config = in_mode(config_of(family, layout=layout), "packed")
     actor = config.actor.model_copy(update=RUNS[name] | {"isolation_check": checked})
     config = config.model_copy(update={"actor": actor})
     return ActorWorker.from_settings(context, config, tiny_tokenizer()), config
 
 
-def trained(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> dict[str, Any]:
+def trained(
+    mesh: DeviceMesh, rank: int, layout: str, family: str, batch: BatchedDataDict, folder: Path
+) -> dict[str, Any]:
     """Take two steps, save, load, and take another; return metrics, canary, and the weights that this rank exports."""
     context, found = RankContext("main", rank, layout_of(layout)), {}
     for number, name in enumerate(RUNS):
-        actor, config = actor_of(context, layout, name, checked=name in CHECKED)
+        actor, config = actor_of(context, layout, family, name, checked=name in CHECKED)
         metrics = [ranks._step(actor.train_step, context, config, batch, policy_loss(config)) for _ in range(2)]
         if name == "offloaded":
             actor.start_save(f"{folder}-{number}", 30.0)
             actor.finish_save(30.0)
         else:
             actor.save(f"{folder}-{number}")
-        again, _ = actor_of(context, layout, name)
+        again, _ = actor_of(context, layout, family, name)
         again.load(f"{folder}-{number}")
         metrics.append(ranks._step(again.train_step, context, config, batch, policy_loss(config)))
         weights = {key: weight.numpy().copy() for key, weight in exported_weights(again).items()}
@@ -82,10 +86,11 @@ def trained(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, fo
     return found
 
 
-def test_a_pipeline_trains_like_one_rank(tmp_path: Path):
-    batch = batch_with_values("llama")
-    (truths,) = on_ranks(tmp_path, 1, trained, "one", batch, tmp_path / "one")
-    stages = on_ranks(tmp_path, 2, trained, "pp2", batch, tmp_path / "pp2")
+@pytest.mark.parametrize(("layout", "family"), [("pp2", "llama"), *[("pp2vpp2", "llama_deep")] * RUNS_ALL])
+def test_a_pipeline_trains_like_one_rank(layout: str, family: str, tmp_path: Path):
+    batch = batch_with_values(family)
+    (truths,) = on_ranks(tmp_path, 1, trained, "one", family, batch, tmp_path / "one")
+    stages = on_ranks(tmp_path, 2, trained, layout, family, batch, tmp_path / layout)
     for name, (metrics, canary, expected) in truths.items():
         found = [stage[name] for stage in stages]
         for step, truth in zip(found[0][0], metrics, strict=True):

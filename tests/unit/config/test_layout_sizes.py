@@ -111,6 +111,13 @@ def test_roles_without_a_model_have_data_ranks_only():
         (4, {"pp": 3}, "actor.parallel.pp (3) doesn't divide the 4 rank(s)"),
         (4, {"pp": 3}, "set actor.parallel.pp=2, or placement.pools.main.ranks=6"),
         (4, {"pp": 4, "tp": 2}, "actor.parallel.tp (2) × actor.parallel.pp (4) is 8, which doesn't divide"),
+        (
+            4,
+            {"vpp": 2},
+            "actor.parallel.vpp is 2, but the actor has no pipeline stages (actor.parallel.pp=1); set "
+            "actor.parallel.vpp=1, or actor.parallel.pp to 2 or more",
+        ),
+        (4, {"pp": 2, "vpp": 0}, "actor.parallel.vpp is 0; it has to be at least 1"),
         (4, {"dp_shard": 0}, "actor.parallel.dp_shard is 0; set the number of ranks that share the weights, or -1"),
         (4, {"dp_shard": -2}, "actor.parallel.dp_shard is -2; it has to be at least -1"),
         (4, {"dp_replicate": 0}, "actor.parallel.dp_replicate is 0; it has to be at least 1"),
@@ -207,3 +214,13 @@ def test_experts_are_divided_among_the_ranks_of_a_stage():
     found = problems(4, actor={"parallel": {"pp": 2, "ep": 4}})
     assert "actor.parallel.ep (4) doesn't divide the 2 rank(s) of dp_shard · cp" in found
     assert found.endswith("set actor.parallel.ep=2")
+
+
+def test_roles_inherit_virtual_stages_unless_they_have_no_stages():
+    actor = {"parallel": {"pp": 2, "vpp": 3}}
+    config = config_of(4, actor=actor, critic={"parallel": {"pp": 1}}, reference={"parallel": {"vpp": 2}})
+    shares = {role: role_parallel(config, role) for role in ("actor", "critic", "reference", "reward_model")}
+    sizes = {role: (parallel.pp, parallel.vpp) for role, parallel in shares.items()}
+    assert sizes == {"actor": (2, 3), "critic": (1, 1), "reference": (2, 2), "reward_model": (2, 3)}
+    found = problems(4, actor=actor, algorithm={"kl_coef": 0.1}, reference={"parallel": {"pp": 1, "vpp": 2}})
+    assert "reference.parallel.vpp is 2, but the reference has no pipeline stages (reference.parallel.pp=1)" in found

@@ -13,7 +13,7 @@ from rlpack.packing import Batching
 from rlpack.recipes.dry_run import suggest_layouts
 from rlpack.recipes.dry_run.estimate_run import Estimator, open_estimator
 from rlpack.recipes.dry_run.suggest_layouts import candidates, main
-from tests.builders import tiny_config
+from tests.builders import MODEL, tiny_config
 
 DATA = Data(generator={"train_size": 32, "validation_size": 4}, completion_column="demonstration", max_prompt_tokens=64)
 
@@ -32,10 +32,11 @@ def test_layouts_divide_ranks_and_model_and_budgets_hold_the_longest_row():
     given = config()
     estimator = open_estimator(given, 80)
     found = list(candidates(given, estimator, tflops=100.0, overhead_ms=1.0))
-    # Replicas, cp, tp, pp: products that divide 4 ranks. Two key and value heads, two layers: no tp or pp of 4.
+    # Replicas, cp, tp, pp: products that divide 4 ranks. Two key and value heads, two layers: no tp or pp of 4, and no
+    # virtual stages.
     layouts = {each.layout for each in found}
     sizes = (1, 2, 4)
-    expected = {(*each, 1) for each in product(sizes, sizes, (1, 2), (1, 2)) if 4 % prod(each) == 0}
+    expected = {(*each, 1, 1) for each in product(sizes, sizes, (1, 2), (1, 2)) if 4 % prod(each) == 0}
     assert layouts == expected
     assert {each.values.get("actor.parallel.cp_method") for each in found} == {None, "ulysses"}
     longest = estimator.batch(given).longest
@@ -43,7 +44,7 @@ def test_layouts_divide_ranks_and_model_and_budgets_hold_the_longest_row():
     assert min(budgets) >= longest / 4
     assert max(budgets) <= 2048
     seconds = {
-        each.values["actor.gradient_checkpointing"]: each.seconds for each in found if each.layout == (1, 1, 1, 1, 1)
+        each.values["actor.gradient_checkpointing"]: each.seconds for each in found if each.layout == (1, 1, 1, 1, 1, 1)
     }
     assert seconds["full"] > seconds["none"] == seconds["selective"]
 
@@ -86,7 +87,7 @@ def test_experts_are_divided_and_heads_that_cp_does_not_divide_use_gathered_keys
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     given = config(model=Model(config={"model_type": "qwen3_moe"} | sizes | experts))
     found = list(candidates(given, open_estimator(given, 80), tflops=100.0, overhead_ms=1.0))
-    assert {each.layout[-1] for each in found} == {1, 2, 4}
+    assert {each.layout[4] for each in found} == {1, 2, 4}
     assert all(4 // each.layout[0] // each.layout[2] // each.layout[3] % each.layout[4] == 0 for each in found)
     assert {each.values["actor.parallel.cp_method"] for each in found if each.layout[1] > 1} == {"all_gather"}
 
@@ -98,9 +99,23 @@ def test_stages_wait_while_the_pipeline_fills_and_drains():
         if each.values["actor.gradient_checkpointing"] == "none":
             found.setdefault((each.layout, each.values["batching.max_tokens"]), each)
     # Four ranks with the same rows: as two stages of two ranks each, or without stages.
-    staged, whole = found[(1, 2, 1, 2, 1), 128], found[(1, 4, 1, 1, 1), 128]
+    staged, whole = found[(1, 2, 1, 2, 1, 1), 128], found[(1, 4, 1, 1, 1, 1), 128]
     assert staged.plan.per_step % 2 == 0
     assert staged.seconds / whole.seconds == pytest.approx(1 + 1 / staged.plan.per_step, rel=1e-4)
+
+
+def test_virtual_stages_wait_less_where_each_gets_as_many_layers():
+    deep = Model(config=MODEL | {"num_hidden_layers": 12})
+    given = config(batching=Batching(max_tokens=128), model=deep)
+    found = {}
+    for each in candidates(given, open_estimator(given, 80), tflops=1e-6, overhead_ms=1e-9):
+        if each.values["actor.gradient_checkpointing"] == "none" and each.values["batching.max_tokens"] == 128:
+            found[each.layout] = each
+    virtual = {pp: {layout[5] for layout in found if layout[3] == pp} for pp in (1, 2, 4)}
+    assert virtual == {1: {1}, 2: {1, 2}, 4: {1}}  # 12 layers: 2 · 2 stages of 3, but 2 · 4 and 4 · 2 don't divide them
+    whole, staged = found[1, 4, 1, 1, 1, 1], found[1, 2, 1, 2, 1, 2]
+    assert staged.values["actor.parallel.vpp"] == 2
+    assert staged.seconds / whole.seconds == pytest.approx(1 + 1 / 2 / staged.plan.per_step, rel=1e-4)
 
 
 def test_the_search_ends_at_its_deadline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

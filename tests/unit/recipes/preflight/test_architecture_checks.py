@@ -126,6 +126,13 @@ MOE = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_local_ex
             r"3 layers, fewer than the 4 stages of actor\.parallel\.pp; set .*pp=2",
         ),
         ({"num_hidden_layers": 3}, 8, {"pp": 4, "cp": 2}, r"fewer than the 4 stages of .*; set .*pp=2"),
+        (
+            {"num_hidden_layers": 5},
+            8,
+            {"pp": 2, "vpp": 3},
+            r"5 layers, fewer than the 6 stages of .*\.pp \(2\) × actor\.parallel\.vpp \(3\); set .*\.vpp=2",
+        ),
+        ({"num_hidden_layers": 3}, 8, {"pp": 4, "vpp": 2}, r"fewer than the 8 stages of .*; set .*vpp=1 .*pp=2"),
         (GPTJ, 2, {"pp": 2}, r"can't be run packed"),
         ({"model_type": "granite"}, 2, {"pp": 2}, r"layer 0 doesn't get what the embedding returns; set .*pp=1"),
         ({"model_type": "olmo2"}, 2, {"tp": 2}, r"tensor parallelism supports the model types gemma, .*; set .*\.tp=1"),
