@@ -15,9 +15,10 @@ from rlpack.config.schema import Config, Model
 from rlpack.config.sections.optimization import Lora, Optimizer
 from rlpack.models.errors import ModelError
 from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.inputs import pack_rows
 from rlpack.models.open_model import open_causal_lm
 from rlpack.models.packed import PackedModel
-from rlpack.models.pipeline_parallel import cut_model, meta_copy
+from rlpack.models.pipeline_parallel import add_tied_gradients, cut_model, meta_copy
 from rlpack.models.policy import Policy
 from rlpack.models.stage_link import StageLink
 from rlpack.models.weight_stream import WeightStream, load_folder
@@ -100,6 +101,26 @@ def test_a_pipeline_trains_like_one_rank(layout: str, family: str, tmp_path: Pat
         assert len(weights) == len(found[0][2]) + len(found[1][2])
         assert weights.keys() == expected.keys()
         assert all(np.abs(weights[key] - value).max() < 1e-4 for key, value in expected.items()), name
+
+
+def whole_pass(mesh: DeviceMesh, rank: int, layout: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return outputs and gradients of a pass that no schedule divides, as the checks of a start make."""
+    config = in_mode(config_of("llama_deep", layout=layout), "packed")
+    actor = ActorWorker.from_settings(RankContext("main", rank, layout_of(layout)), config, tiny_tokenizer())
+    policy = actor._scorer.policy
+    outputs = policy.probe(pack_rows([torch.arange(1, length) for length in (9, 4, 12)]))
+    (outputs * torch.linspace(-1, 1, len(outputs))).sum().backward()
+    add_tied_gradients(policy)
+    return outputs.detach().numpy(), ranks._gradients(policy, "model.")
+
+
+def test_a_pass_outside_of_a_schedule_runs_all_virtual_stages(tmp_path: Path):
+    ((outputs, gradients),) = on_ranks(tmp_path, 1, whole_pass, "one")
+    for found, parts in on_ranks(tmp_path, 2, whole_pass, "pp2vpp2"):
+        assert np.abs(found - outputs).max() < 1e-5
+        assert parts.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert np.linalg.norm(parts[name] - gradient) <= 1e-4 * np.linalg.norm(gradient), name
 
 
 def moved(mesh: DeviceMesh, rank: int, layout: str, batch: BatchedDataDict, folder: Path) -> Any:
