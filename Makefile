@@ -19,7 +19,7 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train train-vllm test test-vllm vllm test-long test-recipes lint types unit test-layouts bench peers install clean help
+.PHONY: train train-vllm test test-vllm vllm test-long test-recipes lint types unit test-layouts bench bench-gpu peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
+	@echo "make bench-gpu [ARGS='--only update']    measure on one NVIDIA GPU into benchmarks/RESULTS.md"
 	@echo "make peers                               time TRL's and verl's packing against ours"
 	@echo "make lint | types | unit | clean"
 
@@ -110,6 +111,9 @@ test-recipes: $(INSTALLED)
 bench: $(INSTALLED)
 	test -d .baseline || git worktree add --detach .baseline 9f880c3  # what benchmarks/generation.py compares with
 	$(BIN)/python -m benchmarks.report --skip peers
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 peers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers \

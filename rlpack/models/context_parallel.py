@@ -16,16 +16,18 @@ Letters: H heads, T slots of the whole row, t = T / ranks, D head size, K keys t
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlpack.config.sections.parallelism import ContextMethod
 from rlpack.models.errors import ModelError
 from rlpack.models.weight_split import all_gather_single, reduce_scatter_single
+
+if TYPE_CHECKING:  # pydantic is not needed for attention alone
+    from rlpack.config.sections.parallelism import ContextMethod
 
 # Groups by name, because operators take no groups.
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
@@ -47,11 +49,11 @@ class RowSplit:
     rank: int
     num_ranks: int
     multiple: int = 1
-    method: ContextMethod = "ulysses"
+    method: "ContextMethod" = "ulysses"
 
     @classmethod
     def of_group(
-        cls, group: dist.ProcessGroup | None, multiple: int = 1, method: ContextMethod = "ulysses"
+        cls, group: dist.ProcessGroup | None, multiple: int = 1, method: "ContextMethod" = "ulysses"
     ) -> "RowSplit":
         """Return this process's place in a group; None for a process that shares no rows."""
         if group is None:
