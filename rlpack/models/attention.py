@@ -93,6 +93,9 @@ class SegmentKeys:
     gathered_by: RowSplit | None = None
 
 
+# What FlashAttention supports, as flash-attn and in PyTorch: these dtypes, and heads up to this size.
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_LARGEST_HEAD = 256
 # Queries that attend together where their keys begin before them. More would compute more scores that the mask hides.
 _QUERY_BLOCK = 128
 
@@ -115,6 +118,11 @@ def kernels_of(device_type: str) -> Iterator[None]:
         yield
     finally:
         _simulated_device.reset(token)
+
+
+def kernel_device(tensor: Tensor) -> str:
+    """Return the type of the device whose kernels run on a tensor: its own, or the one of `kernels_of`."""
+    return _simulated_device.get() or tensor.device.type
 
 
 def register() -> None:
@@ -170,14 +178,32 @@ def _keys_of_segments(key: Tensor, value: Tensor, packed: Segments) -> tuple[Ten
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
     """Attend causally within each segment: [1, H, T, D] and the keys of all segments to [1, T, H, D]."""
-    if (kernel := _varlen_kernel(query, rules)) is not None:
-        flat = [states[0].transpose(0, 1) for states in (query, key, value)]
-        return kernel(flat[0], flat[1], flat[2], packed, rules).unsqueeze(0)
+    if (kernel := _varlen_kernel(query, value, rules)) is not None:
+        return _attend_varlen(kernel, query, key, value, packed, rules)
     # split rather than slices: the backward of each slice would fill a whole row with zeros.
     keys = packed if packed.keys is None else packed.keys.segments
     queries = query.split(packed.lengths, 2)
     parts = zip(queries, *(states.split(keys.lengths, 2) for states in (key, value)), strict=True)
     return torch.cat([_attend(q, k, v, rules) for q, k, v in parts], 2).transpose(1, 2).contiguous()
+
+
+def _attend_varlen(
+    kernel: "_Kernel", query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options
+) -> Tensor:
+    """Attend as `_attend_packed` by a varlen kernel, with zeros that make the sizes of heads equal and allowed."""
+    size, own = _varlen_size(query, value), value.shape[-1]
+    if rules.scaling is None:
+        rules = replace(rules, scaling=query.shape[-1] ** -0.5)
+    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    # F.pad would copy states that are wide enough.
+    flat = [F.pad(each, (0, size - each.shape[-1])) if each.shape[-1] < size else each for each in flat]
+    return kernel(flat[0], flat[1], flat[2], packed, rules)[..., :own].contiguous().unsqueeze(0)
+
+
+def _varlen_size(query: Tensor, value: Tensor) -> int:
+    """Return the size of heads that varlen kernels compute with: one for all states, a multiple of 8."""
+    size = max(query.shape[-1], value.shape[-1])
+    return size + -size % 8
 
 
 def _check_supported(
@@ -246,6 +272,9 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options)
     # would align the first query with the first key.
     windowed = rules.window is not None and rules.window < num_keys
     band = causal_mask(length, rules.window, query.device, num_keys) if windowed or length < num_keys else None
+    if query.shape[1] != key.shape[1] and not _has_grouped_kernel(query, value, band):
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -256,6 +285,16 @@ def _attend_together(query: Tensor, key: Tensor, value: Tensor, rules: _Options)
         scale=rules.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _has_grouped_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether SDPA has a kernel for fewer key heads than query heads, besides the one that stores all scores.
+
+    On CUDA only FlashAttention does; with repeated keys, memory-efficient attention takes all other inputs.
+    """
+    if kernel_device(query) != "cuda":
+        return True
+    return mask is None and query.dtype in _HALF and query.shape[-1] == value.shape[-1] <= _LARGEST_HEAD
 
 
 def causal_mask(length: int, window: int | None, device: torch.device, num_keys: int | None = None) -> Tensor:
@@ -299,17 +338,12 @@ def _attend_with_softcap(query: Tensor, key: Tensor, value: Tensor, rules: _Opti
 _Kernel = Callable[[Tensor, Tensor, Tensor, Segments, _Options], Tensor]
 
 
-def _varlen_kernel(query: Tensor, rules: _Options) -> _Kernel | None:
+def _varlen_kernel(query: Tensor, value: Tensor, rules: _Options) -> _Kernel | None:
     """Return a varlen kernel that supports the inputs, or None to attend segment by segment."""
-    simulated = _simulated_device.get()
-    if (
-        (simulated or query.device.type) != "cuda"
-        or query.dtype not in {torch.float16, torch.bfloat16}
-        or query.shape[-1] > 256
-    ):
+    if kernel_device(query) != "cuda" or query.dtype not in _HALF or _varlen_size(query, value) > _LARGEST_HEAD:
         return None
     # flash-attn can't be simulated; torch's kernel keeps the same tensors.
-    if simulated is None and importlib.util.find_spec("flash_attn") is not None:
+    if _simulated_device.get() is None and importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn
     # torch's varlen kernel supports neither a soft cap nor dropout.
     return None if rules.softcap is not None or rules.dropout > 0 else _torch_varlen
@@ -339,10 +373,14 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rul
 def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: _Options) -> Tensor:
     """Call torch's varlen attention on [T, H, D], whose causal mask is that of flash-attn."""
     keys = packed if packed.keys is None else packed.keys.segments
-    function, grouped = _torch_varlen_function()
+    function, parameters = _torch_varlen_function()
     repeats = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {"enable_gqa": True} if grouped and repeats > 1 else {}
-    if repeats > 1 and not grouped:
+    options: dict[str, Any] = {}
+    if "num_splits" in parameters:
+        options["num_splits"] = 1  # a row's result doesn't depend on the longest row
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = repeats > 1
+    elif repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     return function(
         query.contiguous(),
@@ -359,8 +397,8 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Segments, r
 
 
 @functools.cache
-def _torch_varlen_function() -> tuple[Callable[..., Any], bool]:
-    """Return torch's varlen attention, and whether it supports grouped key heads."""
+def _torch_varlen_function() -> tuple[Callable[..., Any], frozenset[str]]:
+    """Return torch's varlen attention and the names of its parameters; PyTorch 2.11 has fewer."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)

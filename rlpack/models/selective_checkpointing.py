@@ -8,9 +8,11 @@ Which outputs are kept depends on the operation alone. All ranks therefore keep 
 communicate in the same order.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from rlpack.models.errors import ModelError
@@ -46,7 +48,10 @@ def selective_contexts(key: str) -> tuple[Any, Any]:
     Args:
         key: configuration key that chose selective checkpointing, for the error.
     """
-    return create_selective_checkpoint_contexts(_KeptOutputs(key))
+    policy = _KeptOutputs(key)
+    forward, recomputation = create_selective_checkpoint_contexts(policy)
+    policy.storage = forward.storage
+    return forward, recomputation
 
 
 def is_kept(operation: str) -> bool:
@@ -67,11 +72,16 @@ class _KeptOutputs:
 
     torch checks this by version counters, which miss a change through a view as `nn.Linear` returns it for
     three-dimensional inputs (`_unsafe_view`): the backward pass would then give wrong gradients without an error.
+
+    Attributes:
+        storage: torch's own store of the outputs that are kept. PyTorch before 2.13 decides before an operator runs, so
+            outputs are known from there alone.
     """
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._memory: set[int] = set()
+        self.storage: Mapping[Any, Any] = {}
 
     def __call__(
         self, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
@@ -81,16 +91,21 @@ class _KeptOutputs:
             # PyTorch before 2.13 asks again. By now, kept outputs may be freed, and others have their memory.
             return CheckpointPolicy.MUST_SAVE if is_kept(name) else CheckpointPolicy.PREFER_RECOMPUTE
         if is_kept(name):
-            outputs = context.op_output if isinstance(context.op_output, tuple | list) else (context.op_output,)
-            self._memory |= {_memory(output) for output in outputs if isinstance(output, Tensor) and output.numel()}
+            self._memory |= _memories([getattr(context, "op_output", None)])
             return CheckpointPolicy.MUST_SAVE
         written = _written(operation, args, kwargs) if operation._schema.is_mutable else []
-        if any(_memory(tensor) in self._memory for tensor in written):
+        if written and not self._kept_memory().isdisjoint(_memories(written)):
             raise ModelError(
                 f"a layer of this model changes the output of a matrix product in place ({name}), which "
                 f"{self._key}=selective keeps for the backward pass; set {self._key} to full or none"
             )
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _kept_memory(self) -> set[int]:
+        """Return the memory of all outputs that are kept."""
+        if hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output"):
+            return self._memory
+        return _memories([getattr(entry, "val", None) for entry in tree_leaves(list(self.storage.values()))])
 
 
 def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -100,6 +115,11 @@ def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     values = [named.get(argument.name) for argument in arguments if argument.is_write]
     lists = [value if isinstance(value, list | tuple) else [value] for value in values]
     return [tensor for value in lists for tensor in value if isinstance(tensor, Tensor)]
+
+
+def _memories(outputs: Any) -> set[int]:
+    """Return the memory of the tensors in outputs, which may be nested; empty tensors have none."""
+    return {_memory(output) for output in tree_leaves(outputs) if isinstance(output, Tensor) and output.numel()}
 
 
 def _memory(tensor: Tensor) -> int:

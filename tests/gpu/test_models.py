@@ -47,7 +47,7 @@ def test_every_kernel_agrees_with_fp64(monkeypatch, kernel: str, window: int | N
     ]
     upstream = torch.randn(1, sum(LENGTHS), 8, 64, generator=generator).bfloat16().double()
     expected = run(exact, upstream, sliding_window=window, softcap=softcap)
-    monkeypatch.setattr(module, "_varlen_kernel", lambda query, rules: chosen)
+    monkeypatch.setattr(module, "_varlen_kernel", lambda *_: chosen)
     low = [leaf.detach().to("cuda", torch.bfloat16).requires_grad_() for leaf in exact]
     found = run(low, upstream.to("cuda", torch.bfloat16), sliding_window=window, softcap=softcap)
     for left, right in zip(found, expected, strict=True):
@@ -79,7 +79,7 @@ def test_every_kernel_lets_a_chunk_see_its_sequence_up_to_its_own_end(monkeypatc
 
     expected = run_part(exact, upstream)
     chosen = {"segments": None, "torch": module._torch_varlen, "flash": module._flash_attn}[kernel]
-    monkeypatch.setattr(module, "_varlen_kernel", lambda query, rules: chosen)
+    monkeypatch.setattr(module, "_varlen_kernel", lambda *_: chosen)
     low = [leaf.detach().to("cuda", torch.bfloat16).requires_grad_() for leaf in exact]
     for left, right in zip(run_part(low, upstream.to("cuda", torch.bfloat16)), expected, strict=True):
         assert (left.cpu().double() - right).norm() < 0.02 * right.norm()
@@ -88,8 +88,8 @@ def test_every_kernel_lets_a_chunk_see_its_sequence_up_to_its_own_end(monkeypatc
 def test_bfloat16_without_dropout_takes_a_varlen_kernel():
     rules = module._Options(scaling=None, dropout=0.0, window=None, softcap=None)
     query = torch.zeros(1, 2, 4, 64, device="cuda", dtype=torch.bfloat16)
-    assert module._varlen_kernel(query, rules) is not None
-    assert module._varlen_kernel(query.float(), rules) is None
+    assert module._varlen_kernel(query, query, rules) is not None
+    assert module._varlen_kernel(query.float(), query, rules) is None
 
 
 @pytest.mark.parametrize("kind", ["qwen2_sliding", "qwen3", "gemma2", "gemma3"])

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rlpack.models.attention import Segments, attention
+from rlpack.models import attention as module
+from rlpack.models.attention import Segments, attention, kernels_of
 from rlpack.models.errors import ModelError
 
 LAYER = nn.Identity()
@@ -119,3 +120,78 @@ def test_masks_caches_wrong_segments_and_non_causal_layers_are_refused():
     layer.is_causal = False
     with pytest.raises(ModelError, match="not causal"):
         attention(layer, query, key, value, None)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (20, 20), (24, 16), (8, 12)])
+def test_varlen_kernels_get_heads_of_one_allowed_size_and_the_scale_of_the_original(monkeypatch, sizes):
+    # CUDA kernels refuse heads that are not a multiple of 8, or of different sizes (as in multi-head latent attention).
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(1, heads, 9, size, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, size in ((4, sizes[0]), (2, sizes[0]), (2, sizes[1]))
+    ]
+    upstream = torch.randn(1, 9, 4, sizes[1], generator=generator, dtype=torch.float64)
+    seen: list[set[int]] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, packed: Segments, rules: module._Options) -> Tensor:
+        seen.append({states.shape[-1] for states in (query, key, value)})
+        back = (states.transpose(0, 1)[None] for states in (query, key, value))
+        parts = zip(*(states.split(packed.lengths, 2) for states in back), strict=True)
+        return torch.cat([module._attend(*part, rules) for part in parts], 2)[0].transpose(0, 1)
+
+    def run() -> list[Tensor]:
+        out, _ = attention(LAYER, *leaves, None, packed=Segments.from_lengths([4, 5]))
+        return [out, *torch.autograd.grad((out * upstream).sum(), leaves)]
+
+    expected = run()
+    monkeypatch.setattr(module, "_varlen_kernel", lambda *_: kernel)
+    found = run()
+    (size,) = seen[0]
+    assert size % 8 == 0
+    assert size >= max(sizes)
+    assert found[0].is_contiguous()
+    for left, right in zip(found, expected, strict=True):
+        assert torch.allclose(left, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_are_repeated_where_a_gpu_has_no_kernel_for_groups_but_the_one_that_stores_all_scores(
+    monkeypatch, window: int | None, dtype: torch.dtype
+):
+    leaves = [states.detach().to(dtype) for states in states(6)]
+    called: list[tuple[int, bool]] = []
+    product = torch.nn.functional.scaled_dot_product_attention
+
+    def record(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        called.append((key.shape[1], bool(options["enable_gqa"])))
+        return product(query, key, value, **options)  # pyright: ignore[reportArgumentType]
+
+    expected, _ = attention(LAYER, *leaves, None, scaling=0.3, sliding_window=window)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    with kernels_of("cuda"):
+        found, _ = attention(LAYER, *leaves, None, scaling=0.3, sliding_window=window)
+    has_kernel = dtype == torch.bfloat16 and window is None
+    assert called == [(2, True) if has_kernel else (4, False)]
+    assert torch.allclose(found, expected, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_torch_kernels_options_follow_the_installed_version(monkeypatch):
+    calls: list[dict[str, object]] = []
+
+    def newest(*states: object, scale=None, window_size=(-1, -1), enable_gqa=False, num_splits=None) -> Tensor:
+        calls.append({"heads": states[1].shape[1], "enable_gqa": enable_gqa, "num_splits": num_splits})  # pyright: ignore[reportAttributeAccessIssue]
+        return states[0]  # pyright: ignore[reportReturnType]
+
+    def of_2_11(*states: object, return_aux=None, scale=None, window_size=(-1, -1)) -> Tensor:
+        calls.append({"heads": states[1].shape[1]})  # pyright: ignore[reportAttributeAccessIssue]
+        return states[0]  # pyright: ignore[reportReturnType]
+
+    packed, rules = Segments.from_lengths([2, 4]), module._Options(scaling=0.3, dropout=0.0, window=None, softcap=None)
+    flat = [leaf.detach()[0].transpose(0, 1) for leaf in states(6)]
+    for function in (newest, of_2_11):
+        module._torch_varlen_function.cache_clear()
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        module._torch_varlen(*flat, packed, rules)
+    module._torch_varlen_function.cache_clear()
+    assert calls == [{"heads": 2, "enable_gqa": True, "num_splits": 1}, {"heads": 4}]

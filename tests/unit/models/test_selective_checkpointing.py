@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from rlpack.config.schema import Actor, Config
 from rlpack.config.sections.value_models import Critic
 from rlpack.models import cpu_products
+from rlpack.models import selective_checkpointing as module
 from rlpack.models.check_gradients import check_gradients
 from rlpack.models.cpu_products import use_faster_products
 from rlpack.models.errors import ModelError
@@ -124,6 +125,26 @@ def test_a_recomputation_may_write_to_memory_that_a_kept_output_had():
     with pytest.raises(ModelError, match="in place"):
         policy(forward, sum_in_place, output, 1.0)
     assert policy(again, sum_in_place, output, 1.0) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_change_in_place_is_found_where_pytorch_decides_before_an_operator_runs(monkeypatch):
+    class Before:  # of PyTorch before 2.13: without the operator's output
+        def __init__(self, *, is_recompute: bool) -> None:
+            self.is_recompute = is_recompute
+
+    class Entry:
+        def __init__(self, val: Tensor) -> None:
+            self.val = val
+
+    monkeypatch.setattr(module, "SelectiveCheckpointContext", Before)
+    policy, output, other = _KeptOutputs("actor.gradient_checkpointing"), torch.zeros(2, 2), torch.zeros(2, 2)
+    context: Any = Before(is_recompute=False)
+    product, sum_in_place = torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor
+    assert policy(context, product) is CheckpointPolicy.MUST_SAVE
+    policy.storage = {product: [Entry(output)]}
+    assert policy(context, sum_in_place, other, 1.0) is CheckpointPolicy.PREFER_RECOMPUTE
+    with pytest.raises(ModelError, match="in place"):
+        policy(context, sum_in_place, output.view(4), 1.0)
 
 
 def test_true_and_false_are_full_and_none():
