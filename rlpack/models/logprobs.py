@@ -14,12 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlpack.models.attention import kernel_device
 from rlpack.models.cpu_products import matmul_transposed
 from rlpack.models.weight_split import VocabularyPart
 
 # Upper bound on the logits that exist at one time (128 MiB in fp32), whatever `chunk` is: 1,024 tokens suit a
 # vocabulary of 32,000, and would take five times as much for one of 152,000 at no gain.
 MAX_LOGITS = 2**25
+# On GPUs this many times as much (512 MiB). Each chunk reads the weight and adds to its gradient, V·d numbers both.
+# With the 220 tokens of a vocabulary of 152,000 that takes longer than the product (on an H100, below about 300).
+GPU_FACTOR = 4
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,9 @@ def linear_logprobs(  # noqa: PLR0913 - the options of one formula
 
     The distribution is softmax(logits / temperature), with logits = hidden · weightᵀ + bias, capped to
     softcap · tanh(logits / softcap) if a soft cap is given. [T, V] never exists: memory is two to three times the
-    logits of min(chunk, 2²⁵ / V) tokens, plus the weight's gradient. Both results are differentiable once with respect
-    to hidden, weight and bias. Zero tokens give empty results that are still part of the graph, with gradients of
-    exactly zero.
+    logits of min(chunk, 2²⁵ / V) tokens (2²⁷ / V on a GPU), plus the weight's gradient. Both results are differentiable
+    once with respect to hidden, weight and bias. Zero tokens give empty results that are still part of the graph, with
+    gradients of exactly zero.
 
     Args:
         hidden: [T, d].
@@ -214,7 +218,8 @@ def linear_logprobs(  # noqa: PLR0913 - the options of one formula
         raise ValueError(f"temperature is {temperature}; log-probabilities need one above 0")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1")
+    most = MAX_LOGITS * (GPU_FACTOR if kernel_device(hidden) == "cuda" else 1)
     # Ranks with fewer rows than others make the same chunks.
-    chunk = max(1, min(chunk, MAX_LOGITS // (weight.shape[0] if part is None else part.most)))
+    chunk = max(1, min(chunk, most // (weight.shape[0] if part is None else part.most)))
     head = _Head(temperature, softcap, chunk, entropy, part)
     return _LinearLogprobs.apply(hidden, weight, bias, labels, head)  # pyright: ignore[reportReturnType]

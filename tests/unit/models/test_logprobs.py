@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpack.models import logprobs as module
+from rlpack.models.attention import kernels_of
 from rlpack.models.logprobs import linear_logprobs
 
 
@@ -134,6 +135,14 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(monkeypatch, chunk: int, m
     with LargestTensor() as seen:
         naive(hidden, weight, labels)
     assert seen.numel == 64 * 100
+
+
+def test_chunks_are_larger_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(module, "MAX_LOGITS", 300)
+    hidden, weight, _, labels = case(tokens=64, words=100, size=1)
+    with kernels_of("cuda"), LargestTensor() as seen:
+        linear_logprobs(hidden, weight, labels)
+    assert seen.numel == module.GPU_FACTOR * 300
 
 
 @pytest.mark.parametrize(("options", "message"), [({"temperature": 0.0}, "temperature"), ({"chunk": 0}, "chunk")])
