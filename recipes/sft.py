@@ -20,12 +20,17 @@ from rlpack.recipes.preflight.reward_smoke_test import score_demonstrations
 
 
 def main(config: Config) -> None:
-    """Take `trainer.steps` steps of `trainer.prompts_per_step` sequences."""
+    """Run the recipe from its start, or from its last checkpoint, to the report."""
     with open_session(config) as session:
-        trainer, optimizer = session.config.trainer, session.config.actor.optimizer
-        for step in session.steps("train", trainer.steps, evaluate_loss):
-            batch = draw_demonstrations(session, step, trainer.prompts_per_step)
-            sft_step(session, step, batch, learning_rate(optimizer, step.number, trainer.steps))
+        train(session)
+
+
+def train(session: Session) -> None:
+    """Take `trainer.steps` steps of `trainer.prompts_per_step` demonstrations."""
+    trainer, optimizer = session.config.trainer, session.config.actor.optimizer
+    for step in session.steps("train", trainer.steps, evaluate_loss):
+        batch = draw_demonstrations(session, step, trainer.prompts_per_step)
+        sft_step(session, step, batch, learning_rate(optimizer, step.number, trainer.steps))
 
 
 def sft_warmup(session: Session) -> None:

@@ -61,13 +61,20 @@ def evaluate(session: Session, step: StepContext) -> None:
 
 
 def evaluate_loss(session: Session, step: StepContext) -> None:
-    """Record the mean negative log-prob of the demonstrations' tokens of each set that is due, and its perplexity."""
+    """Record the mean negative log-prob of the demonstrations' tokens of each set that is due, and its perplexity.
+
+    The mean is over all tokens of a set, so it depends neither on batching nor on the number of ranks. It is computed
+    at temperature 1, as `SFTLoss` is. Nothing is trained: a run without evaluations has the same weights, bit for bit.
+    """
     for name, split in sets_due(session).items():
         batch = split.demonstrations(np.arange(len(split)))
         plan = forward_plan(session, "actor", batch) or session.actor.plan(batch)
         scored = session.actor.with_plan(plan).run(ActorWorker.logprobs, batch, temperature=1.0)
-        loss = -(scored["logprob_sum"].sum() / scored["response_tokens"].sum().clamp(min=1)).item()
-        step.metrics |= {_metric(name, "loss"): loss, _metric(name, "perplexity"): math.exp(min(loss, 700.0))}
+        overlong, num_tokens = plan.truncated.size + plan.dropped.size, scored["response_tokens"].sum().item()
+        step.metrics[_metric(name, "overlong")] = float(overlong)
+        if num_tokens:  # there are none if the plan dropped every demonstration
+            loss = -scored["logprob_sum"].sum().item() / num_tokens
+            step.metrics |= {_metric(name, "loss"): loss, _metric(name, "perplexity"): math.exp(min(loss, 700.0))}
 
 
 def sets_due(session: Session) -> dict[str, Split]:

@@ -186,8 +186,13 @@ METRICS: dict[str, Metric] = {
     "evaluation/quarantined": Metric(
         "rows", "Held-out responses without a finite reward; they count as 0 in evaluation/reward_*."
     ),
-    "evaluation/loss": Metric("nats", "Mean negative log-prob of the tokens of held-out demonstrations (recipe=sft)."),
+    "evaluation/loss": Metric(
+        "nats", "Mean negative log-prob of all tokens of held-out demonstrations, at temperature 1 (recipe=sft)."
+    ),
     "evaluation/perplexity": Metric("1", "Exponential of evaluation/loss."),
+    "evaluation/overlong": Metric(
+        "rows", "Held-out demonstrations over the token budget, which evaluation/loss leaves out or cuts (recipe=sft)."
+    ),
     "evaluation/<name>": Metric(
         "1", "A set of evaluation.sets: <name>/reward_sampled and all other metrics above, on its prompts."
     ),

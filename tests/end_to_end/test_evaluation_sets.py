@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.commands import done, records, started
 
@@ -25,7 +27,7 @@ OVERRIDES = (
 
 
 def write(path: Path, letters: str) -> None:
-    rows = [{"prompt": letter * count, "answer": letter} for letter in letters for count in (1, 2, 3)]
+    rows = [{"prompt": letter * count, "answer": letter * (4 - count)} for letter in letters for count in (1, 2, 3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -68,6 +70,21 @@ def test_sets_are_measured_with_their_own_prompts_and_rewards_and_test_sets_at_t
     assert 0 < evaluated[-1]["evaluation/test/reward_best_of_n"] <= 6
 
 
+def loss_of_transformers(model_dir: Path, rows: Path) -> float:
+    """Return the loss that transformers computes from labels, over the tokens of all rows."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    total, count = 0.0, 0
+    for row in map(json.loads, rows.read_text().splitlines()):
+        prompt, target = (tokenizer(row[name], add_special_tokens=False).input_ids for name in ("prompt", "answer"))
+        target.append(tokenizer.eos_token_id)
+        labels = torch.tensor([[-100] * len(prompt) + target])
+        with torch.no_grad():
+            total += model(input_ids=torch.tensor([prompt + target]), labels=labels).loss.item() * len(target)
+        count += len(target)
+    return total / count
+
+
 def test_supervised_recipes_measure_the_loss_of_each_set(folder: Path):
     overrides = ("recipe=sft", "data.completion_column=answer", "evaluation.sets.same.split=validation")
     test = ("evaluation.sets.test.source=other.jsonl", "evaluation.sets.test.at_end=true")
@@ -77,7 +94,10 @@ def test_supervised_recipes_measure_the_loss_of_each_set(folder: Path):
         for name in ("loss", "perplexity"):
             assert record[f"evaluation/same/{name}"] == record[f"evaluation/{name}"]
     assert ["evaluation/test/loss" in record for record in evaluated] == [False, False, True]
-    assert evaluated[-1]["evaluation/test/loss"] != evaluated[-1]["evaluation/loss"]
+    # Two ranks evaluated the model that they exported.
+    for name, rows in (("", "held_out.jsonl"), ("test/", "other.jsonl")):
+        truth = loss_of_transformers(run.run_dir / "model", folder / rows)
+        assert evaluated[-1][f"evaluation/{name}loss"] == pytest.approx(truth, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,11 @@ class EvaluationSet(Section):
 
 
 class Evaluation(Section):
-    """Mean reward on the held-out split."""
+    """Mean reward on the held-out split, or with recipe=sft the loss of its demonstrations."""
 
-    every: Count = Field(default=10, description="Rollout steps between two evaluations.")
+    every: Count = Field(
+        default=10, description="Steps between two evaluations; one is before the first step and one after the last."
+    )
     samples: Count = Field(
         default=4, description="Samples of each prompt at rollout.temperature, in addition to a greedy one."
     )

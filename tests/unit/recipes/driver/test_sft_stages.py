@@ -39,7 +39,8 @@ def test_supervised_runs_report_the_loss_of_held_out_demonstrations(tmp_path: Pa
     step = session.begin_step(0)
     evaluate_loss(session, step)
     assert actor.called == [ActorWorker.logprobs.__name__]
-    assert step.metrics == pytest.approx({"evaluation/loss": 0.25, "evaluation/perplexity": 1.2840254})
+    expected = {"evaluation/loss": 0.25, "evaluation/perplexity": 1.2840254, "evaluation/overlong": 0}
+    assert step.metrics == pytest.approx(expected)
 
 
 def test_a_warm_up_takes_its_steps_and_resets_the_optimizer_at_its_end(tmp_path: Path):
