@@ -3,9 +3,10 @@
     with span("optimizer"):
         ...
 
-Every process appends its spans to a file of its own in the run directory, as JSON lines. Where no file is open, a span
-does nothing. Spans of a thread nest; one costs a few microseconds, and its line is about 80 bytes. A file that reaches
-`MOST_BYTES` replaces the process's older one, so a process keeps its newest spans in at most twice as many bytes.
+`record_values` adds numbers that change over time, such as the requests that an engine runs. Every process appends both
+to a file of its own in the run directory, as JSON lines. Where no file is open, nothing is recorded. Spans of a thread
+nest; one costs a few microseconds, and its line is about 80 bytes. A file that reaches `MOST_BYTES` replaces the
+process's older one, so a process keeps its newest spans in at most twice as many bytes.
 """
 
 import json
@@ -14,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -55,7 +56,14 @@ class SpanFile:
         A file that can't be written fails no run.
         """
         thread = threading.current_thread().name
-        text = "".join(json.dumps([name, begin, duration, thread]) + "\n" for name, begin, duration in spans)
+        self._append("".join(json.dumps([name, begin, duration, thread]) + "\n" for name, begin, duration in spans))
+
+    def write_values(self, name: str, begin: int, duration: int, values: Mapping[str, float]) -> None:
+        """Append values that held for some time, as `record_values` gets them."""
+        self._append(json.dumps([name, begin, duration, values]) + "\n")
+
+    def _append(self, text: str) -> None:
+        """Append whole lines; a file that is full replaces the older one."""
         with suppress(OSError), self._lock:
             self._size += os.write(self._descriptor, text.encode())
             if self._size >= self._most_bytes:
@@ -103,6 +111,19 @@ def span(name: str) -> Iterator[None]:
             kept, _thread.kept = _thread.kept, []
             if (file := _file) is not None:
                 file.write(kept)
+
+
+def record_values(name: str, begin_us: int, end_us: int, values: Mapping[str, float]) -> None:
+    """Record numbers that held for some time.
+
+    Args:
+        name: what they are about.
+        begin_us: since when, in microseconds since the epoch.
+        end_us: until when.
+        values: the numbers by name.
+    """
+    if (file := _file) is not None:
+        file.write_values(name, begin_us, end_us - begin_us, values)
 
 
 def record_until_exit(folder: Path, process: str) -> None:

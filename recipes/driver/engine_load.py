@@ -1,9 +1,16 @@
-"""EngineLoad: how many rows streaming engines have in flight, and for how long they had none."""
+"""EngineLoad: how many rows streaming engines have in flight, for how long they had none, and how many wait."""
 
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+
+from rlpack.spans import record_values
+
+# The name of the values about rows that wait, in the driver's file of spans.
+QUEUE = "router"
+# Shorter times are left out: groups that are sent together leave the queue one by one.
+_LEAST_US = 1000
 
 
 class EngineLoad:
@@ -27,6 +34,7 @@ class EngineLoad:
         self._rows: Counter[int] = Counter()
         self._idle_s: defaultdict[int, float] = defaultdict(float)
         self._since = self._last = clock()
+        self._waiting = self._waiting_since_us = 0
 
     def add(self, rank: int, rows: int) -> None:
         """Count rows that a rank got, or, if negative, that it no longer has."""
@@ -48,6 +56,15 @@ class EngineLoad:
             idle = sum(self._idle_s.values())
             self._idle_s.clear()
             return idle / elapsed / len(self._rows) if elapsed > 0 and self._rows else None
+
+    def queue(self, rows: int) -> None:
+        """Count rows that wait for an engine, or, if negative, that no longer do; the trace gets their number."""
+        with self._lock:
+            now = int(time.time() * 1e6)
+            if self._waiting and now - self._waiting_since_us >= _LEAST_US:
+                record_values(QUEUE, self._waiting_since_us, now, {"waiting": self._waiting})
+            self._waiting += rows
+            self._waiting_since_us = now
 
     def _settle(self) -> None:
         """Add the time since the last change to the idle time of ranks without rows."""

@@ -95,6 +95,7 @@ class Router:
         self._place_of = {row_id: place for place, row_id in enumerate(prompts.row_ids.tolist())}
         self._attempts: Counter[int] = Counter()
         self._waiting = deque(self._rows)
+        self._access.load.queue(self._num_waiting())
         self._in_flight: dict[int, set[int]] = {rank: set() for rank in range(self._group.num_ranks)}
         for rank in self._in_flight:
             self._access.load.add(rank, 0)
@@ -104,6 +105,7 @@ class Router:
         finally:  # rows are left if a rank failed, or nobody asks for the others
             for rank in self._in_flight:
                 self._access.load.add(rank, -self._num_rows(rank))
+            self._access.load.queue(-self._num_waiting())
 
     def _run(self) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end."""
@@ -149,6 +151,7 @@ class Router:
                 break
             rank = min(open_ranks, key=lambda rank: (self._num_tokens(rank), rank))
             self._waiting.popleft()
+            self._access.load.queue(-size)
             self._in_flight[rank].add(group)
             self._access.load.add(rank, size)
             outboxes[rank].append(group)
@@ -189,10 +192,14 @@ class Router:
                 text = f"prompt {uid} failed {MOST_ATTEMPTS} times on its engines, the last time with: {failure}"
                 raise RoleError(self._group.role, rank, RolloutWorker.advance.__name__, text)
             self._waiting.appendleft(group)
+            self._access.load.queue(self._rows[group].size)
         logger.warning(
             "the engine of role %s, rank %d, failed: %s; %d rows are generated again from the same seeds",
             *(self._group.role, rank, failure, rows),
         )
+
+    def _num_waiting(self) -> int:
+        return sum(self._rows[group].size for group in self._waiting)
 
     def _num_rows(self, rank: int) -> int:
         return sum(self._rows[group].size for group in self._in_flight[rank])

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -59,6 +59,38 @@ class Span(NamedTuple):
         return _KINDS.get(self.name.rpartition(".")[2], "other")
 
 
+class Values(NamedTuple):
+    """Numbers that held for some time.
+
+    Attributes:
+        name: what they are about.
+        begin_us: since when, in microseconds since the epoch.
+        duration_us: for how long, in microseconds.
+        values: the numbers by name.
+    """
+
+    name: str
+    begin_us: int
+    duration_us: int
+    values: dict[str, float]
+
+    @property
+    def end_us(self) -> int:
+        """Return until when they held."""
+        return self.begin_us + self.duration_us
+
+    def rates(self) -> dict[str, float]:
+        """Return the numbers, tokens as tokens per second.
+
+        >>> Values("engine", 0, 500_000, {"running": 3.0, "tokens": 40}).rates()
+        {'running': 3.0, 'tokens/s': 80.0}
+        """
+        rates = {name: value for name, value in self.values.items() if name != "tokens"}
+        if "tokens" in self.values and self.duration_us > 0:
+            rates["tokens/s"] = round(self.values["tokens"] / (self.duration_us / 1e6), 1)
+        return rates
+
+
 @dataclass(frozen=True)
 class ProcessSpans:
     """The spans of one process.
@@ -69,6 +101,7 @@ class ProcessSpans:
         host: name of its host.
         spans: by their beginning, longer ones first.
         unreadable: lines that were cut off, which a killed process leaves.
+        values: by their beginning.
     """
 
     process: str
@@ -76,6 +109,7 @@ class ProcessSpans:
     host: str
     spans: tuple[Span, ...]
     unreadable: int = 0
+    values: tuple[Values, ...] = ()
 
     def outermost(self, thread: str) -> list[Span]:
         """Return the spans of a thread that lie in no other one, in order."""
@@ -113,6 +147,7 @@ def read_spans(run_dir: Path, *, last_bytes: int | None = None) -> list[ProcessS
                 *(found.process, found.pid, found.host),
                 _in_order([*known.spans, *found.spans]),
                 known.unreadable + found.unreadable,
+                tuple(sorted([*known.values, *found.values], key=lambda one: one.begin_us)),
             )
         processes[newest] = found
     if not processes:
@@ -141,7 +176,7 @@ def write_trace(run_dir: Path, path: Path) -> list[ProcessSpans]:
 
 
 def _events(processes: Sequence[ProcessSpans]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace: names of processes and threads, spans, and when ranks were idle."""
+    """Yield the events of a trace: names of processes and threads, spans, when ranks were idle, and counters."""
     steps, names = train_steps(processes), Counter[str]()
     for number, one in enumerate(processes, start=1):
         names[one.process] += 1
@@ -156,6 +191,24 @@ def _events(processes: Sequence[ProcessSpans]) -> Iterator[dict[str, Any]]:
         for span in [*one.spans, *idle]:
             event = {"ph": "X", "name": span.name, "cat": span.kind, "ts": span.begin_us, "dur": span.duration_us}
             yield event | {"pid": number, "tid": threads[span.thread]}
+        yield from _counter_events(number, one.values)
+
+
+def _counter_events(pid: int, values: Sequence[Values]) -> Iterator[dict[str, Any]]:
+    """Yield the counters of a process; they are 0 while nothing was recorded."""
+    ends: dict[str, Values] = {}
+    for one in values:
+        last = ends.get(one.name)
+        if last is not None and one.begin_us > last.end_us:
+            yield _counter_event(pid, last.name, last.end_us, dict.fromkeys(last.rates(), 0.0))
+        yield _counter_event(pid, one.name, one.begin_us, one.rates())
+        ends[one.name] = one
+    for last in ends.values():
+        yield _counter_event(pid, last.name, last.end_us, dict.fromkeys(last.rates(), 0.0))
+
+
+def _counter_event(pid: int, name: str, time_us: int, values: Mapping[str, float]) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "ts": time_us, "pid": pid, "args": dict(values)}
 
 
 def idle_spans(process: ProcessSpans, steps: Sequence[Span]) -> list[Span]:
@@ -176,6 +229,7 @@ def idle_spans(process: ProcessSpans, steps: Sequence[Span]) -> list[Span]:
 def _read_file(path: Path, last_bytes: int | None) -> ProcessSpans | None:
     """Return the spans in a file, or in its last bytes; None without a readable head."""
     spans: list[Span] = []
+    values: list[Values] = []
     unreadable = 0
     with open_regular(path) as lines:
         try:
@@ -188,11 +242,15 @@ def _read_file(path: Path, last_bytes: int | None) -> ProcessSpans | None:
             lines.readline()  # the rest of a line
         for line in lines:
             try:
-                name, begin, duration, thread = json.loads(line)
-                spans.append(Span(str(name), int(begin), int(duration), str(thread)))
+                name, begin, duration, content = json.loads(line)
+                if isinstance(content, dict):
+                    numbers = {str(key): float(value) for key, value in content.items()}
+                    values.append(Values(str(name), int(begin), int(duration), numbers))
+                else:
+                    spans.append(Span(str(name), int(begin), int(duration), str(content)))
             except (ValueError, TypeError):
                 unreadable += 1
-    return ProcessSpans(*head, _in_order(spans), unreadable)
+    return ProcessSpans(*head, _in_order(spans), unreadable, tuple(sorted(values, key=lambda one: one.begin_us)))
 
 
 def _in_order(spans: Sequence[Span]) -> tuple[Span, ...]:

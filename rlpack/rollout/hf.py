@@ -5,6 +5,7 @@ Prompts are sorted by length and run in batches, with a key-value cache where th
 trained in.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Self
 
@@ -20,11 +21,13 @@ from rlpack.data.tokenization import eos_id, pad_id
 from rlpack.models.loading import build_causal_lm
 from rlpack.rollout.decoders import Decoder
 from rlpack.rollout.decoding import choose_decoder
+from rlpack.rollout.engine_meter import NAME
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.layout_check import check_layout
 from rlpack.rollout.sampling import sample, uniforms
 from rlpack.rollout.types import Generations, SamplingParams
 from rlpack.rollout.whole_rows import WholeRowComparison
+from rlpack.spans import record_values
 
 
 class HFEngine:
@@ -102,6 +105,7 @@ class HFEngine:
         order = torch.argsort(prompts.lengths, stable=True)
         tokens, logprobs, is_stopped = [], [], np.zeros(prompts.num_rows, dtype=bool)
         for rows in self._batches(order, prompts.lengths[order]):
+            began = time.time()
             decoder = self._decoder(self._model, prompts.select(rows), params.max_new_tokens, self._pad_token_id)
             responses = _respond(decoder, params, seeds[rows.numpy(force=True)], self._model.device)
             self._check_last_logits(prompts.select(rows), responses)
@@ -109,6 +113,7 @@ class HFEngine:
             tokens.append(Ragged.from_padded(torch.from_numpy(responses.tokens), lengths))
             logprobs.append(Ragged.from_padded(torch.from_numpy(responses.logprobs), lengths))
             is_stopped[rows.numpy(force=True)] = responses.stopped
+            _record_batch(began, responses.lengths)
         inverse = torch.argsort(order)
         token_ids = _concat(tokens, torch.int64).select(inverse)
         versions = torch.full(token_ids.values.shape, self.policy_version, dtype=torch.int32)
@@ -175,6 +180,18 @@ class HFEngine:
 
     def finish_update(self) -> None:
         """Do nothing: `load_bucket` has copied every bucket into the model."""
+
+
+def _record_batch(began: float, lengths: np.ndarray) -> None:
+    """Record the rows of a batch that ran at a time, their mean, and its tokens.
+
+    Args:
+        began: seconds since the epoch.
+        lengths: tokens of each response, int64 [B].
+    """
+    tokens, steps = int(lengths.sum()), int(lengths.max(initial=0))
+    values = {"running": round(tokens / max(1, steps), 2), "tokens": tokens}
+    record_values(NAME, int(began * 1e6), int(time.time() * 1e6), values)
 
 
 class _Last(NamedTuple):

@@ -5,7 +5,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlpack.spans import SpanFile, recorded_spans, span
+from rlpack.spans import SpanFile, record_values, recorded_spans, span
 
 
 def lines(folder: Path) -> list[list[object]]:
@@ -39,6 +39,13 @@ def test_each_thread_has_its_own_nesting_and_name(tmp_path: Path):
         thread.join(10.0)
         assert [line[::3] for line in lines(tmp_path / "spans")] == [["score", "background-reward"]]
     assert [line[::3] for line in lines(tmp_path / "spans")][1:] == [["step", "MainThread"]]
+
+
+def test_values_are_recorded_with_the_time_for_which_they_held(tmp_path: Path):
+    record_values("engine", 0, 1, {"lost": 1})
+    with recorded_spans(tmp_path / "spans", "main/0"):
+        record_values("engine", 5_000, 7_500, {"running": 2.5})
+    assert lines(tmp_path / "spans") == [["engine", 5_000, 2_500, {"running": 2.5}]]
 
 
 def test_what_fails_is_recorded_too(tmp_path: Path):

@@ -17,6 +17,7 @@ from rlpack.observe.errors import ReportError
 from rlpack.observe.learning_signal import NUM_STEPS, lacks_signal, no_signal_text
 from rlpack.observe.metric_table import METRICS as METRIC_TABLE
 from rlpack.observe.report import plots
+from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.packing_picture import packing_picture
 from rlpack.observe.report.plan_record import TITLES, PlanRecord, read_plan
 from rlpack.observe.report.plot_style import SETTINGS, svg
@@ -82,7 +83,7 @@ def write_report(run_dir: Path) -> Path:
             *_curve_sections(records),
             _packing_section(run_dir, plans),
             _figure_section("Time by part of a step", "", plots.time_by_part(records)),
-            _timeline_section(run_dir),
+            *_timeline_sections(run_dir),
             _figure_section(
                 "Training health", "Metrics of the policy's training and generation.", plots.policy_health(records)
             ),
@@ -168,13 +169,19 @@ def _figure_section(title: str, text: str, figure: Figure | None) -> str:
     return f"<section><h2>{_text(title)}</h2><p>{_text(text)}</p>{image}</section>"
 
 
-def _timeline_section(run_dir: Path) -> str:
-    """Return the timeline of the last steps; empty without spans."""
+def _timeline_sections(run_dir: Path) -> Iterator[str]:
+    """Yield the timeline of the last steps, and what engines did during them; nothing without spans."""
     try:
-        timeline = Timeline.of(read_spans(run_dir, last_bytes=LAST_BYTES))
+        processes = read_spans(run_dir, last_bytes=LAST_BYTES)
     except ReportError:
-        return ""
-    return "" if timeline is None else _figure_section("Timeline", timeline.text(), timeline_figure(timeline))
+        return
+    timeline = Timeline.of(processes)
+    if timeline is None:
+        return
+    yield _figure_section("Timeline", timeline.text(), timeline_figure(timeline))
+    panel = EnginePanel.of(timeline, processes)
+    if panel is not None:
+        yield _figure_section("Engines", panel.text(), engine_figure(panel))
 
 
 def _samples_section(path: Path) -> str:

@@ -21,3 +21,6 @@ from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
 from vllm.v1.engine.async_llm import (  # pyright: ignore[reportMissingImports]
     AsyncLLM as AsyncLLM,
 )
+from vllm.v1.metrics.loggers import (  # pyright: ignore[reportMissingImports]
+    PrometheusStatLogger as PrometheusStatLogger,
+)

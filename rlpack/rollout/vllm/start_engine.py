@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlpack.rollout.engine_meter import EngineMeter
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm.engine_log import EngineLog
 from rlpack.rollout.vllm.event_loop import EventLoop
@@ -29,11 +30,13 @@ class StartedEngine(NamedTuple):
         front_end: a `vllm.v1.engine.async_llm.AsyncLLM`.
         log: what vLLM logs.
         processes: vLLM's own.
+        meter: gets vLLM's statistics of each iteration.
     """
 
     front_end: Any
     log: EngineLog
     processes: list[BaseProcess]
+    meter: EngineMeter
 
     def death(self) -> str:
         """Return how vLLM's process ended, "" if it runs."""
@@ -72,15 +75,16 @@ def start_engine(arguments: Mapping[str, Any], loop: EventLoop, *, on_gpu: bool,
         enforce_eager=arguments["enforce_eager"],
         deterministic=deterministic,
     )
+    meter = EngineMeter()
     before = set(multiprocessing.active_children())
     try:
         with _environment(variables | {"VLLM_LOGGING_CONFIG_PATH": str(log.config)}), log.standard_error():
-            front_end = loop.run(_start(arguments), _START_S, "start")
+            front_end = loop.run(_start(arguments, meter), _START_S, "start")
     except Exception as error:
         kill(_new_processes(before))
         raise EngineError(f"vLLM did not start: {log.explain(error)}") from error
     log.record()
-    return StartedEngine(front_end, log, _new_processes(before))
+    return StartedEngine(front_end, log, _new_processes(before), meter)
 
 
 def kill(processes: Iterable[BaseProcess]) -> None:
@@ -96,11 +100,13 @@ def _new_processes(before: set[BaseProcess]) -> list[BaseProcess]:
     return [process for process in multiprocessing.active_children() if process not in before]
 
 
-async def _start(arguments: Mapping[str, Any]) -> Any:
+async def _start(arguments: Mapping[str, Any], meter: EngineMeter) -> Any:
     """Make the front end inside the event loop, where its output handler runs."""
     from rlpack.rollout.vllm import library
+    from rlpack.rollout.vllm.stat_logger import stat_logger
 
-    return library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**arguments))
+    engine_arguments = library.AsyncEngineArgs(**arguments)
+    return library.AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[stat_logger(meter)])
 
 
 @contextmanager

@@ -213,6 +213,7 @@ class VLLMEngine:
     def abort(self) -> None:
         """Cancel all requests, and drop their results."""
         self._loop.run(self._rows.cancel(), _CONTROL_S, "cancel its requests")
+        self._started.meter.end()
 
     def interrupt(self) -> None:
         """Stop sampling, and keep what was sampled; see `StreamingEngine.interrupt`.
@@ -221,6 +222,7 @@ class VLLMEngine:
             EngineError: vLLM died, or missed a deadline.
         """
         self._control(self._rows.interrupt(), "interrupt its requests")
+        self._started.meter.end()
 
     def resume(self) -> None:
         """Continue interrupted rows; see `StreamingEngine.resume`."""
@@ -332,6 +334,7 @@ class VLLMEngine:
         """Return the finished result of one request."""
         from rlpack.rollout.vllm import library
 
+        self._started.meter.begin()
         self._next_request += 1
         name = f"{self._next_request}"
         final, adapter = None, self._adapters and self._adapters.in_use

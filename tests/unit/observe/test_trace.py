@@ -5,10 +5,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlpack.cli.main import main
 from rlpack.observe.errors import ReportError
+from rlpack.observe.report.engine_panel import EnginePanel, engine_figure
 from rlpack.observe.report.timeline import Timeline, timeline_figure
 from rlpack.observe.trace import idle_spans, read_spans, train_steps, write_trace
 
@@ -19,6 +21,11 @@ TRAINER = [
     ["actor.train_step", 10 * MS, 60 * MS, "MainThread"],
     ["reward.score", 30 * MS, 10 * MS, "background-reward"],
     ["actor.train_step", 110 * MS, 40 * MS, "MainThread"],
+]
+WINDOWS = [
+    ["engine", 50 * MS, 10 * MS, {"running": 3.0, "waiting": 1.0, "cache": 0.5, "tokens": 20}],
+    ["engine", 60 * MS, 20 * MS, {"running": 1.0, "waiting": 0.0, "cache": 0.25, "tokens": 10}],
+    ["engine", 120 * MS, 10 * MS, {"running": 2.0, "waiting": 0.0, "cache": 0.25, "tokens": 10}],
 ]
 ENGINE = [["rollout.generate", 50 * MS, 40 * MS, "MainThread"], ["rollout.load_bucket", 195 * MS, 5 * MS, "MainThread"]]
 
@@ -104,6 +111,47 @@ def test_the_timeline_says_how_busy_processes_were_and_what_overlapped(run_dir: 
     assert timeline.text().endswith("Log-probs and updates ran during 50% of generation.")
     rows = timeline_figure(timeline).axes[0].get_yticklabels()
     assert [label.get_text() for label in rows] == ["engines/0", "main/0"]
+
+
+def test_counters_have_rates_and_are_zero_while_nothing_was_recorded(run_dir: Path):
+    write(run_dir, "b", "engines/0", [*ENGINE, *WINDOWS])
+    write_trace(run_dir, run_dir / "trace.json")
+    events = [e for e in json.loads((run_dir / "trace.json").read_text())["traceEvents"] if e["ph"] == "C"]
+    assert {(e["pid"], e["name"]) for e in events} == {(2, "engine")}
+    assert [(e["ts"] // MS, e["args"]["running"], e["args"]["tokens/s"]) for e in events] == [
+        *((50, 3.0, 2000.0), (60, 1.0, 500.0), (80, 0.0, 0.0)),
+        *((120, 2.0, 1000.0), (130, 0.0, 0.0)),
+    ]
+
+
+def test_the_panel_says_how_fast_each_engine_was_while_it_was_busy(run_dir: Path):
+    write(run_dir, "b", "engines/0", [*ENGINE, *WINDOWS])
+    write(run_dir, "c", "driver", [*DRIVER, ["router", 50 * MS, 10 * MS, {"waiting": 8}]])
+    processes = read_spans(run_dir)
+    timeline = Timeline.of(processes)
+    assert timeline is not None
+    panel = EnginePanel.of(timeline, processes)
+    assert panel is not None
+    # 20 + 10 + 10 tokens in 10 + 20 + 10 ms, of 200.
+    assert panel.text().endswith("engines/0 1,000 tokens/s, busy 20%, KV cache at most 50%.")
+    figure = engine_figure(panel)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["running", "waiting", "tokens/s", "KV cache"]
+    seconds, heights = (np.asarray(of_axis).tolist() for of_axis in figure.axes[2].lines[0].get_data())
+    area = sum((b - a) * h for a, b, h in zip(seconds, seconds[1:], heights, strict=False))
+    assert area == pytest.approx(40)  # the area under tokens per second is the tokens
+
+
+def test_values_that_reach_over_the_steps_are_cut_and_engines_of_one_kind_have_fewer_plots(run_dir: Path):
+    write(run_dir, "b", "engines/0", [["engine", 190 * MS, 40 * MS, {"running": 4.0, "tokens": 80}]])
+    processes = read_spans(run_dir)
+    timeline = Timeline.of(processes)
+    assert timeline is not None
+    panel = EnginePanel.of(timeline, processes)
+    assert panel is not None
+    assert panel.text().endswith("engines/0 2,000 tokens/s, busy 5%.")
+    assert [axes.get_ylabel() for axes in engine_figure(panel).axes] == ["running", "tokens/s"]
+    write(run_dir, "b", "engines/0", ENGINE)
+    assert EnginePanel.of(timeline, read_spans(run_dir)) is None
 
 
 def test_a_run_without_steps_has_no_timeline(tmp_path: Path):

@@ -1,4 +1,6 @@
 import copy
+import itertools
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from rlpack.rollout.decoding import DECODERS
 from rlpack.rollout.errors import EngineError, SamplingError
 from rlpack.rollout.hf import HFEngine
 from rlpack.rollout.types import SamplingParams
+from rlpack.spans import recorded_spans
 from tests.unit.rollout.builders import VOCABULARY, decoder, plain_logprobs
 
 KINDS = ["qwen2", "qwen2_tied", "qwen2_sliding", "qwen3", "gemma3"]
@@ -146,6 +149,17 @@ def test_a_stop_token_exactly_at_the_limit_is_a_stop():
     responses = generate([[5]], SamplingParams(max_new_tokens=1, stop_token_ids=tuple(first)))
     assert responses.token_ids.values.tolist() == first
     assert responses.finish_reasons == ["stop"]
+
+
+def test_batches_record_their_tokens_and_the_rows_that_ran(tmp_path):
+    with recorded_spans(tmp_path, "main/0"):
+        generated = generate(prompts_of(20), SamplingParams(max_new_tokens=7, stop_token_ids=(1, 2)), max_num_seqs=8)
+    (path,) = tmp_path.glob("*.jsonl")
+    batches = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [name for name, *_ in batches] == ["engine"] * 3
+    assert sum(values["tokens"] for *_, values in batches) == len(generated.token_ids.values)
+    assert all(0 < values["running"] <= 8 for *_, values in batches)
+    assert all(one[1] + one[2] <= other[1] for one, other in itertools.pairwise(batches))
 
 
 def test_no_prompts_give_no_generations():

@@ -1,0 +1,147 @@
+"""The panel of engines: requests, tokens per second and use of the KV cache during a run's last steps."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple, Self
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
+
+from rlpack.observe.report.plot_style import BEST, FAINT, GREEDY, LOSS, REWARD, SAMPLED, WASTE, despine, sequence_color
+from rlpack.observe.report.timeline import Timeline, length, union
+from rlpack.observe.trace import DRIVER, ProcessSpans, Values
+
+ENGINE, ROUTER = "engine", "router"
+MOST_ENGINES = 8
+_COLORS = (REWARD, SAMPLED, GREEDY, LOSS, BEST)
+
+
+class EnginePanel(NamedTuple):
+    """What engines did during a run's last steps.
+
+    Attributes:
+        timeline: the steps.
+        engines: the values of each engine by its process, cut to the steps.
+        queued: rows that waited in the router for an engine.
+    """
+
+    timeline: Timeline
+    engines: dict[str, list[Values]]
+    queued: list[Values]
+
+    @classmethod
+    def of(cls, timeline: Timeline, processes: Sequence[ProcessSpans]) -> Self | None:
+        """Return the panel of a timeline's steps; None if no engine recorded values."""
+        engines: dict[str, list[Values]] = {}
+        queued: list[Values] = []
+        for one in processes:
+            inside = _cut(one.values, timeline.window)
+            if one.process == DRIVER:
+                queued += [value for value in inside if value.name == ROUTER]
+            elif of_engine := [value for value in inside if value.name == ENGINE]:
+                engines.setdefault(one.process, []).extend(of_engine)
+        return cls(timeline, engines, sorted(queued, key=lambda one: one.begin_us)) if engines else None
+
+    @property
+    def shown(self) -> dict[str, list[Values]]:
+        """Return the engines that are drawn: the first few."""
+        return dict(islice(self.engines.items(), MOST_ENGINES))
+
+    def text(self) -> str:
+        """Return how fast each engine was while it was busy, for how long it was, and how full its cache got."""
+        begin, end = self.timeline.window
+        parts = []
+        for process, values in self.shown.items():
+            busy_us = length(union([(one.begin_us, one.end_us) for one in values]))
+            tokens = sum(one.values.get("tokens", 0.0) for one in values)
+            part = f"{process} {tokens / max(busy_us / 1e6, 1e-6):,.0f} tokens/s, busy {busy_us / (end - begin):.0%}"
+            if full := [one.values["cache"] for one in values if "cache" in one.values]:
+                part += f", KV cache at most {max(full):.0%}"
+            parts.append(part)
+        count = "" if len(self.engines) <= MOST_ENGINES else f" (the first {MOST_ENGINES} of {len(self.engines)})"
+        text = f"The last {len(self.timeline.steps)} steps; requests that run and wait. While busy{count}: "
+        return text + "; ".join(parts) + "."
+
+
+def engine_figure(panel: EnginePanel) -> Figure:
+    """Draw requests, tokens per second, and use of the KV cache if known, each engine in one color."""
+    rows = _rows(panel)
+    figure = Figure(figsize=(9.2, 1.0 + 1.25 * len(rows)))
+    grid = figure.subplots(len(rows), 1, sharex=True, squeeze=False).ravel()
+    begin, end = panel.timeline.window
+    for axes, (label, draw) in zip(grid, rows, strict=True):
+        draw(axes)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        despine(axes)
+        for step in panel.timeline.steps:
+            axes.axvline((step.begin_us - begin) / 1e6, color=FAINT, linewidth=0.8)
+        axes.set_xlim(0, (end - begin) / 1e6)
+    grid[-1].set_xlabel("seconds")
+    figure.align_ylabels()
+    lines = [Line2D([], [], color=_color(row), label=name) for row, name in enumerate(panel.shown)]
+    queue = [Patch(color=WASTE, label="waiting for any engine")] if panel.queued else []
+    grid[0].legend(handles=[*lines, *queue], loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=9)
+    return figure
+
+
+def _rows(panel: EnginePanel) -> list[tuple[str, Callable[[Axes], None]]]:
+    """Return label and drawing of each plot, without those that no engine has values for."""
+    begin, all_values = panel.timeline.window[0], [one for values in panel.shown.values() for one in values]
+
+    def curves(name: str) -> Callable[[Axes], None]:
+        def draw(axes: Axes) -> None:
+            for row, values in enumerate(panel.shown.values()):
+                axes.plot(*_steps(values, name, begin), color=_color(row), linewidth=1.5)
+
+        return draw
+
+    def waiting(axes: Axes) -> None:
+        if panel.queued:
+            axes.fill_between(*_steps(panel.queued, "waiting", begin), color=WASTE, linewidth=0)
+        curves("waiting")(axes)
+
+    def cache(axes: Axes) -> None:
+        curves("cache")(axes)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    rows = [("running", curves("running"))]
+    if panel.queued or any(one.values.get("waiting") for one in all_values):
+        rows.append(("waiting", waiting))
+    rows.append(("tokens/s", curves("tokens/s")))
+    if any("cache" in one.values for one in all_values):
+        rows.append(("KV cache", cache))
+    return rows
+
+
+def _steps(values: Sequence[Values], name: str, begin_us: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return seconds and heights of a step function, which is 0 where nothing was recorded."""
+    points: list[tuple[int, float]] = [(begin_us, 0.0)]
+    for one in values:
+        if one.begin_us > points[-1][0]:
+            points += [(points[-1][0], 0.0), (one.begin_us, 0.0)]
+        height = one.rates().get(name, 0.0)
+        points += [(one.begin_us, height), (one.end_us, height)]
+    points.append((points[-1][0], 0.0))
+    times, heights = np.array(points).T
+    return (times - begin_us) / 1e6, heights
+
+
+def _cut(values: Sequence[Values], window: tuple[int, int]) -> list[Values]:
+    """Return the parts of values that lie in a window; tokens are taken to be even over time."""
+    cut = []
+    for one in values:
+        begin, end = max(one.begin_us, window[0]), min(one.end_us, window[1])
+        if begin < end:
+            share = (end - begin) / one.duration_us
+            numbers = {name: value * share if name == "tokens" else value for name, value in one.values.items()}
+            cut.append(Values(one.name, begin, end - begin, numbers))
+    return cut
+
+
+def _color(row: int) -> str | tuple[float, float, float]:
+    return _COLORS[row] if row < len(_COLORS) else sequence_color(row)
