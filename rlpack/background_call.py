@@ -30,11 +30,6 @@ class BackgroundCall(Generic[R]):
         """Return what the function returned, or raise what it raised; call this after its end."""
         return self._future.result(timeout=0.0)
 
-    @property
-    def has_failed(self) -> bool:
-        """Return whether the function has raised."""
-        return self._future.done() and self._future.exception(timeout=0.0) is not None
-
     def _run(self, function: Callable[[], R]) -> None:
         try:
             self._future.set_result(function())

@@ -24,11 +24,12 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
 3. `publish` is called once per step. So at most `lead` versions appear between the beginning of batch b and step b,
    which takes it. With drain, `publish` waits for the batch that was begun before it loads weights, so all tokens of a
    batch have one version. `take` reads the tokens' versions and checks all of this nevertheless.
-4. A checkpoint is written between steps. It holds the waiting batches that are drawn. With drain that is every one, so
-   a resumed run trains on the same batches, bit for bit, and then draws from the same position of the stream. With
-   in_flight, batches that are not drawn yet are drawn again as a whole, from the same positions and seeds, with the
-   weights of the checkpoint: every prompt is trained on once. All rows of a batch are drawn again, whether they had
-   ended or not, so long responses have no disadvantage. The tokens differ, because the moments of publication do.
+4. A checkpoint is written between steps. With drain it holds the waiting batch, which is drawn by then, so a resumed
+   run trains on the same batch, bit for bit, and then draws from the same position of the stream. With in_flight, it
+   holds where the waiting batches begin. All of them are drawn again as a whole, from the same positions and seeds,
+   with the weights of the checkpoint: every prompt is trained on once. The tokens differ, because the moments of
+   publication do. So batches that were drawn are not kept: they tend to be those of short responses, and if the others
+   got a second chance to be short, responses of a resumed run would be shorter than those of an uninterrupted one.
 5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, and for publications; the main
    thread waits for them. They are never waited for by a call that they wait for, because a pool that generates runs no
    role of the main thread (`rlpack.config.ahead_rules`). If all engines have failed, a thread waits for the next
@@ -63,7 +64,7 @@ from rlpack.safe_files import read_object
 
 logger = logging.getLogger(__name__)
 
-# In a checkpoint: a folder with the batches, one folder each, and their list.
+# In a checkpoint: a folder with the list of the waiting batches and, with drain, the batches, one folder each.
 FOLDER, _LIST = "ahead", "ahead.json"
 # Interval at which a wait for another thread can be interrupted.
 _LOOK_S = 1.0
@@ -89,11 +90,6 @@ class _Begun:
     def is_drawn(self) -> bool:
         """Return whether the draw has ended."""
         return self.rollouts is not None or (self.call is not None and self.call.wait(0.0))
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether the draw has raised."""
-        return self.call is not None and self.call.has_failed
 
     def drawn(self, while_waiting: Callable[[], None] = lambda: None) -> BatchedDataDict:
         """Return the scored rollouts once they are drawn, or raise what the draw raised."""
@@ -126,7 +122,7 @@ class AheadQueue:
         self._draws_once = recipe_of(session.config).draws_once
         self._waiting: deque[_Begun] = deque()
         self._taken: _Begun | None = None
-        self._is_checked = False
+        self._is_checked = self._in_flight  # whose checkpoints hold no batch
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
         if self._lead and folder is not None and folder.exists():
@@ -180,9 +176,9 @@ class AheadQueue:
         sync_weights(self._session, step)
 
     def save(self, folder: Path) -> None:
-        """Write the batches that wait into a checkpoint: those that are drawn, and where the others begin.
+        """Write into a checkpoint where the batches that wait begin; with drain, the batches, too.
 
-        With in_flight, a batch whose draw has failed is one of the others: the steps before it are complete.
+        With in_flight, a batch whose draw has failed is one of them: the steps before it are complete.
 
         Raises:
             CheckpointError: a file can't be written.
@@ -196,9 +192,9 @@ class AheadQueue:
         try:
             target.mkdir()
             for begun in self._waiting:
-                context, is_drawn = begun.context, begun.is_drawn and not begun.has_failed
-                entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": is_drawn}
-                if is_drawn:
+                context = begun.context
+                entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": not self._in_flight}
+                if entry["is_drawn"]:
                     write_batch(self._session.store.fetch(begun.drawn()), target / f"step-{context.number}")
                     entry |= {
                         "prompts_consumed": context.progress.prompts_consumed,
@@ -219,7 +215,7 @@ class AheadQueue:
         if self._taken is not None:
             self._taken.context.lease.release()
         for begun in self._waiting:
-            if begun.call is None and begun.rollouts is None:  # of a checkpoint that was written while it was drawn
+            if begun.call is None and begun.rollouts is None:  # of a checkpoint, with in_flight
                 self._start(begun)
         if not self._waiting and not self._draws_ahead:
             begun = self._begun(step.number, step.progress.prompts_consumed)

@@ -4,7 +4,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ import torch
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
-from rlpack.config.schema import Rollout, Trainer
+from rlpack.config.schema import Checkpoint, Rollout, Trainer
 from rlpack.distributed.calls import Pending
 from rlpack.distributed.usage import Usage
 from rlpack.distributed.worker_group import WorkerGroup
@@ -178,14 +178,19 @@ class FailingCanary:
 
 
 class Ledger:
-    """What was trained on: the positions of prompts by step, the lags of tokens, and the lengths of responses."""
+    """What was trained on: the positions of prompts by step, the lags of tokens, and the lengths of responses.
+
+    A step that a resumed run takes again replaces the earlier one; `steps` has both.
+    """
 
     def __init__(self) -> None:
         self.positions: dict[int, list[int]] = {}
         self.lags: list[int] = []
         self.lengths: dict[int, list[int]] = {}
+        self.steps: list[int] = []
 
     def record(self, step: int, rollouts: BatchedDataDict, newest: int) -> None:
+        self.steps.append(step)
         self.positions[step] = [int(uid) for uid in rollouts["uid"][::GROUP]]
         self.lags += (newest - rollouts["policy_version"].values).tolist()
         self.lengths[step] = rollouts["policy_version"].lengths.tolist()
@@ -203,10 +208,20 @@ def draw(session: Session, step: StepContext) -> Batch:
     )
 
 
-def started(folder: Path, *, steps: int, lead: int, seed: int = 0, dies: bool = False, delay_s: float = 0.0) -> Any:
+def started(
+    folder: Path,
+    *,
+    steps: int,
+    lead: int,
+    seed: int = 0,
+    dies: bool = False,
+    delay_s: float = 0.0,
+    checkpoint_every: int = 10**6,
+) -> Any:
     """Return a session with simulated engines, and their weights."""
     session = session_of(
         folder,
+        checkpoint=Checkpoint(every=checkpoint_every),
         trainer=Trainer(steps=steps, lead=lead, prompts_per_step=PROMPTS, group_size=GROUP),
         rollout=Rollout(engine="vllm", publish="in_flight", max_new_tokens=30, max_num_seqs=4),
     )
@@ -216,17 +231,28 @@ def started(folder: Path, *, steps: int, lead: int, seed: int = 0, dies: bool = 
     return session
 
 
-def walk(session: SavingSession, ledger: Ledger, until: int | None = None, delay_s: float = 0.0) -> AheadQueue:
+def walk(
+    session: SavingSession,
+    ledger: Ledger,
+    until: int | None = None,
+    delay_s: float = 0.0,
+    moment: Callable[[], None] = lambda: None,
+) -> AheadQueue:
+    """Take the steps of a run; `moment` is called after each part of a step."""
     queue, delays = AheadQueue(session, draw), random.Random(1)
     weights = cast(Weights, session.rollout_weights)
     if session.restored is not None:  # the first publication
         weights.version += 1
         weights.publish_again(None)
     for step in session.steps("train", session.config.trainer.steps):
-        ledger.record(step.number, queue.take(step).rollouts, weights.version)
+        rollouts = queue.take(step).rollouts
+        moment()
         if delay_s:
             time.sleep(delays.random() * delay_s)
+        ledger.record(step.number, rollouts, weights.version)
+        moment()
         queue.publish(step)
+        moment()
         if step.number == until:
             session.progress = step.progress
             break

@@ -7,22 +7,25 @@ import os
 import random
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver import ahead
 from rlpack.recipes.driver.ahead import AheadQueue
-from rlpack.recipes.driver.draws import Batch
+from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
+from tests.unit.recipes.driver.sessions import SavingSession
 from tests.unit.recipes.driver.simulated_engines import (
     PROMPTS,
     RANKS,
@@ -92,39 +95,74 @@ def test_a_response_has_tokens_of_several_versions(tmp_path: Path):
     assert any(mixed)
 
 
-def test_runs_killed_at_random_train_on_every_prompt_once_and_on_responses_of_the_same_lengths(tmp_path: Path):
-    steps, lead, kills = 60, 2, random.Random(5)
-    undisturbed = Ledger()
+class KilledError(Exception):
+    """Ends a run where a signal would."""
+
+
+class KilledRun:
+    """A run that is killed after a number of moments, and the checkpoints that were committed.
+
+    Moments: a batch is taken, a step is trained, its weights are published, a checkpoint is written, it is committed.
+    """
+
+    def __init__(self, session: SavingSession, committed: list[tuple[Progress, Path]], moments: int) -> None:
+        self.session, self.committed, self.moments_left = session, committed, moments
+        if committed:
+            session.progress, session.restored = committed[-1]
+        session.before_save = self.commit
+
+    def moment(self) -> None:
+        self.moments_left -= 1
+        if self.moments_left == 0:
+            raise KilledError
+
+    def commit(self) -> None:
+        checkpoint = self.session.run.run_dir / f"step-{self.session.progress.step}"
+        checkpoint.mkdir()
+        cast(AheadQueue, self.session.ahead).save(checkpoint)
+        self.moment()
+        self.committed.append((self.session.progress, checkpoint))
+        self.moment()
+
+    def is_completed(self, ledger: Ledger) -> bool:
+        """Run until the kill, or to the end."""
+        try:
+            walk(self.session, ledger, delay_s=5e-4, moment=self.moment)
+        except KilledError:
+            return False
+        finally:
+            cast(AheadQueue, self.session.ahead).drain()  # the threads end
+        return True
+
+
+def test_runs_killed_at_any_moment_train_on_every_prompt_once_and_on_responses_of_the_same_lengths(tmp_path: Path):
+    steps, lead, kills = 60, 2, random.Random(2)
+    undisturbed, ledger = Ledger(), Ledger()
     (tmp_path / "whole").mkdir()
     walk(started(tmp_path / "whole", steps=steps, lead=lead), undisturbed)
-    ledger, progress, checkpoint, runs = Ledger(), None, None, 0
-    while progress is None or progress.step < steps:
+    committed: list[tuple[Progress, Path]] = [(Progress(phase="train"), tmp_path)]
+    runs, is_completed = 0, False
+    while not is_completed:
         folder = tmp_path / f"run-{runs}"
         folder.mkdir()
-        session = started(folder, steps=steps, lead=lead, seed=runs, delay_s=2e-4)
-        if progress is not None:
-            session.progress, session.restored = progress, checkpoint
-        last = min(steps, session.progress.step + kills.randrange(1, 3))
-        queue = walk(session, ledger, until=last, delay_s=1e-3)
-        checkpoint = folder / f"step-{last}"
-        checkpoint.mkdir()
-        queue.save(checkpoint)  # what is drawn after this is lost
-        progress, runs = session.progress, runs + 1
-        for begun in queue._waiting:
-            begun.drawn()
-    assert runs >= 30
+        session = started(folder, steps=steps, lead=lead, seed=runs, delay_s=1e-4, checkpoint_every=2)
+        is_completed = KilledRun(session, committed, kills.randrange(1, 12)).is_completed(ledger)
+        runs += 1
+    assert runs > 50
+    assert len(ledger.steps) > steps + 20, "hardly a step was taken again"
+    assert all(step <= before + 1 for before, step in pairwise([0, *ledger.steps])), "a step was left out"
     assert ledger.positions == undisturbed.positions
     # Lengths depend on the seeds alone in this simulation, so that any choice among responses shows.
     assert ledger.lengths == undisturbed.lengths
-    assert max(ledger.lags) <= lead
+    assert 0 <= min(ledger.lags) <= max(ledger.lags) <= lead
 
 
-def test_a_checkpoint_has_drawn_batches_and_where_the_others_begin(tmp_path: Path):
+def test_a_checkpoint_has_where_batches_begin_and_none_of_them_whether_it_was_drawn_or_not(tmp_path: Path):
     session = started(tmp_path, steps=10, lead=3)
     rank = session.rollout.every[0]
-    queue, ledger = AheadQueue(session, draw), Ledger()
+    queue = AheadQueue(session, draw)
     for step in session.steps("train", 10):
-        ledger.record(step.number, queue.take(step).rollouts, session.rollout_weights.version)
+        queue.take(step)
         queue.publish(step)
         session.progress = step.progress
         break
@@ -134,17 +172,52 @@ def test_a_checkpoint_has_drawn_batches_and_where_the_others_begin(tmp_path: Pat
         queue._begin_until(5)
         (tmp_path / "step-1").mkdir()
         queue.save(tmp_path / "step-1")
+        assert [begun.is_drawn for begun in queue._waiting] == [True, True, True, False]
     finally:
         rank.lock.release()
-    document = SimpleNamespace(**ahead.read_object(tmp_path / "step-1/ahead/ahead.json"))
-    states = [(entry["step"], entry["start"], entry["is_drawn"]) for entry in document.batches]
-    assert states == [(2, 3, True), (3, 6, True), (4, 9, True), (5, 12, False)]
-    assert sorted(path.name for path in (tmp_path / "step-1/ahead").iterdir() if path.is_dir()) == [
-        "step-2",
-        "step-3",
-        "step-4",
-    ]
-    assert Progress(**vars(session.progress)).prompts_consumed == PROMPTS
+    queue.drain()
+    batches = ahead.read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
+    assert [(entry["step"], entry["start"]) for entry in batches] == [(2, 3), (3, 6), (4, 9), (5, 12)]
+    assert [path.name for path in (tmp_path / "step-1/ahead").iterdir()] == ["ahead.json"]
+
+
+def test_responses_after_a_resume_are_as_long_as_others_though_short_ones_are_drawn_before_the_checkpoint(
+    tmp_path: Path,
+):
+    # Whether a batch is long is drawn anew each time, as for responses that go on with new random numbers.
+    steps, lengths, trained = 300, random.Random(7), []
+    session = started(tmp_path, steps=steps, lead=1)
+    changed, drawn = threading.Condition(), dict[int, bool]()
+    taking = 0
+
+    def draw_batch(session: Session, step: StepContext) -> Batch:
+        is_long = lengths.random() < 0.5
+        with changed:
+            drawn[step.number] = is_long
+            changed.notify_all()
+            assert changed.wait_for(lambda: not is_long or taking >= step.number, 30.0)
+        step.advance(prompts_consumed=step.progress.prompts_consumed + PROMPTS)
+        tokens = torch.full((30 if is_long else 1,), session.rollout_weights.version, dtype=torch.int32)
+        return Batch(BatchedDataDict({"policy_version": Ragged.from_rows([tokens], torch.int32)}), as_scored)
+
+    for number in range(1, steps + 1):  # each step is taken by a run that was resumed
+        queue = AheadQueue(session, draw_batch)
+        with changed:
+            taking = number
+            changed.notify_all()
+        for step in session.steps("train", steps):
+            trained.append(queue.take(step).rollouts["policy_version"].values.numel())
+            session.progress = step.progress
+            break
+        with changed:
+            assert number == steps or changed.wait_for(lambda number=number: number + 1 in drawn, 30.0)
+        while number < steps and not (queue._waiting[0].is_drawn or drawn[number + 1]):
+            time.sleep(0.001)
+        session.restored = tmp_path / f"step-{number}"
+        session.restored.mkdir()
+        queue.save(session.restored)
+        drawn.pop(number + 1, None)
+    assert abs(trained.count(30) / steps - 0.5) < 0.1  # 3.5 standard deviations
 
 
 def test_no_engine_samples_while_weights_are_published_again_after_a_failed_canary(tmp_path: Path):
@@ -213,7 +286,7 @@ def test_a_checkpoint_is_written_although_a_later_batch_could_not_be_drawn(
         train()
     assert "the batch of step 3 could not be drawn; its step will fail" in caplog.text
     batches = ahead.read_object(tmp_path / "step-2/ahead/ahead.json")["batches"]
-    assert [(one["step"], one["start"], one["is_drawn"]) for one in batches] == [(3, 6, False), (4, 9, True)]
+    assert [(one["step"], one["start"]) for one in batches] == [(3, 6), (4, 9)]
 
 
 def test_idle_shares_are_those_of_waiting_for_a_batch_and_of_engines_without_rows(tmp_path: Path):
