@@ -29,7 +29,7 @@ from rlpack.recipes.driver.policy_stages import compute_advantages, compute_old_
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 
-SPEC = RecipeSpec(runs_ahead=True, draws_once=True)
+SPEC = RecipeSpec(runs_ahead=True, draws_once=True, takes_late_groups=True)
 NAME = "ledger.jsonl"
 
 

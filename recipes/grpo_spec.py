@@ -19,4 +19,4 @@ def small_groups(config: Config) -> Iterator[str]:
         yield "trainer.group_size is 2 and algorithm.scale is std: every advantage is -1, 0 or 1"
 
 
-SPEC = RecipeSpec(runs_ahead=True, draws_once=True, warnings=(small_groups,))
+SPEC = RecipeSpec(runs_ahead=True, draws_once=True, takes_late_groups=True, warnings=(small_groups,))

@@ -26,6 +26,7 @@ def policy_is_trained(config: Config) -> Iterator[str]:
 SPEC = RecipeSpec(
     runs_ahead=True,
     draws_once=True,
+    takes_late_groups=True,
     roles=("actor", "critic", "rollout", "reward"),
     trains=("actor", "critic"),
     rules=(no_advantage_function,),

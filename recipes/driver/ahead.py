@@ -30,6 +30,7 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
    with the weights of the checkpoint: every prompt is trained on once. The tokens differ, because the moments of
    publication do. So batches that were drawn are not kept: they tend to be those of short responses, and if the others
    got a second chance to be short, responses of a resumed run would be shorter than those of an uninterrupted one.
+   What `trainer.late_groups.window` leaves of a batch is held (`rlpack.recipes.driver.late_groups`).
 5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, and for publications; the main
    thread waits for them. They are never waited for by a call that they wait for, because a pool that generates runs no
    role of the main thread (`rlpack.config.ahead_rules`). If all engines have failed, a thread waits for the next
@@ -42,7 +43,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,11 @@ from rlpack.batch.batch_files import check_lists, read_batch, write_batch
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.recipes import recipe_of
 from rlpack.distributed.errors import RoleError
-from rlpack.recipes.driver.draws import Batch, Draw, as_scored
+from rlpack.recipes.driver.begun_batch import BegunBatch
+from rlpack.recipes.driver.draws import Batch, Draw, DrawGroups, as_scored, draw_groups
 from rlpack.recipes.driver.engine_weights import sync_weights
+from rlpack.recipes.driver.groups_by_end import GroupsByEnd
+from rlpack.recipes.driver.late_groups import LateGroups
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from rlpack.rollout.errors import StalenessError
@@ -66,45 +70,12 @@ logger = logging.getLogger(__name__)
 
 # In a checkpoint: a folder with the list of the waiting batches and, with drain, the batches, one folder each.
 FOLDER, _LIST = "ahead", "ahead.json"
-# Interval at which a wait for another thread can be interrupted.
-_LOOK_S = 1.0
-
-
-@dataclass
-class _Begun:
-    """A batch that was begun.
-
-    Attributes:
-        context: where its draw records metrics, timers and the position in the stream of prompts.
-        start: position of its first prompt.
-        call: the draw, which returns scored rollouts.
-        rollouts: what the draw returned.
-    """
-
-    context: StepContext
-    start: int
-    call: BackgroundCall[BatchedDataDict] | None = None
-    rollouts: BatchedDataDict | None = None
-
-    @property
-    def is_drawn(self) -> bool:
-        """Return whether the draw has ended."""
-        return self.rollouts is not None or (self.call is not None and self.call.wait(0.0))
-
-    def drawn(self, while_waiting: Callable[[], None] = lambda: None) -> BatchedDataDict:
-        """Return the scored rollouts once they are drawn, or raise what the draw raised."""
-        while self.call is not None and not self.call.wait(_LOOK_S):
-            while_waiting()
-        if self.call is not None:
-            self.rollouts, self.call = self.call.outcome(), None
-        assert self.rollouts is not None
-        return self.rollouts
 
 
 class AheadQueue:
     """The batches of a recipe's steps, drawn up to `trainer.lead` steps ahead."""
 
-    def __init__(self, session: Session, draw: Draw) -> None:
+    def __init__(self, session: Session, draw: Draw, draw_groups: DrawGroups = draw_groups) -> None:
         """Take the recipe's draw, and the batches in the checkpoint that the session was restored from, if any.
 
         Create it before the first publication of weights: a restored run continues to count policy versions.
@@ -112,17 +83,19 @@ class AheadQueue:
         Args:
             session: the run.
             draw: draws the batch of one step, in the context that it gets.
+            draw_groups: with `trainer.late_groups.window`, draws the batch of one step group by group instead.
 
         Raises:
             CheckpointError: a batch of the checkpoint can't be read.
         """
-        self._session, self._draw_batch = session, draw
-        self._lead = session.config.trainer.lead
+        self._session, self._draw_batch, self._draw_groups = session, draw, draw_groups
+        self._lead, self._max_lag = session.config.trainer.lead, session.config.trainer.max_lag
         self._in_flight = session.config.rollout.publish == "in_flight"
         self._draws_once = recipe_of(session.config).draws_once
-        self._waiting: deque[_Begun] = deque()
-        self._taken: _Begun | None = None
-        self._is_checked = self._in_flight  # whose checkpoints hold no batch
+        self._waiting: deque[BegunBatch] = deque()
+        self._taken: BegunBatch | None = None
+        self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
+        self._is_checked = self._in_flight and self._late is None  # whose checkpoints hold no rows
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
         if self._lead and folder is not None and folder.exists():
@@ -133,7 +106,7 @@ class AheadQueue:
 
         Raises:
             RoleError: drawing the batch failed.
-            StalenessError: a token is older than `trainer.lead` policy versions.
+            StalenessError: a token is more than `Trainer.max_lag` policy versions old.
             DataError: the batch could not be written to a checkpoint.
         """
         if not self._lead:
@@ -143,17 +116,23 @@ class AheadQueue:
         assert self._taken is not None
         step.metrics["rollout/batches_waiting"] = float(sum(one.is_drawn for one in (self._taken, *self._waiting)))
         with step.timer("wait"):
-            rollouts = self._taken.drawn(self._replace_failed_engines)
-        context = self._taken.context
+            rollouts = self._rollouts_of(step, self._taken)
         self._begin_until(step.number + self._lead)
-        step.advance(prompts_consumed=context.progress.prompts_consumed)
-        step.metrics |= context.metrics | context.timer.as_metrics()
+        step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
         lags = self._lags(rollouts, step.number)
         step.lag = int(lags.max()) if lags.numel() else 0
         step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
-        for lag in range(self._lead + 1):
+        for lag in range(self._max_lag + 1):
             step.metrics[f"rollout/lag_share/{lag}"] = float((lags == lag).sum() / max(1, lags.numel()))
         return Batch(rollouts, as_scored)
+
+    def _rollouts_of(self, step: StepContext, own: BegunBatch) -> BatchedDataDict:
+        """Return the scored rollouts that a step trains on, and record their metrics."""
+        if self._late is not None:
+            return self._late.take(own, step, self._replace_failed_engines)
+        rollouts = own.drawn(self._replace_failed_engines)
+        step.metrics |= own.context.metrics | own.context.timer.as_metrics()
+        return rollouts
 
     def drain(self) -> None:
         """Wait until all batches that were begun are drawn.
@@ -178,24 +157,27 @@ class AheadQueue:
     def save(self, folder: Path) -> None:
         """Write into a checkpoint where the batches that wait begin; with drain, the batches, too.
 
-        With in_flight, a batch whose draw has failed is one of them: the steps before it are complete.
+        With in_flight, a batch whose draw has failed is one of them: the steps before it are complete. Late groups are
+        waited for and written.
 
         Raises:
             CheckpointError: a file can't be written.
-            RoleError: with drain, drawing the batch failed.
+            RoleError: with drain, drawing the batch failed; or a late group could not be drawn.
         """
         if not self._lead:
             return
         if not self._in_flight:
             self.drain()
         target, entries = folder / FOLDER, []
+        late = [] if self._late is None else self._late.ended(self._replace_failed_engines)
         try:
             target.mkdir()
-            for begun in self._waiting:
-                context = begun.context
-                entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": not self._in_flight}
-                if entry["is_drawn"]:
-                    write_batch(self._session.store.fetch(begun.drawn()), target / f"step-{context.number}")
+            for begun, rollouts in (*late, *((begun, None) for begun in self._waiting)):
+                context, is_drawn = begun.context, rollouts is not None or not self._in_flight
+                entry: dict[str, Any] = {"step": context.number, "start": begun.start, "is_drawn": is_drawn}
+                if is_drawn:
+                    rows = begun.drawn() if rollouts is None else rollouts
+                    write_batch(self._session.store.fetch(rows), target / f"step-{context.number}")
                     entry |= {
                         "prompts_consumed": context.progress.prompts_consumed,
                         "metrics": context.metrics | context.timer.as_metrics(),
@@ -212,7 +194,9 @@ class AheadQueue:
 
     def _take_next(self, step: StepContext) -> None:
         """Make the first waiting batch the taken one; draw it now if none waits."""
-        if self._taken is not None:
+        if self._late is not None:
+            self._late.release()
+        elif self._taken is not None:
             self._taken.context.lease.release()
         for begun in self._waiting:
             if begun.call is None and begun.rollouts is None:  # of a checkpoint, with in_flight
@@ -254,29 +238,36 @@ class AheadQueue:
         self._waiting.append(begun)
         self._start(begun)
 
-    def _start(self, begun: _Begun) -> None:
+    def _start(self, begun: BegunBatch) -> None:
         """Draw a batch in a thread of its own."""
-        begun.call = BackgroundCall(partial(self._draw_in_background, begun.context), name="draw")
+        if self._late is not None:
+            begun.groups = GroupsByEnd(begun.context)
+        draw = partial(self._draw, begun.context, begun.groups)
+        begun.call = BackgroundCall(partial(self._draw_in_background, begun.context, draw), name="draw")
 
-    def _draw_in_background(self, context: StepContext) -> BatchedDataDict:
+    def _draw_in_background(self, context: StepContext, draw: Callable[[], BatchedDataDict]) -> BatchedDataDict:
         """Return the scored rollouts of a step; the step raises what this raises, and the log has it at once."""
         try:
-            return context.lease.run(partial(self._draw, context))
+            return context.lease.run(draw)
         except Exception as error:
             logger.warning("the batch of step %d could not be drawn; its step will fail: %s", context.number, error)
             raise
 
-    def _begun(self, number: int, start: int) -> _Begun:
+    def _begun(self, number: int, start: int) -> BegunBatch:
         """Return a batch whose draw is about to begin."""
         progress = replace(self._session.progress, step=number, prompts_consumed=start)
         lease = self._session.store.lease(f"the batch of step {number}")
-        return _Begun(StepContext(number, progress, lease=lease), start)
+        return BegunBatch(StepContext(number, progress, lease=lease), start)
 
-    def _draw(self, context: StepContext) -> BatchedDataDict:
-        """Return the scored rollouts of a step."""
+    def _draw(self, context: StepContext, groups: GroupsByEnd | None = None) -> BatchedDataDict:
+        """Return the scored rollouts of a step; if `groups` is given, add them to it one by one, too."""
         try:
-            rollouts, score = self._draw_batch(self._session, context)
-            scored = score(context, rollouts)
+            if groups is None:
+                rollouts, score = self._draw_batch(self._session, context)
+                scored = score(context, rollouts)
+            else:
+                self._draw_groups(self._session, context, groups.add)
+                scored = groups.all_scored()
         except RoleError as error:
             error.phase, error.step = context.progress.phase, context.number
             raise
@@ -295,14 +286,20 @@ class AheadQueue:
         """Return how many policy versions each sampled token is behind the newest, int32 [sampled tokens].
 
         Raises:
-            StalenessError: a token has a version outside [newest - lead, newest].
+            StalenessError: a token has a version outside [newest - max_lag, newest].
         """
         versions = self._session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
         sampled, newest = versions[versions >= 0], self._session.rollout_weights.version
-        if sampled.numel() and not newest - self._lead <= sampled.min() <= sampled.max() <= newest:
+        oldest = newest - self._max_lag
+        if sampled.numel() and not oldest <= sampled.min() <= sampled.max() <= newest:
+            window = (
+                f" and trainer.late_groups.window={self._session.config.trainer.late_groups.window}"
+                if self._late
+                else ""
+            )
             raise StalenessError(
                 f"the batch of step {number} has tokens of the policy versions {sampled.min()} to {sampled.max()}; "
-                f"with trainer.lead={self._lead} they have to be from {newest - self._lead} to {newest}, the newest"
+                f"with trainer.lead={self._lead}{window} they have to be from {oldest} to {newest}, the newest"
             )
         return newest - sampled
 
@@ -320,11 +317,30 @@ class AheadQueue:
                     begun.context.metrics |= entry["metrics"]
                     rollouts = read_batch(folder / f"step-{entry['step']}")
                     begun.rollouts = begun.context.lease.run(partial(self._session.store.offload, rollouts))
-                self._waiting.append(begun)
+                if begun.context.number > self._session.progress.step:
+                    self._waiting.append(begun)
+                else:
+                    self._check_late_window(folder, begun.context.number)
+                    assert self._late is not None
+                    self._late.restore(begun)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"the batches drawn ahead in {folder} can't be read: {error}; choose another run_dir"
             ) from error
+
+    def _check_late_window(self, folder: Path, number: int) -> None:
+        """Raise if groups that a checkpoint holds of a batch are too old for the next step.
+
+        Raises:
+            CheckpointError: `trainer.late_groups.window` is smaller than it was.
+        """
+        window, needed = self._session.config.trainer.late_groups.window, self._session.progress.step + 2 - number
+        if window < needed:
+            raise CheckpointError(
+                f"trainer.late_groups.window is {window}, and the checkpoint in {folder} has groups that the next step "
+                f"takes {needed - 1} steps late; resume with trainer.late_groups.window={needed} or more, or choose "
+                "another run_dir"
+            )
 
     def _check_prompts_per_step(self, folder: Path, saved: int) -> None:
         """Raise if prompts would be trained on twice or never, because batches begin where others don't end.

@@ -28,6 +28,8 @@ class Batch(NamedTuple):
 
 
 Draw = Callable[[Session, StepContext], Batch]
+# Draws the batch of a step, and calls a function with whole groups as they end.
+DrawGroups = Callable[[Session, StepContext, Callable[[Batch], None]], None]
 
 
 def draw_rollouts(session: Session, step: StepContext) -> Batch:
@@ -37,6 +39,19 @@ def draw_rollouts(session: Session, step: StepContext) -> Batch:
     with engines_awake(session, step):
         rollouts = generate(session, step, prompts, rewards.submit)
     return Batch(rollouts, partial(collect_rewards, session, pending=rewards))
+
+
+def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch], None]) -> None:
+    """Generate what `draw_rollouts` does, and report groups as soon as they end."""
+    prompts = draw_prompts(session, step)
+
+    def submit(part: BatchedDataDict) -> None:
+        rewards = PendingRewards(session.scorers)
+        rewards.submit(part)
+        on_groups(Batch(part, partial(collect_rewards, session, pending=rewards)))
+
+    with engines_awake(session, step):
+        generate(session, step, prompts, submit)
 
 
 def as_scored(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:

@@ -14,6 +14,8 @@ def ahead_problems(config: Config) -> Iterator[str]:
     """Yield why a run can't draw its batches ahead."""
     lead, spec = config.trainer.lead, recipe_of(config)
     yield from _publish_problems(config)
+    if config.trainer.late_groups.window > 1:
+        yield from _late_problems(config)
     if not lead:
         return
     if not spec.runs_ahead:
@@ -62,6 +64,33 @@ def _publish_problems(config: Config) -> Iterator[str]:
         yield (
             f"trainer.lead is {lead}, but recipe={config.recipe.name} knows where a batch begins only once the one "
             "before it is drawn; set trainer.lead=1"
+        )
+
+
+def _late_problems(config: Config) -> Iterator[str]:
+    """Yield why a step can't leave groups of its batch to later ones."""
+    trainer = config.trainer
+    name = f"trainer.late_groups.window is {trainer.late_groups.window}"
+    if not trainer.lead or config.rollout.publish == "drain":
+        why = (
+            "trainer.lead is 0, so nothing is generated while a step trains"
+            if not trainer.lead
+            else "with rollout.publish=drain new weights wait for all responses"
+        )
+        yield (
+            f"{name}, but {why}; set trainer.late_groups.window=1, or trainer.lead=1 or more and "
+            "rollout.publish=in_flight with rollout.engine=vllm"
+        )
+    if not recipe_of(config).takes_late_groups:
+        yield (
+            f"{name}, but recipe={config.recipe.name} needs all groups of a batch at once; set "
+            "trainer.late_groups.window=1, or choose recipe=grpo or recipe=ppo"
+        )
+    if trainer.late_groups.share * trainer.prompts_per_step < 1:
+        yield (
+            f"{name}, but trainer.late_groups.share of {trainer.late_groups.share} of the {trainer.prompts_per_step} "
+            "groups of trainer.prompts_per_step is less than one group; raise trainer.late_groups.share, or set "
+            "trainer.late_groups.window=1"
         )
 
 

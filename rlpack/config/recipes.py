@@ -59,6 +59,8 @@ class RecipeSpec:
         runs_ahead: whether it takes its batches from `rlpack.recipes.driver.ahead`, as `trainer.lead` needs.
         draws_once: whether the batch of every step takes exactly `trainer.prompts_per_step` prompts from the stream, so
             that it is known where the next one begins.
+        takes_late_groups: whether it draws batches by `draw_rollouts` alone and trains on any number of whole groups,
+            as `trainer.late_groups.window` needs.
     """
 
     roles: tuple[str, ...] = ("actor", "rollout", "reward")
@@ -72,6 +74,7 @@ class RecipeSpec:
     needs_demonstrations: bool = False
     runs_ahead: bool = False
     draws_once: bool = False
+    takes_late_groups: bool = False
 
     @property
     def starts(self) -> tuple[str, ...]:

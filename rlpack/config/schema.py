@@ -12,6 +12,7 @@ from rlpack.config.sections.compute import Compute, RoleCompute
 from rlpack.config.sections.correction_settings import Correction
 from rlpack.config.sections.held_out import Evaluation
 from rlpack.config.sections.held_out import EvaluationSet as EvaluationSet
+from rlpack.config.sections.late_group_settings import LateGroupSettings
 from rlpack.config.sections.optimization import Experts, Lora, Optimizer
 from rlpack.config.sections.parallelism import Parallel, RoleParallel
 from rlpack.config.sections.pools import Pool as Pool
@@ -53,11 +54,17 @@ class Trainer(Section):
         "actor trains on the current one, with weights that are one policy version older; more only with "
         "rollout.publish=in_flight; 0 for one after the other. From 1 on, the role rollout needs a pool of its own.",
     )
+    late_groups: LateGroupSettings = LateGroupSettings()
 
     @property
     def known_steps(self) -> int | None:
         """Rollout steps; None if they follow from data that isn't read yet."""
         return self.steps if self.data_epochs is None else None
+
+    @property
+    def max_lag(self) -> int:
+        """Policy versions that the oldest token of a batch may be behind the newest."""
+        return self.lead + self.late_groups.window - 1
 
 
 class SFTWarmup(Section):

@@ -61,6 +61,10 @@ METRICS: dict[str, Metric] = {
     "rollout/batches_waiting": Metric(
         "1", "Batches that were drawn and not trained on as the step began, its own included (trainer.lead)."
     ),
+    "rollout/late_groups": Metric(
+        "1", "Groups of earlier batches that the step trained on, because they ended late (trainer.late_groups.window)."
+    ),
+    "rollout/groups_left": Metric("1", "Groups of this batch and earlier ones that the step left to later ones."),
     "mismatch/kl": Metric(
         "nats",
         "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "

@@ -9,10 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.ledger import lineage, problems_of
+from rlpack.data.sampler import prompt_positions
 from tests.end_to_end.commands import DEADLINE_S, Command, committed, done, records, started, until
 from tests.end_to_end.settings import UNEVEN
 
 LEAD, STEPS, PROMPTS = 2, 12, 8
+GROUP, TRAIN_SIZE = 4, 256  # of UNEVEN
 OVERRIDES: Sequence[str] = (
     *UNEVEN,
     "rollout=vllm",
@@ -53,14 +56,22 @@ def engine_processes() -> Iterator[psutil.Process]:
             yield process
 
 
-def test_a_run_that_is_killed_trains_on_every_prompt_once(tmp_path: Path):
-    with started(tmp_path, *OVERRIDES, ranks=1) as command:
-        command.wait_for("train", 5)
-        until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
-        command.process.kill()
-        assert command.wait() == -9
-    assert committed(command.run_dir, "train")[-1] < STEPS
-    check_ledger(done(tmp_path, *OVERRIDES, "resume=auto", ranks=1))
+def test_a_run_that_is_killed_twice_trains_on_every_prompt_once(tmp_path: Path):
+    # The recipe is GRPO that records what it trains on. `benchmarks/in_flight_kills.py` kills more often.
+    words = (*OVERRIDES, "recipe.target=benchmarks.ledger", "algorithm.kl_coef=0", "seed=1", "resume=auto")
+    for step in (3, 7):
+        with started(tmp_path, *words, ranks=1) as command:
+            command.wait_for("train", step)
+            until(lambda run_dir=command.run_dir: bool(committed(run_dir, "train")), DEADLINE_S)
+            command.process.kill()
+            assert command.wait() == -9
+            assert command.left_behind() == []
+        assert committed(command.run_dir, "train")[-1] < STEPS
+    check_ledger(done(tmp_path, *words, ranks=1))
+    found = lineage(tmp_path / "run")
+    _, rows = prompt_positions(1, TRAIN_SIZE, 0, PROMPTS * STEPS)
+    assert len(found.entries) == STEPS
+    assert problems_of(found, [f"train-{row}" for row in rows], PROMPTS, GROUP, LEAD) == []
 
 
 def test_engines_that_die_while_batches_are_in_flight_are_replaced(tmp_path: Path):
@@ -82,3 +93,25 @@ def test_a_resumed_run_keeps_its_way_to_publish(tmp_path: Path):
     with started(tmp_path, *words, "resume=auto", "rollout.publish=drain", "trainer.lead=1", ranks=1) as command:
         assert command.wait() == 2
     assert "was written with 'in_flight'; set rollout.publish as it was" in command.err
+
+
+def test_late_groups_are_trained_on_once_and_resumed_runs_begin_with_those_of_the_checkpoint(tmp_path: Path):
+    words = (
+        *OVERRIDES,
+        *("recipe.target=benchmarks.ledger", "algorithm.kl_coef=0", "seed=1", "resume=auto"),
+        *("trainer.late_groups.window=3", "trainer.late_groups.share=0.5"),
+    )
+    with started(tmp_path, *words, ranks=1) as command:
+        command.wait_for("train", 5)
+        until(lambda: bool(committed(command.run_dir, "train")), DEADLINE_S)
+        command.process.kill()
+        assert command.wait() == -9
+    done(tmp_path, *words, ranks=1)
+    found, steps = lineage(tmp_path / "run"), trained(tmp_path / "run")
+    _, rows = prompt_positions(1, TRAIN_SIZE, 0, PROMPTS * STEPS)
+    assert sorted(uid for uids in found.uids for uid in uids) == sorted(
+        f"train-{row}" for row in rows for _ in range(GROUP)
+    )
+    assert sum(one["rollout/late_groups"] for one in steps) > 0, "no group was late"
+    assert steps[-1]["rollout/groups_left"] == 0
+    assert 0 <= min(found.lags) <= max(found.lags) <= LEAD + 2

@@ -11,9 +11,20 @@ from tests.builders import tiny_config
 APART = {"pools": {"main": Pool(), "engines": Pool()}}
 
 
-def problems(recipe: str = "grpo", *, lead: int = 1, generation: Rollout | None = None, **roles: str) -> list[str]:
+def problems(
+    recipe: str = "grpo",
+    *,
+    lead: int = 1,
+    generation: Rollout | None = None,
+    late: dict[str, Any] | None = None,
+    **roles: str,
+) -> list[str]:
     placement = Placement(**APART, roles=roles)
-    sections = {"trainer": Trainer(lead=lead), "placement": placement, "rollout": generation or Rollout()}
+    sections = {
+        "trainer": Trainer(lead=lead, **(late or {})),
+        "placement": placement,
+        "rollout": generation or Rollout(),
+    }
     return list(ahead_problems(tiny_config(recipe, **sections)))
 
 
@@ -89,3 +100,36 @@ def test_a_shared_pool_is_refused_with_a_placement_that_can_overlap(recipe: str,
 def test_a_recipe_that_generates_nothing_is_refused():
     (problem,) = problems("sft", actor="main")
     assert problem == "trainer.lead is 1, but recipe=sft generates nothing; set trainer.lead=0"
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_a_window_for_late_groups_needs_weights_in_flight(recipe: str):
+    late = {"late_groups": {"window": 2}}
+    assert problems(recipe, lead=2, generation=in_flight(), late=late, rollout="engines") == []
+    (problem,) = problems(recipe, lead=1, late=late, rollout="engines")
+    assert problem.startswith(
+        "trainer.late_groups.window is 2, but with rollout.publish=drain new weights wait for all"
+    )
+    (problem,) = problems(recipe, lead=0, late=late)
+    assert problem.startswith("trainer.late_groups.window is 2, but trainer.lead is 0, so nothing is generated")
+    assert "set trainer.late_groups.window=1, or trainer.lead=1 or more and rollout.publish=in_flight" in problem
+
+
+@pytest.mark.parametrize("recipe", ["dapo", "remax"])
+def test_recipes_that_need_whole_batches_refuse_a_window(recipe: str):
+    (problem,) = problems(recipe, generation=in_flight(), late={"late_groups": {"window": 2}}, rollout="engines")
+    assert problem.startswith(
+        f"trainer.late_groups.window is 2, but recipe={recipe} needs all groups of a batch at once"
+    )
+
+
+def test_a_window_in_which_no_group_may_be_late_is_refused():
+    late = {"late_groups": {"window": 2, "share": 0.2}, "prompts_per_step": 4}
+    (problem,) = problems(generation=in_flight(), late=late, rollout="engines")
+    assert (
+        "trainer.late_groups.share of 0.2 of the 4 groups of trainer.prompts_per_step is less than one group" in problem
+    )
+    assert (
+        problems(generation=in_flight(), late=late | {"late_groups": {"window": 2, "share": 0.25}}, rollout="engines")
+        == []
+    )

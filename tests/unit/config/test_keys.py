@@ -17,7 +17,7 @@ CHOSEN = (
         "job.",
         "judge.",
     ),
-    *("reference.", "reward_model."),
+    *("reference.", "reward_model.", "trainer.late_groups."),
 )
 
 

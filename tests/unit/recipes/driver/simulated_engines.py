@@ -197,15 +197,26 @@ class Ledger:
 
 
 def draw(session: Session, step: StepContext) -> Batch:
-    start = step.progress.prompts_consumed
-    positions = np.arange(start, start + PROMPTS)
-    step.advance(prompts_consumed=start + PROMPTS)
+    return Batch(sample_responses(session, _drawn(session, step), GROUP, temperature=1.0), as_scored)
+
+
+def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch], None]) -> None:
+    def report(part: BatchedDataDict) -> None:
+        lengths, size = part["policy_version"].lengths, part.num_rows
+        columns = {"response_lengths": lengths, "finish_reason": ["stop"] * size, "rewards": lengths.float()}
+        on_groups(Batch(part.union(columns | {"valid": torch.ones(size, dtype=torch.bool)}), as_scored))
+
+    sample_responses(session, _drawn(session, step), GROUP, temperature=1.0, on_part=report)
+
+
+def _drawn(session: Session, step: StepContext) -> DrawnPrompts:
+    start, count = step.progress.prompts_consumed, session.config.trainer.prompts_per_step
+    positions = np.arange(start, start + count)
+    step.advance(prompts_consumed=start + count)
     prompts = BatchedDataDict(
-        {"input_ids": Ragged.from_rows([torch.tensor([5])] * PROMPTS, torch.int64), "uid": [str(n) for n in positions]}
+        {"input_ids": Ragged.from_rows([torch.tensor([5])] * count, torch.int64), "uid": [str(n) for n in positions]}
     )
-    return Batch(
-        sample_responses(session, DrawnPrompts(prompts, step.number, positions), GROUP, temperature=1.0), as_scored
-    )
+    return DrawnPrompts(prompts, step.number, positions)
 
 
 def started(
@@ -217,12 +228,13 @@ def started(
     dies: bool = False,
     delay_s: float = 0.0,
     checkpoint_every: int = 10**6,
+    **trainer: Any,
 ) -> Any:
     """Return a session with simulated engines, and their weights."""
     session = session_of(
         folder,
         checkpoint=Checkpoint(every=checkpoint_every),
-        trainer=Trainer(steps=steps, lead=lead, prompts_per_step=PROMPTS, group_size=GROUP),
+        trainer=Trainer(**{"steps": steps, "lead": lead, "prompts_per_step": PROMPTS, "group_size": GROUP} | trainer),
         rollout=Rollout(engine="vllm", publish="in_flight", max_new_tokens=30, max_num_seqs=4),
     )
     group = SimulatedGroup(seed, dies, delay_s)
@@ -239,7 +251,7 @@ def walk(
     moment: Callable[[], None] = lambda: None,
 ) -> AheadQueue:
     """Take the steps of a run; `moment` is called after each part of a step."""
-    queue, delays = AheadQueue(session, draw), random.Random(1)
+    queue, delays = AheadQueue(session, draw, draw_groups), random.Random(1)
     weights = cast(Weights, session.rollout_weights)
     if session.restored is not None:  # the first publication
         weights.version += 1

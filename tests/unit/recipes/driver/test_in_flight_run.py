@@ -18,7 +18,7 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.ragged import Ragged
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.distributed.errors import RoleError
-from rlpack.recipes.driver import ahead
+from rlpack.recipes.driver import ahead, begun_batch
 from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.engine_weights import sync_weights
@@ -50,7 +50,7 @@ def publications(monkeypatch: pytest.MonkeyPatch) -> None:
         cast(Weights, session.rollout_weights).publish(session, step)
 
     monkeypatch.setattr(ahead, "sync_weights", publish)
-    monkeypatch.setattr(ahead, "_LOOK_S", 0.005)
+    monkeypatch.setattr(begun_batch, "LOOK_S", 0.005)
 
 
 @pytest.mark.parametrize(("lead", "steps"), [(1, STEPS), (2, STEPS), (3, 2 * STEPS)])
@@ -184,7 +184,7 @@ def test_a_checkpoint_has_where_batches_begin_and_none_of_them_whether_it_was_dr
 def test_responses_after_a_resume_are_as_long_as_others_though_short_ones_are_drawn_before_the_checkpoint(
     tmp_path: Path,
 ):
-    # Whether a batch is long is drawn anew each time, as for responses that go on with new random numbers.
+    # Whether a batch changes with every draw, as for responses that go on with new random numbers.
     steps, lengths, trained = 300, random.Random(7), []
     session = started(tmp_path, steps=steps, lead=1)
     changed, drawn = threading.Condition(), dict[int, bool]()

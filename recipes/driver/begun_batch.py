@@ -1,0 +1,55 @@
+"""A batch of the queue of `rlpack.recipes.driver.ahead`, from the moment at which its draw begins."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlpack.background_call import BackgroundCall
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.recipes.driver.groups_by_end import GroupsByEnd
+from rlpack.recipes.driver.step_context import StepContext
+
+# Interval at which a wait for another thread can be interrupted.
+LOOK_S = 1.0
+
+
+@dataclass
+class BegunBatch:
+    """A batch that was begun.
+
+    Attributes:
+        context: where its draw records metrics, timers and the position in the stream of prompts.
+        start: position of its first prompt.
+        call: the draw, which returns scored rollouts.
+        rollouts: what the draw returned.
+        groups: its groups as they end, if they may be taken one by one.
+        num_taken: how many of them steps have taken.
+    """
+
+    context: StepContext
+    start: int
+    call: BackgroundCall[BatchedDataDict] | None = None
+    rollouts: BatchedDataDict | None = None
+    groups: GroupsByEnd | None = None
+    num_taken: int = 0
+
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether the draw has ended."""
+        return self.rollouts is not None or (self.call is not None and self.call.wait(0.0))
+
+    def drawn(self, while_waiting: Callable[[], None] = lambda: None) -> BatchedDataDict:
+        """Return the scored rollouts once they are drawn, or raise what the draw raised."""
+        while self.call is not None and not self.call.wait(LOOK_S):
+            while_waiting()
+        if self.call is not None:
+            self.rollouts, self.call = self.call.outcome(), None
+        assert self.rollouts is not None
+        return self.rollouts
+
+    def wait_for_groups(self, count: int, while_waiting: Callable[[], None]) -> None:
+        """Return once a number of groups have ended, or all have; raise what the draw raised."""
+        assert self.groups is not None
+        while not self.is_drawn and not self.groups.wait(count, LOOK_S):
+            while_waiting()
+        if self.is_drawn:
+            self.drawn()

@@ -1,0 +1,112 @@
+"""The groups of one batch as they end and are scored, for steps that don't wait for all of them.
+
+Invariant (tests/unit/recipes/driver/test_late_groups.py): every group that is added is popped once.
+"""
+
+import threading
+from functools import partial
+
+import numpy as np
+
+from rlpack.background_call import BackgroundCall
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.recipes.driver.draws import Batch
+from rlpack.recipes.driver.step_context import StepContext
+
+# Metrics of a score that count something, and so add up over parts.
+_COUNTED = frozenset(
+    f"reward/{name}" for name in ("timeouts", "errors", "killed", "invalid", "output_bytes", "retries")
+)
+# Interval at which a wait for another thread can be interrupted.
+_LOOK_S = 1.0
+
+
+class GroupsByEnd:
+    """Whole groups of one batch, each available once it is scored."""
+
+    def __init__(self, context: StepContext) -> None:
+        """Start without any group.
+
+        Args:
+            context: of the batch; its lease holds what the scores store.
+        """
+        self._context = context
+        self._changed = threading.Condition(threading.RLock())
+        self._num_scoring = self._num_ended = 0
+        self._all: list[BatchedDataDict] = []
+        self._ended: list[BatchedDataDict] = []
+        self._counts: dict[str, float] = {}
+        self._error: BaseException | None = None
+
+    def add(self, part: Batch) -> None:
+        """Take groups whose rewards are on their way; a thread waits for these."""
+        with self._changed:
+            self._num_scoring += 1
+        BackgroundCall(partial(self._score, part), name="score")
+
+    def add_scored(self, rollouts: BatchedDataDict) -> None:
+        """Take groups that are scored."""
+        with self._changed:
+            self._all.append(rollouts)
+            self._ended.append(rollouts)
+            self._num_ended += rollouts["group_ids"].unique().numel()
+            self._changed.notify_all()
+
+    def wait(self, count: int, timeout_s: float) -> bool:
+        """Wait until `count` groups have ended since the beginning, at most as long; return whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_ended >= count, timeout=timeout_s)
+
+    def all_scored(self) -> BatchedDataDict:
+        """Return all groups that were added once they are scored, or raise what a score raised.
+
+        Rewards have a deadline, so this ends.
+        """
+        with self._changed:
+            while self._num_scoring and self._error is None:
+                self._changed.wait(_LOOK_S)
+            if self._error is not None:
+                raise self._error
+            return _in_order(self._all)
+
+    def rows(self) -> BatchedDataDict | None:
+        """Return the groups that ended and were not popped, in the order of their rows; None if there are none."""
+        with self._changed:
+            return _in_order(self._ended) if self._ended else None
+
+    def pop(self) -> BatchedDataDict | None:
+        """Return what `rows` does, and forget it."""
+        with self._changed:
+            rows = self.rows()
+            self._ended.clear()
+        return rows
+
+    def pop_counts(self) -> dict[str, float]:
+        """Return the failures of scoring roles that were counted since the last call."""
+        with self._changed:
+            counts, self._counts = self._counts, {}
+        return counts
+
+    def _score(self, part: Batch) -> None:
+        """Make groups available once they are scored."""
+        own = StepContext(self._context.number, self._context.progress, lease=self._context.lease)
+        score = partial(part.score, own, part.rollouts)
+        try:
+            scored = self._context.lease.run(score)
+        except BaseException as error:  # noqa: BLE001 - `wait_for_scores` raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            return
+        self.add_scored(scored)
+        with self._changed:
+            self._num_scoring -= 1
+            for name in _COUNTED & own.metrics.keys():
+                self._counts[name] = self._counts.get(name, 0.0) + own.metrics[name]
+            self._changed.notify_all()
+
+
+def _in_order(parts: list[BatchedDataDict]) -> BatchedDataDict:
+    """Return the rows of parts of one batch in the order of the batch."""
+    rows = BatchedDataDict.concat(parts)
+    return rows.select(np.argsort(rows.row_ids))

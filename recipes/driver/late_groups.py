@@ -1,0 +1,149 @@
+"""A window for stragglers (`trainer.late_groups.window`): a step need not wait for the last groups of its batch.
+
+Step b takes its own batch b, and what is left of earlier ones, as far as their groups have ended:
+
+1. It waits until all but `floor(share · P)` of the P groups of batch b have ended, and until all groups have ended
+   whose window closes: those of batch b - w + 1 for a window of w steps, and at the last step all of them.
+2. It takes every group that has ended and was not taken. A group that is left is late; a later step takes it.
+
+So a group of batch b is taken once, at one of the steps b to b + w - 1. Nothing is dropped: what has not ended by the
+last of these steps is waited for.
+
+**Bound.** Let one publication come every p steps (p = 1 today). Batch b is begun at step b - lead or later, so at most
+`lead` versions appear before step b takes it (invariant 3 of `rlpack.recipes.driver.ahead`). A group that is taken at
+step b + k, 0 <= k <= w - 1, is older by the publications of the k steps from b to b + k - 1, which are at most
+ceil(k / p). So no token is older than
+
+    lead + ceil((w - 1) / p) versions, which is lead + w - 1 with p = 1 (`Trainer.max_lag`).
+
+`AheadQueue.take` reads the versions of all tokens and checks this. With w = 1 nothing here is used.
+
+A batch of a step has between P - floor(share · P) and P + (w - 1) · floor(share · P) groups: the plan, the
+mini-batches and all denominators are made from the rows that it has. Which ones depends on time.
+
+A checkpoint waits for the late groups of the batches that were begun to be trained on, and holds them: a resumed run
+trains on them at its next step. They can't be drawn again without giving long responses a second chance to be short.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.config.schema import Trainer
+from rlpack.recipes.driver.begun_batch import BegunBatch
+from rlpack.recipes.driver.groups_by_end import GroupsByEnd
+from rlpack.recipes.driver.reward_stages import report_rewards
+from rlpack.recipes.driver.rollout_stages import report_lengths
+from rlpack.recipes.driver.step_context import StepContext
+
+# Metrics of a draw: known once its prompts are drawn, and once all responses are.
+_OF_PROMPTS, _OF_DRAW = frozenset({"prompts_consumed", "epoch"}), frozenset({"rollout/repeated_rows"})
+
+
+class LateGroups:
+    """The batches of which groups are left, and what a step takes of them and of its own batch.
+
+    Attributes:
+        batches: of which a step has taken some groups, and others are left, in order.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Start without any."""
+        self.batches: list[BegunBatch] = []
+        self._trainer = trainer
+        self._finished: list[BegunBatch] = []
+        self._number = 0
+        self._taken: BatchedDataDict | None = None
+
+    def take(self, own: BegunBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
+        """Return the rows of a step; a step that is run again gets the same.
+
+        Groups have ids of their own, and rows are in the order of the stream of prompts.
+
+        Args:
+            own: the batch of the step.
+            step: gets the metrics of all rows.
+            while_waiting: called now and then.
+
+        Raises:
+            RoleError: drawing or scoring a batch failed.
+        """
+        if self._number != step.number or self._taken is None:
+            self._wait(own, step.number, while_waiting)
+            self._taken, self._number = self._pop(own, step, while_waiting), step.number
+        report_lengths(step, self._taken)
+        report_rewards(step, self._taken)
+        return self._taken
+
+    def restore(self, batch: BegunBatch) -> None:
+        """Take over what a checkpoint holds of a batch: `rollouts`, which the next step takes."""
+        assert batch.rollouts is not None
+        batch.groups = GroupsByEnd(batch.context)
+        batch.groups.add_scored(batch.rollouts)
+        batch.num_taken = self._trainer.prompts_per_step - batch.rollouts["group_ids"].unique().numel()
+        self.batches.append(batch)
+
+    def release(self) -> None:
+        """Release the payloads of batches whose last groups were taken before this step."""
+        for batch in self._finished:
+            batch.context.lease.release()
+        self._finished.clear()
+
+    def ended(self, while_waiting: Callable[[], None]) -> list[tuple[BegunBatch, BatchedDataDict]]:
+        """Return what is left of each batch, once all of it has ended; later calls of `take` return it, too.
+
+        Raises:
+            RoleError: drawing or scoring a batch failed.
+        """
+        left = []
+        for batch in self.batches:
+            assert batch.groups is not None
+            batch.drawn(while_waiting)
+            rows = batch.groups.rows()
+            assert rows is not None, "a batch of which no group is left is finished"
+            left.append((batch, rows))
+        return left
+
+    def _wait(self, own: BegunBatch, number: int, while_waiting: Callable[[], None]) -> None:
+        """Wait for the groups that step `number` can't do without."""
+        count, is_last = self._trainer.prompts_per_step, number == self._trainer.steps
+        for batch in self.batches:
+            if is_last or batch.context.number + self._trainer.late_groups.window - 1 <= number:
+                batch.wait_for_groups(count, while_waiting)
+        own.wait_for_groups(count if is_last else count - self._most_late(), while_waiting)
+
+    def _most_late(self) -> int:
+        """Return how many groups of its batch a step may leave to later ones."""
+        share: float = self._trainer.late_groups.share
+        return math.floor(share * self._trainer.prompts_per_step + 1e-9)  # 0.29 · 100 is a little less than 29
+
+    def _pop(self, own: BegunBatch, step: StepContext, while_waiting: Callable[[], None]) -> BatchedDataDict:
+        """Return all groups that have ended, and record how many of them are late and how many are left."""
+        size, parts, left = self._trainer.prompts_per_step, [], []
+        metrics = Counter[str]({"rollout/late_groups": 0.0, "rollout/groups_left": 0.0})
+        for batch in (*self.batches, own):
+            assert batch.groups is not None
+            rows = batch.groups.pop()
+            if rows is not None:
+                num_groups = rows["group_ids"].unique().numel()
+                parts.append(rows.drop(["group_ids"]).union({"group_ids": rows["group_ids"] + size * len(parts)}))
+                batch.num_taken += num_groups
+                metrics["rollout/late_groups"] += 0 if batch is own else num_groups
+            metrics.update(batch.groups.pop_counts())
+            if batch.num_taken < size:
+                metrics["rollout/groups_left"] += size - batch.num_taken
+                left.append(batch)
+                continue
+            batch.drawn(while_waiting)
+            self._finished.append(batch)
+            metrics.update(_of_whole_batch(batch.context))
+        self.batches = left
+        step.metrics |= metrics | {name: own.context.metrics[name] for name in _OF_PROMPTS & own.context.metrics.keys()}
+        return BatchedDataDict.concat(parts)
+
+
+def _of_whole_batch(context: StepContext) -> dict[str, float]:
+    """Return the metrics of a draw that are known once all of it has ended; they add up over batches."""
+    repeated = {name: context.metrics[name] for name in _OF_DRAW & context.metrics.keys()}
+    return repeated | context.timer.as_metrics()

@@ -1,0 +1,213 @@
+"""A window for stragglers: simulated engines sample at random; every group is trained on once, within its window."""
+
+import random
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.batch.ragged import Ragged
+from rlpack.checkpoint.errors import CheckpointError
+from rlpack.config.schema import Rollout, Trainer
+from rlpack.distributed.errors import RoleError
+from rlpack.recipes.driver import ahead, begun_batch
+from rlpack.recipes.driver.ahead import AheadQueue
+from rlpack.recipes.driver.draws import Batch, as_scored
+from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.session import Session
+from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.errors import StalenessError
+from tests.unit.recipes.driver.sessions import SavingSession, run_of, session_of
+from tests.unit.recipes.driver.simulated_engines import Ledger, Weights, draw, draw_groups, started, walk
+from tests.unit.recipes.driver.test_in_flight_run import KilledRun
+
+PROMPTS, SHARE = 4, 0.5
+
+
+@pytest.fixture(autouse=True)
+def publications(monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(session: Session, step: StepContext) -> None:
+        cast(Weights, session.rollout_weights).publish(session, step)
+
+    monkeypatch.setattr(ahead, "sync_weights", publish)
+    monkeypatch.setattr(begun_batch, "LOOK_S", 0.005)
+
+
+def check(ledger: Ledger, steps: int, lead: int, window: int) -> int:
+    """Check that every prompt was trained on once, in its window; return how many were late."""
+    late = 0
+    for step, positions in ledger.positions.items():
+        batches = [1 + position // PROMPTS for position in positions]
+        assert all(batch <= step < batch + window for batch in batches)
+        assert positions == sorted(positions)
+        assert batches.count(step) >= PROMPTS * (1 - SHARE)
+        late += sum(batch < step for batch in batches)
+    everything = sorted(position for positions in ledger.positions.values() for position in positions)
+    assert everything == list(range(PROMPTS * steps))
+    assert 0 <= min(ledger.lags) <= max(ledger.lags) <= lead + window - 1
+    return late
+
+
+@pytest.mark.parametrize(("lead", "window"), [(1, 2), (2, 3)])
+def test_every_group_is_trained_on_once_within_its_window_though_engines_die(tmp_path: Path, lead: int, window: int):
+    steps = 100
+    trainer = {"prompts_per_step": PROMPTS, "late_groups": {"window": window, "share": SHARE}}
+    session = started(tmp_path, steps=steps, lead=lead, seed=lead, dies=True, delay_s=3e-4, **trainer)
+    ledger = Ledger()
+    walk(session, ledger, delay_s=2e-3)
+    late = check(ledger, steps, lead, window)
+    assert late > 0
+    records = run_of(session).records
+    assert sum(record["rollout/late_groups"] for record in records) == late
+    assert records[-1]["rollout/groups_left"] == 0
+    assert max(record["rollout/lag"] for record in records) == max(ledger.lags) > lead, "no group was older"
+    assert [record["perf/trainer_idle_share"] >= 0 for record in records] == [True] * steps
+    assert session.engine_access.load.in_flight == dict.fromkeys(range(2), 0)
+    assert threading.active_count() < 20
+
+
+def test_runs_killed_at_any_moment_train_on_every_group_once_within_its_window(tmp_path: Path):
+    steps, lead, window, kills = 40, 2, 3, random.Random(3)
+    trainer = {"prompts_per_step": PROMPTS, "late_groups": {"window": window, "share": SHARE}}
+    committed: list[tuple[Progress, Path]] = [(Progress(phase="train"), tmp_path)]
+    ledger, runs, held, is_completed = Ledger(), 0, 0, False
+    while not is_completed:
+        folder = tmp_path / f"run-{runs}"
+        folder.mkdir()
+        session = started(folder, steps=steps, lead=lead, seed=runs, delay_s=2e-4, checkpoint_every=2, **trainer)
+        is_completed = KilledRun(session, committed, kills.randrange(3, 12)).is_completed(ledger)
+        held += sum(1 for _ in committed[-1][1].glob("ahead/step-*"))
+        runs += 1
+    assert runs > 15
+    assert held > 0, "no checkpoint held a late group"
+    check(ledger, steps, lead, window)
+
+
+class ManualGroups:
+    """Ends groups when the test says so; group g of batch b has uid 10·b + g."""
+
+    def __init__(self, folder: Path, *, steps: int, window: int) -> None:
+        settings = {
+            "steps": steps,
+            "lead": 1,
+            "prompts_per_step": PROMPTS,
+            "late_groups": {"window": window, "share": SHARE},
+        }
+        rollout = Rollout(engine="vllm", publish="in_flight")
+        self.session: SavingSession = session_of(folder, trainer=Trainer(**settings), rollout=rollout)
+        self.weights = self.session.__dict__["rollout_weights"] = cast(Any, ManualWeights())
+        self.changed = threading.Condition()
+        self.allowed: set[int] = set()
+        self.queue = AheadQueue(self.session, draw, self.draw_groups)
+
+    def allow(self, *uids: int) -> None:
+        with self.changed:
+            self.allowed.update(uids)
+            self.changed.notify_all()
+
+    def draw_groups(self, session: Session, step: StepContext, on_groups: Any) -> None:
+        step.advance(prompts_consumed=step.progress.prompts_consumed + PROMPTS)
+        version, left = self.weights.version, {10 * step.number + group for group in range(PROMPTS)}
+        while left:
+            with self.changed:
+                assert self.changed.wait_for(lambda left=left: left & self.allowed, timeout=30.0)
+                ended = sorted(left & self.allowed)
+            for uid in ended:
+                columns = {
+                    "policy_version": Ragged.from_rows([torch.tensor([version], dtype=torch.int32)], torch.int32),
+                    "uid": [str(uid)],
+                    "group_ids": torch.tensor([uid % 10]),
+                    "response_lengths": torch.tensor([1]),
+                    "finish_reason": ["stop"],
+                    "rewards": torch.tensor([float(uid)]),
+                    "valid": torch.tensor([True]),
+                }
+                on_groups(Batch(BatchedDataDict(columns, row_ids=[uid % 10]), as_scored))
+            left = left - set(ended)
+
+
+class ManualWeights:
+    version = 1
+
+    def publish(self, session: Session, step: StepContext) -> None:
+        self.version += 1
+
+
+def test_a_step_takes_what_has_ended_and_waits_for_groups_whose_window_closes(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=4, window=2)
+    groups.allow(12, 10, 20, 21, 22)
+    taken = {}
+    for step in groups.session.steps("train", 4):
+        if step.number == 2:  # 11 has ended in time for the second step, 13 has to
+            groups.allow(11)
+            threading.Timer(0.05, groups.allow, [13]).start()
+        if step.number == 3:
+            threading.Timer(0.05, groups.allow, [30, 31, 32, 33, 23]).start()
+        if step.number == 4:  # the last
+            groups.allow(40, 41)
+            threading.Timer(0.05, groups.allow, [42, 43]).start()
+        rollouts = groups.queue.take(step).rollouts
+        assert rollouts is groups.queue.take(step).rollouts, "a step that is run again gets the same rows"
+        taken[step.number] = [int(uid) for uid in rollouts["uid"]]
+        assert rollouts["group_ids"].unique().numel() == rollouts.num_rows
+        assert step.metrics["reward/mean"] == pytest.approx(sum(taken[step.number]) / len(taken[step.number]))
+        groups.queue.publish(step)
+    assert taken[1] == [10, 12]
+    assert taken[2][:2] == [11, 13]
+    assert set(taken[2][2:]) <= {20, 21, 22}
+    assert sorted(taken[2] + taken[3] + taken[4])[2:] == [*range(20, 24), *range(30, 34), *range(40, 44)]
+    records = run_of(groups.session).records
+    assert [record["rollout/late_groups"] for record in records][:2] == [0.0, 2.0]
+    assert [record["rollout/groups_left"] for record in records][0::3] == [2.0, 0.0]
+
+
+def test_late_groups_that_are_too_old_end_the_run(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=4, window=2)
+    groups.allow(10, 11, 12, 20, 21, 22, 23)
+
+    def run() -> None:
+        for step in groups.session.steps("train", 4):
+            groups.queue.take(step)
+            groups.weights.version = 10
+            groups.allow(13)
+
+    with pytest.raises(StalenessError, match=r"lead=1 and trainer.late_groups.window=2 they have to be from 8 to 10"):
+        run()
+
+
+def test_a_group_that_can_not_be_scored_fails_its_step(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=2, window=2)
+
+    def fail(step: StepContext, rollouts: BatchedDataDict) -> BatchedDataDict:
+        raise RoleError("reward", 0, "score", "it died")
+
+    def draw_one(session: Session, step: StepContext, on_groups: Any) -> None:
+        on_groups(Batch(BatchedDataDict({"uid": ["1"]}), fail))
+
+    groups.queue = AheadQueue(groups.session, draw, draw_one)
+    with pytest.raises(RoleError, match="it died"):
+        groups.queue.take(next(groups.session.steps("train", 2)))
+
+
+def test_late_groups_in_a_checkpoint_are_refused_if_they_are_too_late_for_the_window(tmp_path: Path):
+    groups = ManualGroups(tmp_path, steps=4, window=2)
+    groups.allow(10, 11, 20, 21, 22, 23)
+    for step in groups.session.steps("train", 4):
+        groups.queue.take(step)
+        groups.session.progress = step.progress
+        break
+    threading.Timer(0.05, groups.allow, [12, 13]).start()  # the checkpoint waits for them
+    (tmp_path / "step-1").mkdir()
+    groups.queue.save(tmp_path / "step-1")
+    batches = ahead.read_object(tmp_path / "step-1/ahead/ahead.json")["batches"]
+    assert [(one["step"], one["start"], one["is_drawn"]) for one in batches] == [(1, 0, True), (2, PROMPTS, False)]
+    session = groups.session
+    session.restored = tmp_path / "step-1"
+    session.config.trainer.late_groups.__dict__["window"] = 1
+    with pytest.raises(
+        CheckpointError, match=r"window is 1, and .* takes 1 steps late; .* trainer\.late_groups\.window=2"
+    ):
+        AheadQueue(session, draw, draw_groups)
