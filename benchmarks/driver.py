@@ -9,7 +9,7 @@ process has for itself alone while the step's batch is alive.
 
 import argparse
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,15 @@ class MeteredRanks:
     def num_ranks(self) -> int:
         """Return the count of processes."""
         return self.ranks.num_ranks
+
+    @property
+    def num_starts(self) -> int:
+        """Return how often the processes were started."""
+        return self.ranks.num_starts
+
+    def after_restart(self, function: Callable[[], None]) -> None:
+        """Call a function after each restart."""
+        self.ranks.after_restart(function)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call, and count once its results are there."""

@@ -160,11 +160,11 @@ class RolloutWorker(Worker):
 
     @broadcast
     def wake(self) -> bool:
-        """Wake the engine; return False if its weights were discarded and have to be published again."""
+        """Wake the engine; return False if it has no usable weights, which have to be published again."""
         is_awake = cast(StreamingEngine, self._engine).wake()
         if not is_awake:
             self._received.require_update("the engine discarded its weights to sleep")
-        return is_awake
+        return self._received.is_usable
 
     @broadcast
     def replace_failed_engine(self) -> None:
@@ -177,6 +177,11 @@ class RolloutWorker(Worker):
         self._engine, self._is_unhealthy = self._rebuild(), False
         if self._in_flight is not None:
             self._in_flight.move_to(self._engine)
+        self.require_weights()
+
+    @broadcast
+    def require_weights(self) -> None:
+        """Refuse to sample until weights are published, if weights of some layout were agreed on."""
         self._received.require_update("the engine is new, and no weights have been published to it")
 
     def _rows(self, rows: BatchedDataDict, generations: Generations) -> BatchedDataDict:

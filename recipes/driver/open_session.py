@@ -76,6 +76,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         train, test, *others = cache_splits(cluster.store, tokenizer, prompts, held_out, *sets.values())
         session = Session(config, run, tokenizer, train, test, groups, cluster.store, progress)
         session.reference_hashes, session.performance = hashes, performance
+        session.restarts = cluster.restarts
         session.evaluation_sets = dict(zip(sets, others, strict=True))
         session.stop_if_interrupted()
         if rebuild is not None:

@@ -271,4 +271,4 @@ def initialize_reference(session: Session) -> None:
             export = partial(session.actor.run, Trainable.export_reference)
             session.reference_hashes = store_reference(directory, export)
     if session.reference is not None:
-        session.reference.run(ReferenceWorker.load_model, str(reference_model(directory)))
+        session.reference.run_at_every_start(ReferenceWorker.load_model, str(reference_model(directory)))

@@ -15,7 +15,8 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 2. a rank has at most `capacity` rows in flight, or a single larger group;
 3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together;
 4. a group that fails is sent again, to another engine if there is one, at most `MOST_ATTEMPTS` times in all. An engine
-   that failed gets no more groups until it is replaced;
+   that failed gets no more groups until it is replaced. If the ranks are started again, all groups in flight have
+   failed, and all engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`).
 """
 
@@ -28,7 +29,7 @@ import numpy as np
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.columns import lengths_of
 from rlpack.distributed.calls import Pending
-from rlpack.distributed.errors import RoleError
+from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.rollout.types import SamplingParams
@@ -74,6 +75,7 @@ class Router:
         self._group, self._params, self._capacity = group, params, capacity
         self._access, self._replace_engines, self._call_s = access, replace_engines, call_s
         self._healthy = set(range(group.num_ranks))
+        self._num_starts = group.ranks.num_starts
 
     def run(self, prompts: BatchedDataDict) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end, with the ids of their rows in `prompts`.
@@ -116,14 +118,34 @@ class Router:
                 self._access.wait_for_turn(self._generation)
             if epoch != self._access.epoch:  # a publication has replaced the engines that had failed
                 epoch, self._healthy = self._access.epoch, set(self._in_flight)
+            if self._num_starts != self._group.ranks.num_starts:
+                self._lose_all(calls)
             if not self._healthy and not calls:
                 self._get_engines()
             if not self._access.is_wanted:
                 self._send(calls)
             ranks = list(calls)
             for place in (self._group.ranks.wait_any(list(calls.values()), _WAIT_S) or [0]) if calls else []:
-                ended = calls.pop(ranks[place]).result()
+                try:
+                    ended = calls.pop(ranks[place]).result()
+                except RanksRestartedError:
+                    break  # the other calls are lost, too
                 yield from self._accept(ranks[place], ended)
+
+    def _lose_all(self, calls: dict[int, Pending[BatchedDataDict]]) -> None:
+        """Queue all groups in flight again: the ranks were started again, and none of their engines has weights.
+
+        Raises:
+            RoleError: a group failed too often.
+        """
+        self._num_starts = self._group.ranks.num_starts
+        calls.clear()
+        for rank, groups in self._in_flight.items():
+            self._access.load.add(rank, -self._num_rows(rank))
+            lost, self._in_flight[rank] = sorted(groups), set()
+            if lost:
+                self._repeat(rank, lost, "its process was started again")
+        self._healthy.clear()
 
     def _get_engines(self) -> None:
         """Get new engines in place of all that failed; no call is under way."""
@@ -136,7 +158,10 @@ class Router:
         outboxes = self._assign(free=self._healthy - calls.keys())
         for rank in self._in_flight:
             if rank not in calls and (outboxes[rank] or self._in_flight[rank]):
-                calls[rank] = self._advance(rank, outboxes[rank])
+                try:
+                    calls[rank] = self._advance(rank, outboxes[rank])
+                except RanksRestartedError:
+                    return  # the other calls are lost, too
 
     def _assign(self, free: set[int]) -> dict[int, list[int]]:
         """Assign waiting groups to ranks that have no call under way, and return the groups of each rank."""
@@ -162,7 +187,8 @@ class Router:
         places = [self._rows[group] for group in groups]
         rows = self._prompts.select(np.concatenate(places) if places else np.zeros(0, dtype=np.int64))
         turn = (self._generation, self._access.oldest, self._call_s)
-        return self._group.submit_to(rank, RolloutWorker.advance, rows, self._params, *turn)
+        method = RolloutWorker.advance
+        return self._group.submit_to(rank, method, rows, self._params, *turn, of_start=self._num_starts)
 
     def _accept(self, rank: int, ended: BatchedDataDict) -> Iterator[BatchedDataDict]:
         """Yield the groups that a rank answered, and queue those that failed."""

@@ -27,13 +27,14 @@ from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import is_builtin
 from rlpack.config.schema import Config
 from rlpack.data.sampler import step_seed
-from rlpack.distributed.errors import RoleError
+from rlpack.distributed.restarts import Restarts
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import MODEL, record_hashes
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_restarts import restore_engines, weights_are_gone
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
@@ -91,6 +92,7 @@ class Session:
         restored: folder of the checkpoint that the run continues from, if any.
         warned_mismatch: metrics of mismatch that the run has warned of.
         thread: the thread that runs the recipe's steps.
+        restarts: of stateless roles.
         engine_access: the turns of generations and publications.
     """
 
@@ -112,6 +114,7 @@ class Session:
     restored: Path | None = None
     warned_mismatch: set[str] = field(default_factory=set)
     thread: threading.Thread = field(default_factory=threading.current_thread)
+    restarts: Restarts = field(default_factory=Restarts)
     engine_access: EngineAccess = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,7 +134,10 @@ class Session:
     @cached_property
     def rollout_weights(self) -> WeightChannel[ActorWorker, RolloutWorker]:
         """Return the channel of the actor's weights to the engines; it counts policy versions."""
-        return WeightChannel(self.actor, self.rollout)
+        channel = WeightChannel(self.actor, self.rollout)
+        settings = (self.config.rollout.engine, canary_tokens(len(self.tokenizer)), self.thread)
+        self.rollout.ranks.after_restart(partial(restore_engines, self.rollout, channel, *settings))
+        return channel
 
     @cached_property
     def logprob_gap_limit(self) -> LogprobGapLimit:
@@ -209,6 +215,7 @@ class Session:
             self.step.lease.release()
             self._discard_calls(self.step)
         self.run.has_begun = True
+        self.restarts.begin_step(self.progress.phase, number)
         for group in self.groups.values():
             group.seed = step_seed(self.config.seed, self.progress.phase, number)
         self.performance.reset()
@@ -304,17 +311,12 @@ class Session:
         actor may have changed the weights that were published last.
 
         Raises:
-            RoleError: see `replace_engines`; or weights are published after the generation only, so that its weights
-                are gone.
+            RoleError: see `replace_engines`; or the weights of the generation are gone.
         """
         if threading.current_thread() is not self.thread:
             if self.config.rollout.publish == "in_flight":
                 return False
-            cause = (
-                "every engine failed while the actor trains on an earlier batch (trainer.lead), so the weights that "
-                "this batch began with are gone; resume the run from its last checkpoint"
-            )
-            raise RoleError("rollout", None, RolloutWorker.replace_failed_engine.__name__, cause)
+            raise weights_are_gone()
         with self.publication(generation):
             self.replace_engines()
         return True
@@ -382,6 +384,7 @@ class Session:
         self.stop_if_interrupted()
 
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:
+        step.metrics |= self.restarts.pop_metrics()
         step.metrics["store/peak_bytes"] = self.store.pop_peak_bytes()
         self.run.log(self.progress.step, step.metrics | step.timer.as_metrics(), phase=phase)
 

@@ -25,6 +25,8 @@ class Call:
             method for its effects (collectives with the output ranks).
         background: it runs in the role's own thread, while the ranks answer other calls.
         ranks: the ranks that are called; None for ranks 0, 1, …
+        of_start: how often the ranks had been started as they got the earlier calls on which its results depend; None
+            if it may run again on ranks that were started again.
     """
 
     role: str
@@ -35,6 +37,7 @@ class Call:
     output_ranks: tuple[int, ...] | None = None
     background: bool = False
     ranks: tuple[int, ...] | None = None
+    of_start: int | None = None
 
     @property
     def called(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.ray_connection import connect, disconnect
 from rlpack.distributed.ray_internals import logs_folder
 from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,12 @@ _ANSWER_S = 10.0
 
 
 class Cluster:
-    """Pools of ranks on a Ray cluster; a context manager that leaves no process behind."""
+    """Pools of ranks on a Ray cluster; a context manager that leaves no process behind.
+
+    Attributes:
+        store: holds the payloads of batches.
+        restarts: of the pools.
+    """
 
     def __init__(self, placement: Placement, job: Submission | None = None, log_path: Path | None = None) -> None:
         """Join the cluster at `placement.address`, or start one on this machine.
@@ -45,6 +51,7 @@ class Cluster:
         self._job = Submission() if job is None else job
         self._log_path = log_path
         self._pools: dict[str, RayRanks] = {}
+        self.restarts = Restarts()
         connect(placement)
         try:
             self.store = _store(placement)
@@ -90,7 +97,7 @@ class Cluster:
         # A local cluster belongs to this run alone, so nothing has to be reserved. Without a placement group, ranks use
         # the workers that Ray starts early, which have imported the roles' modules by now.
         group = None if self._placement.address is None else self._reserve(name, pool)
-        self._pools[name] = RayRanks(name, pool, group, self._placement, self.store)
+        self._pools[name] = RayRanks(name, pool, group, self._placement, self.store, self.restarts)
         return self._pools[name]
 
     def _reserve(self, name: str, pool: Pool) -> PlacementGroup:

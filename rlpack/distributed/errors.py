@@ -37,6 +37,7 @@ class RoleError(RuntimeError):
         cause: what happened.
         phase: `sft_warmup` or `train`, if the caller knows it.
         step: the step in progress, if the caller knows it.
+        hint: what to do, if that isn't part of the cause.
     """
 
     def __init__(self, role: str, rank: int | None, method: str, cause: str) -> None:
@@ -44,16 +45,27 @@ class RoleError(RuntimeError):
         self.role, self.rank, self.method, self.cause = role, rank, method, cause
         self.phase: str | None = None
         self.step: int | None = None
+        self.hint: str | None = None
 
     def __str__(self) -> str:
-        """Return one line: role, rank, method, step and cause."""
+        """Return one line: role, rank, method, step, cause and hint."""
         when = "" if self.step is None else f", step {self.step} of {self.phase}"
-        return f"{self._where()}, in {self.method}{when}: {self.cause}"
+        hint = "" if self.hint is None else f"; {self.hint}"
+        return f"{self._where()}, in {self.method}{when}: {self.cause}{hint}"
 
     def _where(self) -> str:
         if self.role == DRIVER:
             return "the driver"
         return f"role {self.role}, {'some rank' if self.rank is None else f'rank {self.rank}'}"
+
+
+class RanksRestartedError(RoleError):
+    """The ranks of a call were started again; it can't be repeated, since rows of earlier calls are lost with them."""
+
+    def __init__(self, error: RoleError) -> None:
+        """Take the error that the ranks were started again for."""
+        super().__init__(error.role, error.rank, error.method, error.cause)
+        self.args = (error,)
 
 
 class StoreFullError(RoleError):

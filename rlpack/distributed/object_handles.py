@@ -18,7 +18,7 @@ class ObjectHandle:
 
     Attributes:
         node: where the object is; None on a rank, which only received the handle.
-        source_actor: the rank on the object's node that copies rows for other nodes; None for objects of the driver.
+        source: returns the rank on the object's node that copies rows for other nodes; None for objects of the driver.
         producer: role and rank that stored it.
     """
 
@@ -26,7 +26,7 @@ class ObjectHandle:
         self,
         ref: ray.ObjectRef,
         node: str | None = None,
-        source_actor: Any = None,
+        source: Callable[[], Any] | None = None,
         producer: tuple[str, int | None] | None = None,
         when_freed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -34,7 +34,7 @@ class ObjectHandle:
         self._when_freed = when_freed
         self._released = ""
         self.node = node
-        self.source_actor = source_actor
+        self.source = source
         self.producer = producer
 
     @property
@@ -116,22 +116,23 @@ def handles_of(batch: BatchedDataDict) -> list[ObjectHandle]:
 def for_node(batch: BatchedDataDict, node: str | None) -> BatchedDataDict:
     """Return the batch as a rank on `node` receives it.
 
-    Objects on that node are read in place. Of objects on other nodes, the handle's `source_actor` copies the rows that
-    the shard has, so that only these travel. If `node` is None, every object counts as remote. Objects of the driver
-    have no `source_actor` and travel whole.
+    Objects on that node are read in place. Of objects on other nodes, the handle's `source` copies the rows that the
+    shard has, so that only these travel. If `node` is None, every object counts as remote. Objects of the driver have
+    no `source` and travel whole.
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, RemoteColumn)}
     rows_by_handle: dict[ObjectHandle, dict[str, np.ndarray]] = {}
     for column in columns.values():
         for handle, name, rows in zip(column.handles, column.names, column.rows_by_handle(), strict=True):
-            if isinstance(handle, ObjectHandle) and handle.source_actor is not None and handle.node != node:
+            if isinstance(handle, ObjectHandle) and handle.source is not None and handle.node != node:
                 by_name = rows_by_handle.setdefault(handle, {})
                 by_name[name] = np.union1d(by_name.get(name, rows), rows)
     if not rows_by_handle:
         return batch
     cuts: dict[Handle, Handle] = {
-        handle: ObjectHandle(handle.source_actor.copy_rows.remote(handle.ref, rows), producer=handle.producer)
+        handle: ObjectHandle(handle.source().copy_rows.remote(handle.ref, rows), producer=handle.producer)
         for handle, rows in rows_by_handle.items()
+        if handle.source is not None
     }
     rows_left: dict[tuple[Handle, str], np.ndarray] = {
         (handle, name): rows for handle, by_name in rows_by_handle.items() for name, rows in by_name.items()

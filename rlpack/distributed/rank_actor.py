@@ -78,9 +78,13 @@ class RankActor(RankProcess):
         """Return what a function returns in this process."""
         return function(*args)
 
-    def store_columns(self, call_id: int) -> list[ray.ObjectRef]:
-        """Put the offloaded columns of a call's rows into the object store."""
-        return [ray.put(part) for part in self.pop_columns(call_id)]
+    def store_columns(self, call_id: int) -> tuple[Any, ...]:
+        """Return None and the offloaded columns of a call's rows: one object each, which the driver owns.
+
+        The driver waits for the first. It doesn't fetch the others, unless they are so small that Ray sends them with
+        the reply (100 kB).
+        """
+        return None, *self.pop_columns(call_id)
 
     def copy_rows(self, part: dict[str, Any], rows: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return only these rows (int64 [n]) of an object on this node."""

@@ -1,7 +1,6 @@
-"""The processes of one pool, as Ray actors: calls with a deadline, and one typed error for every failure.
+"""The processes of one pool, as Ray actors: calls with a deadline, whose rows go to the object store.
 
-The first failure kills the pool: the other ranks may be blocked in a collective that can't complete, and would stay so
-until its own timeout.
+A call is repeated if its ranks were started again (`rlpack.distributed.restartable_pool`).
 """
 
 import logging
@@ -11,128 +10,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
-from threading import RLock
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.offload import OffloadedBatch
-from rlpack.config.schema import Placement, Pool
-from rlpack.config.sections.submission import Submission
-from rlpack.distributed.answers import answered, ask_ray, first_answer
+from rlpack.distributed.answers import answered
 from rlpack.distributed.calls import Call, Pending, Relay
-from rlpack.distributed.errors import ClusterError, RoleError, StoreFullError
-from rlpack.distributed.failures import (
-    RankCall,
-    deadline_error,
-    describe_context,
-    describe_error,
-    first_cause,
-    rank_calls,
-)
-from rlpack.distributed.layout import ParallelLayout
-from rlpack.distributed.rank_processes import RankProcesses
-from rlpack.distributed.ray_store import RayStore
-from rlpack.distributed.ray_watch import current, raise_if_ray_ended, ray_ended
+from rlpack.distributed.errors import RanksRestartedError, RoleError, StoreFullError
+from rlpack.distributed.failures import RankCall, rank_calls
+from rlpack.distributed.pool_processes import CLOSE_S
+from rlpack.distributed.restartable_pool import LostRanksError, RestartablePool
 from rlpack.distributed.shared_arguments import SharedArguments, argument_on_node
-from rlpack.distributed.start_actors import start_actors
-from rlpack.distributed.submitted import SubmittedCalls
+from rlpack.distributed.submitted import SubmittedCall
 from rlpack.distributed.usage import Usage, UsageLog
-from rlpack.run_log import log_of_node
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 5.0
 # Weights in transit between pools: one bucket is loaded while the next is gathered.
 _RELAYS_IN_FLIGHT = 2
 # Ranks find the rows of a call by its id.
 _CALL_IDS = count()
 
 
-class RayRanks:
+class RayRanks(RestartablePool):
     """The processes of one pool."""
 
-    def __init__(
-        self, name: str, pool: Pool, group: PlacementGroup | None, placement: Placement, store: RayStore
-    ) -> None:
-        self._name = name
-        self._group = group
-        self._store = store
-        self._nodes: list[str] = []
-        self._processes: RankProcesses | None = None
-        self._roles: set[str] = set()
-        self._submitted = SubmittedCalls()
-        # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
-        self._submitting = RLock()
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Start the processes; arguments are those of `RestartablePool`."""
+        super().__init__(*arguments, **named)
         self._usage = UsageLog()
-        self._call_s = placement.call_timeout_s
-        self._start_s = placement.start_timeout_s
-        # The daemons of a run's own Ray are processes of the driver, which ends all ranks with them.
-        silence_s = None if placement.address is None else placement.ray_timeout_s
-        self._actors: list[Any] = ask_ray(partial(start_actors, name, pool, group, silence_s))
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of processes."""
-        return len(self._actors)
-
-    def process_ids(self) -> list[int]:
-        """Return the process id of each rank, on its own node."""
-        assert self._processes is not None, "init_process_group comes first"
-        return self._processes.pids
-
-    def init_process_group(self, job: Submission, log_path: Path | None = None) -> None:
-        """Wait until all processes run, load the secrets that the run names, and form the process group.
-
-        The processes append what they log to `log_path`; those on other nodes, to a file of their node next to it.
-        """
-        role, method = f"pool {self._name}", "start"
-
-        def finish(refs: list[ray.ObjectRef]) -> list[Any]:
-            return self._wait(rank_calls(refs, role, method), self._start_s)
-
-        node_ips = finish([actor.node_ip.remote() for actor in self._actors])
-        self._nodes = finish([actor.node.remote() for actor in self._actors])
-        processes = finish([actor.process_id.remote() for actor in self._actors])
-        self._processes = ask_ray(lambda: RankProcesses(self._nodes, processes))
-        if (watch := current()) is not None:
-            watch.kill_with(self._processes.kill_all)
-        if log_path is not None:
-            here = ray.get_runtime_context().get_node_id()
-            places = zip(self._actors, self._nodes, node_ips, strict=True)
-            paths = [(actor, log_path if node == here else log_of_node(log_path, ip)) for actor, node, ip in places]
-            finish([actor.open_log.remote(path) for actor, path in paths])
-        if job.secret_names:
-            finish([actor.load_secrets.remote(job) for actor in self._actors])
-        (address,) = finish([self._actors[0].rendezvous.remote(node_ips[0], self._start_s)])
-        joins = zip(self._actors, node_ips, strict=True)
-        finish([actor.join.remote(address, node_ip, self._call_s) for actor, node_ip in joins])
-
-    def start_role(
-        self,
-        role: str,
-        target: str,
-        settings: tuple[Any, ...],
-        arguments: dict[str, Any],
-        layout: ParallelLayout | None = None,
-    ) -> None:
-        """Build a role on every rank, by `Class.from_settings(context, *settings, **arguments)`.
-
-        Args:
-            role: its name.
-            target: its class, `package.module:Class`.
-            settings: what it is built from.
-            arguments: its own keyword arguments.
-            layout: layout of its ranks; None for data-parallel ranks.
-        """
-        self._roles.add(role)
-        shared = ray.put(settings)
-        refs = [actor.start_role.remote(role, target, shared, arguments, layout) for actor in self._actors]
-        self._wait(rank_calls(refs, role, "start"), self._start_s)
 
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call on the ranks that it names.
@@ -142,12 +50,22 @@ class RayRanks:
 
         Raises:
             StoreFullError: raised by `Pending.result` if the rows of a call don't fit.
+            RanksRestartedError: the call depends on earlier ones, before the ranks were started again.
         """
-        call_id = next(_CALL_IDS)
         with self._submitting:
-            calls = self._submit_to_ranks(call, call_id, is_measured=True)
-            self._submitted.add(call_id, call, calls)
-        return Pending(partial(self._result, call, call_id, calls), [one.ref for one in calls])
+            if call.of_start not in (None, self.num_starts):
+                raise RanksRestartedError(RoleError(call.role, None, call.method, "the ranks were started again"))
+            submitted = SubmittedCall(call, next(_CALL_IDS))
+            self._start(submitted)
+            self._submitted.add(submitted)
+        return Pending(partial(self._result, submitted), [one.ref for one in submitted.calls])
+
+    def _start(self, submitted: SubmittedCall) -> None:
+        """Start a call, or start it again."""
+        with self._submitting:
+            submitted.num_starts, submitted.actors = self.num_starts, list(self._pool.actors)
+            calls = self._submit_to_ranks(submitted.call, submitted.call_id, is_measured=True)
+            self._submitted.record_start(submitted, calls)
 
     def wait_any(self, pending: Sequence[Pending[Any]], timeout_s: float) -> list[int]:
         """Return which calls have answered, by their positions; [] if none has within `timeout_s` seconds.
@@ -158,20 +76,36 @@ class RayRanks:
         place_of = {ref: place for place, one in enumerate(pending) for ref in one.answers}
         return sorted({place_of[ref] for ref in answered(list(place_of), time.monotonic() + timeout_s)})
 
-    def _result(self, call: Call, call_id: int, calls: list[RankCall]) -> list[Any]:
-        """Wait for a submitted call and return the results of its output ranks."""
-        self._submitted.remove(call_id)
+    def _result(self, submitted: SubmittedCall) -> list[Any]:
+        """Wait for a submitted call and return the results of its output ranks; repeat it after a restart.
+
+        Raises:
+            RanksRestartedError: the ranks were started again, and the call can't be repeated.
+        """
+        self._submitted.remove(submitted.call_id)
+        while True:
+            try:
+                return self._collect(submitted)
+            except LostRanksError as lost:
+                self._start_again(lost, submitted.num_starts)
+                if submitted.call.of_start is not None:
+                    raise RanksRestartedError(lost.error) from lost.error
+                self._start(submitted)
+
+    def _collect(self, submitted: SubmittedCall) -> list[Any]:
+        """Wait for a call and return the results of its output ranks."""
+        call, calls = submitted.call, submitted.calls
         if call.background:
             self._wait(calls, self._call_s)
-            refs = [self._actors[one.rank].result.remote(call_id) for one in calls]
+            refs = [submitted.actors[one.rank].result.remote(submitted.call_id) for one in calls]
             calls = rank_calls(refs, call.role, call.method)
         results = dict(zip(call.called, self._wait(calls, self._call_s), strict=True))
         results = self._usage.unwrap(call.role, call.method, results)
         if not call.returns_rows:
             return [results[rank] for rank in call.outputs]
         for rank in set(call.called) - set(call.outputs):
-            self._actors[rank].discard.remote(call_id)
-        return self._store_rows(call, call_id, {rank: results[rank] for rank in call.outputs})
+            submitted.actors[rank].discard.remote(submitted.call_id)
+        return self._store_rows(submitted, {rank: results[rank] for rank in call.outputs})
 
     def pop_usage(self, role: str) -> dict[str, Usage]:
         """Return what the foreground calls of a role took since the last request, by method."""
@@ -179,35 +113,62 @@ class RayRanks:
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Pending[list[Any]]:
         """Start a function on every rank, after the calls that are submitted; its results are those of all ranks."""
-        refs = [actor.apply.remote(function, *args) for actor in self._actors]
-        calls = rank_calls(refs, f"pool {self._name}", function.__name__)
-        return Pending(lambda: self._wait(calls, self._call_s))
 
-    def _store_rows(self, call: Call, call_id: int, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
-        """Store the columns of a call's rows once there is room; return the rows in the order of the ranks."""
+        def start() -> tuple[int, list[RankCall]]:
+            with self._submitting:
+                refs = [actor.apply.remote(function, *args) for actor in self._pool.actors]
+                return self.num_starts, rank_calls(refs, f"pool {self._pool.name}", function.__name__)
+
+        def wait() -> list[Any]:
+            num_starts, calls = started
+            while True:
+                try:
+                    return self._wait(calls, self._call_s)
+                except LostRanksError as lost:
+                    self._start_again(lost, num_starts)
+                    num_starts, calls = start()
+
+        started = start()
+        return Pending(wait)
+
+    def _store_rows(self, submitted: SubmittedCall, rows: dict[int, OffloadedBatch]) -> list[BatchedDataDict]:
+        """Store the columns of a call's rows once there is room; return the rows in the order of the ranks.
+
+        They are results of calls, so the driver owns them, and they outlive the ranks.
+        """
+        call, actors, nodes = submitted.call, submitted.actors, self._pool.nodes
         sizes: Counter[str] = Counter()
         for rank, offloaded in rows.items():
-            sizes[self._nodes[rank]] += sum(offloaded.sizes)
+            sizes[nodes[rank]] += sum(offloaded.sizes)
         having = [rank for rank, offloaded in rows.items() if offloaded.sizes]
         try:
             reserved = self._store.reserve(sizes, call.role, call.method)
         except StoreFullError:
             for rank in having:
-                self._actors[rank].discard.remote(call_id)
+                actors[rank].discard.remote(submitted.call_id)
             raise
         with reserved as room:
-            stored = [self._actors[rank].store_columns.remote(call_id) for rank in having]
-            puts = rank_calls(stored, call.role, call.method, ranks=having)
-            refs = dict(zip(having, self._wait(puts, self._call_s), strict=True))
+            stored = {
+                rank: actors[rank]
+                .store_columns.options(num_returns=1 + len(rows[rank].sizes))
+                .remote(submitted.call_id)
+                for rank in having
+            }
+            done = [stored[rank].pop(0) for rank in having]  # the others are not fetched to the driver
+            self._wait(rank_calls(done, call.role, call.method, ranks=having), self._call_s)
             return [
                 offloaded.with_handles(
                     [
-                        room.keep(ref, size, self._nodes[rank], self._actors[rank], (call.role, rank))
-                        for ref, size in zip(refs.get(rank, []), offloaded.sizes, strict=True)
+                        room.keep(ref, size, nodes[rank], partial(self._actor, rank), (call.role, rank))
+                        for ref, size in zip(stored.get(rank, []), offloaded.sizes, strict=True)
                     ]
                 )
                 for rank, offloaded in rows.items()
             ]
+
+    def _actor(self, rank: int) -> Any:
+        """Return the actor of a rank, which is another one after a restart."""
+        return self._pool.actors[rank]
 
     def discard_submitted(self) -> list[str]:
         """Drop the results of this thread's calls that have not been requested, and return the names of the calls.
@@ -220,19 +181,37 @@ class RayRanks:
         """
         discarded = self._submitted.pop_own()
         for call_id, submitted in discarded.items():
-            self._wait(list(submitted.unfinished.values()), self._call_s)
+            try:
+                self._wait(list(submitted.unfinished.values()), self._call_s)
+            except LostRanksError as lost:
+                self._start_again(lost, submitted.num_starts)
+                continue
             if submitted.call.returns_rows:
                 for rank in submitted.call.called:
-                    self._actors[rank].discard.remote(call_id)
+                    submitted.actors[rank].discard.remote(call_id)
         return [submitted.call.name for submitted in discarded.values()]
 
     def relay(self, relays: Sequence[Relay], target: Any) -> list[Any]:
         """Pass values to all ranks of `target`, and return the results of the last load.
 
         The driver passes references on and never holds a value. At most `_RELAYS_IN_FLIGHT` values exist at a time:
-        each is freed once all ranks of `target` have loaded it.
+        each is freed once all ranks of `target` have loaded it. If ranks of `target` are started again, all values are
+        passed again.
         """
         assert isinstance(target, RayRanks), "values travel between pools of one cluster"
+        while True:
+            num_starts = target.num_starts
+            try:
+                return self._relay_once(relays, target)
+            except LostRanksError as lost:
+                if self in lost.pools:
+                    self.kill()
+                    target.kill()
+                    raise lost.error from lost
+                target._start_again(lost, num_starts)
+
+    def _relay_once(self, relays: Sequence[Relay], target: "RayRanks") -> list[Any]:
+        """Pass values to all ranks of `target`, and return the results of the last load."""
         in_flight: deque[list[RankCall]] = deque()
         results: list[Any] = []
         for relay in relays:
@@ -251,41 +230,22 @@ class RayRanks:
         role, method, args = relay.load
         loads = target._submit_to_ranks(Call(role, method, [(value, *args)] * target.num_ranks, {}), next(_CALL_IDS))
         # Waiting for the value itself would fetch it to the driver.
-        exists = self._actors[relay.owner].await_value.remote(value)
+        exists = self._pool.actors[relay.owner].await_value.remote(value)
         exports[relay.owner] = replace(exports[relay.owner], ref=exists)
         return [*exports, *loads]
 
     def close(self) -> None:
         """Shut the processes down, kill those that don't answer, and free their resources."""
-        ray.wait([actor.close.remote() for actor in self._actors], num_returns=self.num_ranks, timeout=_CLOSE_S)
+        closed = [actor.close.remote() for actor in self._pool.actors]
+        ray.wait(closed, num_returns=len(closed), timeout=CLOSE_S)
         self.kill()
-
-    def kill(self) -> None:
-        """Kill the processes and free their resources."""
-        try:
-            if not ray_ended():
-                ask_ray(self._kill_by_ray, 2 * _CLOSE_S)
-                return
-        except ClusterError as error:
-            logger.debug("Ray doesn't kill pool %s: %s", self._name, error)
-        if self._processes is not None:
-            self._processes.kill_all()
-
-    def _kill_by_ray(self) -> None:
-        """Let Ray's GCS kill the processes, and free their resources."""
-        for actor in self._actors:
-            ray.kill(actor)
-        if self._processes is not None:
-            self._processes.close()
-        if self._group is not None:
-            remove_placement_group(self._group)
 
     def _submit_to_ranks(self, call: Call, call_id: int, *, is_measured: bool = False) -> list[RankCall]:
         """Start a call on its ranks; ranks with the same arguments read one object.
 
         Foreground calls that return rows, and measured ones, answer with `Measured`.
         """
-        called = [(self._actors[rank], self._nodes[rank]) for rank in call.called]
+        called = [(self._pool.actors[rank], self._pool.nodes[rank]) for rank in call.called]
         places = [(*place, args) for place, args in zip(called, call.args_of_rank, strict=True)]
         # Copy the rows that other nodes need before any rank starts its call: a busy rank can't copy rows.
         shared = SharedArguments(call.args_of_rank)
@@ -308,85 +268,3 @@ class RayRanks:
                 else:
                     refs.append(actor.call.remote(*target))
             return rank_calls(refs, call.role, call.method, ranks=call.called, background=call.background)
-
-    def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RayRanks") -> list[Any]:
-        """Wait for calls and return their results.
-
-        At the first failure or at the deadline, kill this pool and the `others`, and raise.
-
-        Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
-        them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
-        """
-        pools = {self, *others}
-        deadline = time.monotonic() + timeout_s
-        results: dict[ray.ObjectRef, Any] = {}
-        pending = [call.ref for call in calls]
-        earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
-        while pending:
-            answer = first_answer([*earlier, *pending], deadline)
-            if answer is None:
-                late = list(earlier.values()) or [call for call in calls if call.ref in pending]
-                stopped = _end_stopped(late, pools)
-                _kill(pools)
-                raise deadline_error(late, timeout_s, stopped)
-            ref, value, error = answer
-            if error is not None:
-                unfinished = [other for other in (*earlier, *pending) if other != ref]
-                under_way = [*earlier.values(), *calls]
-                call, cause = first_cause(under_way, ref, unfinished, error)
-                raise_if_ray_ended()  # of which deaths are consequences
-                call = _call_of_dead_rank(cause, under_way, pools) or call
-                _kill(pools)
-                raise self._failure(call, cause, earlier) from cause
-            if earlier.pop(ref, None) is None:
-                results[ref] = value
-                pending.remove(ref)
-                continue
-            for pool in pools:
-                pool._submitted.record_answer(ref)
-            deadline = time.monotonic() + timeout_s
-        return [results[call.ref] for call in calls]
-
-    def _failure(self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall]) -> RoleError:
-        """Return the error for a failed call."""
-        if isinstance(cause, RayTaskError) and (producer := self._store.producer_of(cause)):
-            text = f"the process that held tokens or texts for {call.role}.{call.method} died"
-            return RoleError(*producer, call.method, text)
-        context = describe_context(call, cause, earlier, self._submitted.names_in_background())
-        return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
-
-
-def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[RayRanks]) -> RankCall | None:
-    """Return a call of the process that died; None if no process died, or none of the calls is its own.
-
-    The call may differ from the one whose failure was noticed first.
-    """
-    if not isinstance(cause, RayActorError):
-        return None
-    dead = {
-        (role, rank)
-        for pool in pools
-        for rank, actor in enumerate(pool._actors)
-        for role in pool._roles
-        if actor._actor_id.hex() == cause.actor_id
-    }
-    own = [call for call in calls if (call.role, call.rank) in dead]
-    return next((call for call in own if not call.background), own[0] if own else None)
-
-
-def _end_stopped(late: Sequence[RankCall], pools: set[RayRanks]) -> dict[RankCall, int]:
-    """Kill the processes that are stopped, and return the late calls that they run, with their process ids."""
-    stopped: dict[RankCall, int] = {}
-    for pool in pools:
-        processes = pool._processes
-        ranks = [] if processes is None else processes.stopped()
-        if processes is not None and ranks:
-            own = [call for call in late if call.role in pool._roles and call.rank in ranks]
-            stopped |= {call: processes.pids[call.rank] for call in own}
-            processes.kill(ranks)
-    return stopped
-
-
-def _kill(pools: set[RayRanks]) -> None:
-    for pool in pools:
-        pool.kill()

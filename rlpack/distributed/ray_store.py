@@ -266,13 +266,28 @@ class RayStore:
             DataError: their lease was released.
             RoleError: the objects are lost, or don't arrive in time.
         """
-        here = for_node(batch, None).copy()
-        here.reader = ObjectReader(self._wait_s)
         try:
-            return BatchedDataDict(dict(here), row_ids=here.row_ids)
+            return self._read(for_node(batch, None))
+        except RayActorError:  # the rank that would copy these rows has died; its objects have not
+            return self._read_whole(batch)
         except RayError as error:
-            role, rank = self.producer_of(error) or (DRIVER, None)
-            raise RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}") from error
+            raise self._unreadable(error) from error
+
+    def _read_whole(self, batch: BatchedDataDict) -> BatchedDataDict:
+        """Return the batch with all of its columns, from the whole objects that have them."""
+        try:
+            return self._read(batch)
+        except RayError as error:
+            raise self._unreadable(error) from error
+
+    def _read(self, batch: BatchedDataDict) -> BatchedDataDict:
+        here = batch.copy()
+        here.reader = ObjectReader(self._wait_s)
+        return BatchedDataDict(dict(here), row_ids=here.row_ids)
+
+    def _unreadable(self, error: RayError) -> RoleError:
+        role, rank = self.producer_of(error) or (DRIVER, None)
+        return RoleError(role, rank, "fetch", f"tokens or texts can't be read: {type(error).__name__}")
 
     def producer_of(self, error: BaseException) -> tuple[str, int | None] | None:
         """Return role and rank that stored an object reported as lost; None if the error is about another object."""
@@ -282,8 +297,7 @@ class RayStore:
         if isinstance(cause, ObjectLostError):
             lost = [handle for handle in held if handle.ref.hex() == cause.object_ref_hex]
         elif isinstance(cause, RayActorError):  # the rank that was to copy rows
-            sources = [handle for handle in held if handle.source_actor is not None]
-            lost = [handle for handle in sources if handle.source_actor._actor_id.hex() == cause.actor_id]
+            lost = [one for one in held if one.source is not None and one.source()._actor_id.hex() == cause.actor_id]
         return lost[0].producer if lost else None
 
 
@@ -301,7 +315,12 @@ class Reservation:
         self._store._drop(self._claim)
 
     def keep(
-        self, ref: ray.ObjectRef, size: int, node: str, source_actor: Any, producer: tuple[str, int | None]
+        self,
+        ref: ray.ObjectRef,
+        size: int,
+        node: str,
+        source: Callable[[], Any] | None,
+        producer: tuple[str, int | None],
     ) -> ObjectHandle:
         """Return the handle of an object of `size` bytes, which claims them until it is freed."""
         store, leases = self._store, self._claim.leases
@@ -310,7 +329,7 @@ class Reservation:
             self._claim.sizes[node] -= size
             store._count(self._claim, +1)
             claim = store._claim({node: size}, None if leases is None else set(leases))
-            handle = ObjectHandle(ref, node, source_actor, producer, partial(store._drop, claim))
+            handle = ObjectHandle(ref, node, source, producer, partial(store._drop, claim))
             store._claim_of[handle] = claim
             for lease in claim.leases or ():
                 lease._handles.add(handle)

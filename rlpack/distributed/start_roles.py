@@ -46,6 +46,9 @@ def start_roles(
     """
     role_classes = {name: load_class(config.roles[name].target) for name in names}
     pools = cluster.open_pools(list(dict.fromkeys(pool_of(config, name) for name in names)))
+    trained = {pool_of(config, name) for name in names if issubclass(role_classes[name], Trainable)}
+    for name, ranks in pools.items():
+        ranks.is_restartable = name not in trained
     contracts = {
         f"{name}.{method}": dispatch.columns
         for name in names

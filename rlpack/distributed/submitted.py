@@ -6,8 +6,10 @@ Invariants (tests/unit/distributed/test_submitted.py):
 2. discarding leaves nothing behind: no call is named in a later error, or delays a later deadline.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock, get_ident
+from typing import Any
 
 import ray
 
@@ -21,12 +23,20 @@ class SubmittedCall:
 
     Attributes:
         call: the call.
-        unfinished: its per-rank calls that have no known answer yet, by reference.
+        call_id: by which ranks know it.
+        calls: its parts on each rank.
+        unfinished: the parts that have no known answer yet, by reference.
+        num_starts: how often the ranks had been started as it was.
+        actors: those of all ranks as it was started.
         thread: identifier of the thread that submitted it.
     """
 
     call: Call
-    unfinished: dict[ray.ObjectRef, RankCall]
+    call_id: int
+    calls: list[RankCall] = field(default_factory=list)
+    unfinished: dict[ray.ObjectRef, RankCall] = field(default_factory=dict)
+    num_starts: int = 1
+    actors: Sequence[Any] = ()
     thread: int = field(default_factory=get_ident)
 
 
@@ -37,10 +47,26 @@ class SubmittedCalls:
     _calls: dict[int, SubmittedCall] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def add(self, call_id: int, call: Call, calls: list[RankCall]) -> None:
-        """Add a call, with its parts on each rank."""
+    def add(self, submitted: SubmittedCall) -> None:
+        """Add a call that was started."""
         with self._lock:
-            self._calls[call_id] = SubmittedCall(call, {one.ref: one for one in calls})
+            self._calls[submitted.call_id] = submitted
+
+    def record_start(self, submitted: SubmittedCall, calls: list[RankCall]) -> None:
+        """Record the parts of a call that was started, or started again."""
+        with self._lock:
+            submitted.calls, submitted.unfinished = calls, {one.ref: one for one in calls}
+
+    def forget_parts(self) -> None:
+        """Forget the parts of all calls, whose ranks have ended: they hold up no call."""
+        with self._lock:
+            for submitted in self._calls.values():
+                submitted.unfinished = {}
+
+    def all(self) -> list[SubmittedCall]:
+        """Return the calls, in the order of submission."""
+        with self._lock:
+            return list(self._calls.values())
 
     def remove(self, call_id: int) -> None:
         """Forget a call, because someone waits for it now."""

@@ -111,6 +111,8 @@ class WeightChannel(Generic[S, T]):
 
     Attributes:
         version: number of updates so far, the policy version of the newest.
+        is_published: whether engines have got weights by this channel.
+        is_sending: whether an update is under way. If the target is started again meanwhile, the update is, too.
     """
 
     def __init__(self, source: WorkerGroup[S], target: WorkerGroup[T]) -> None:
@@ -120,6 +122,7 @@ class WeightChannel(Generic[S, T]):
             RoleError: the source's weights do not fit the target, or a rank died or missed the deadline.
         """
         self.version = 0
+        self.is_published = self.is_sending = False
         self._source, self._target = source, target
         form = target.run(WeightTarget.weights_form)
         layout = source.run(WeightSource.open_weights, form)
@@ -159,8 +162,12 @@ class WeightChannel(Generic[S, T]):
         The source's weights must be those of the last `publish`. Arguments and errors are as there; an engine that
         fails the canary is an error.
         """
-        self._target.run(WeightTarget.check_weights, self._layout)
+        self.agree()
         return self._publish(canary, self.version, may_replace=False)
+
+    def agree(self) -> None:
+        """Agree on the buckets again with a target whose engines are new."""
+        self._target.run(WeightTarget.check_weights, self._layout)
 
     def _publish(self: "WeightChannel[ScoredS, PublishT]", canary: Tensor, version: int, *, may_replace: bool) -> float:
         """Load the weights as policy version `version`, and check the canary."""
@@ -169,8 +176,12 @@ class WeightChannel(Generic[S, T]):
             export=(self._source.role, ScoredSource.canary_logprobs.__name__, (canary,)),
             load=(self._target.role, PublishTarget.publish.__name__, (canary, version, may_replace)),
         )
-        gaps = self._source.ranks.relay([*self._buckets(version), check], self._target.ranks)
-        self.version = version
+        self.is_sending = True
+        try:
+            gaps = self._source.ranks.relay([*self._buckets(version), check], self._target.ranks)
+        finally:
+            self.is_sending = False
+        self.version, self.is_published = version, True
         return max(gaps)
 
     def _buckets(self, version: int) -> list[Relay]:

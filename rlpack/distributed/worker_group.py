@@ -68,6 +68,15 @@ class Ranks(Protocol):
         """Return the number of processes."""
         ...
 
+    @property
+    def num_starts(self) -> int:
+        """Return how often the processes were started: once, and again after each restart."""
+        ...
+
+    def after_restart(self, function: Callable[[], None]) -> None:
+        """Call a function after each restart of the processes, before calls are repeated."""
+        ...
+
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Start a call on the ranks that it names.
 
@@ -204,6 +213,18 @@ class WorkerGroup(Generic[W]):
         group._plan = plan
         return group
 
+    def run_at_every_start(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a method of the role as `run` does, and again whenever its ranks are started again.
+
+        For methods that give the role its state, such as weights: a rank that is started again is only built.
+        """
+        result = self.run(method, *args, **kwargs)
+        self.ranks.after_restart(lambda: self._run_again(method, *args, **kwargs))
+        return result
+
+    def _run_again(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> None:
+        self.run(method, *args, **kwargs)
+
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a method of the role and wait for its result.
 
@@ -234,11 +255,25 @@ class WorkerGroup(Generic[W]):
         return Pending(lambda: pending.result()[0])
 
     def submit_to(
-        self, rank: int, method: Callable[..., BatchedDataDict], batch: BatchedDataDict, *args: Any
+        self,
+        rank: int,
+        method: Callable[..., BatchedDataDict],
+        batch: BatchedDataDict,
+        *args: Any,
+        of_start: int | None = None,
     ) -> Pending[BatchedDataDict]:
         """Start a method that is marked `@one_rank` on a rank, with all rows of a batch.
 
+        Args:
+            rank: the rank.
+            method: the method.
+            batch: the rows.
+            args: further arguments of the method.
+            of_start: `ranks.num_starts` at the first call of those whose rows the rank may hold; None for now.
+
         Raises:
+            RanksRestartedError: the ranks were started again since, so rows that they held are lost; raised here or by
+                `Pending.result`.
             RoleError: raised by `Pending.result`: the rank raised, died or missed its deadline, or its rows lack a
                 column.
             MissingColumnError: the batch lacks a column that the method reads.
@@ -248,7 +283,12 @@ class WorkerGroup(Generic[W]):
         names = columns.columns_to_send(batch, args, {}, call=call, producers=self._producers)
         rows = BatchedDataDict(dict(batch.keep(names)), row_ids=batch.row_ids)
         pending = self.ranks.submit(
-            Call(self.role, method.__name__, [(rows, *args)], {}, returns_rows=True, ranks=(rank,))
+            Call(
+                *(self.role, method.__name__, [(rows, *args)], {}),
+                returns_rows=True,
+                ranks=(rank,),
+                of_start=self.ranks.num_starts if of_start is None else of_start,
+            )
         )
 
         def result_rows() -> BatchedDataDict:

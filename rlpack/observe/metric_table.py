@@ -90,6 +90,9 @@ METRICS: dict[str, Metric] = {
     "rollout/repeated_rows": Metric(
         "rows", "Responses that were generated again from the same seeds, because an engine failed (vllm)."
     ),
+    "faults/restarts/<name>": Metric(
+        "1", "How often the ranks of a role without state were started again, in steps in which they were."
+    ),
     "rollout/gpu_bytes_awake": Metric(
         "bytes",
         "Memory in use on the GPUs of the first rank of the rollout, by all processes, before its engine sleeps "
@@ -232,6 +235,7 @@ METRICS: dict[str, Metric] = {
     "time/correction_s": Metric("s", "Importance weights and rejection (algorithm.correction)."),
     "time/recipe/<name>": Metric("s", "A part of the step that a recipe outside of rlpack measures."),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
+    "time/restart_s": Metric("s", "Starting ranks again after a fault; the calls that needed them include it."),
     "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
     "time/checkpoint_s": Metric(
         "s", "Time that training waits for checkpoints; with checkpoint.asynchronous, mostly that of copying the state."

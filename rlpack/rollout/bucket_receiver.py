@@ -132,6 +132,11 @@ class BucketReceiver:
         if self._num_buckets is not None:
             self._unusable = reason
 
+    @property
+    def is_usable(self) -> bool:
+        """Return whether the weights may be used."""
+        return self._unusable is None
+
     def check_usable(self) -> None:
         """Raise if an update is under way or has failed.
 

@@ -38,6 +38,15 @@ class LocalRanks:
         """Return the number of ranks."""
         return len(self._workers)
 
+    @property
+    def num_starts(self) -> int:
+        """Return 1: objects of this process are never started again."""
+        return 1
+
+    def after_restart(self, function: Callable[[], None]) -> None:
+        """Do nothing: there is no restart."""
+        del function
+
     def submit(self, call: Call) -> Pending[list[Any]]:
         """Run a call now; waiting returns its results or raises.
 

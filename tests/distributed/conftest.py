@@ -115,6 +115,14 @@ def store(cluster: Cluster) -> RayStore:
 
 
 @pytest.fixture(scope="module")
-def groups(cluster: Cluster, role_config: Config) -> dict[str, WorkerGroup[Any]]:
-    """Return the running roles of `ray_config`, with the module's extra pools."""
-    return start_roles(cluster, role_config, started_roles(role_config), (role_config, tiny_tokenizer()))
+def groups(request: pytest.FixtureRequest, cluster: Cluster, role_config: Config) -> dict[str, WorkerGroup[Any]]:
+    """Return the running roles of `ray_config`, with the module's extra pools.
+
+    These pools are not started again after a fault, as if a role of theirs was trained, unless the module's RESTARTS
+    is true.
+    """
+    groups = start_roles(cluster, role_config, started_roles(role_config), (role_config, tiny_tokenizer()))
+    if not getattr(request.module, "RESTARTS", False):
+        for name in getattr(request.module, "EXTRA_POOLS", ()):
+            groups[name].ranks.is_restartable = False
+    return groups

@@ -15,11 +15,18 @@ from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.bucket import Bucket, pack_bucket
 from rlpack.batch.errors import DataError
 from rlpack.rollout.bucket_receiver import BucketReceiver
-from rlpack.worker import RankContext, Worker, broadcast, rank_zero, sharded
+from rlpack.worker import RankContext, Worker, broadcast, one_rank, rank_zero, sharded
 
 
 def _sum(counts: list[int]) -> int:
     return sum(counts)
+
+
+def suffer(fault: str) -> None:
+    """Let a fault happen to this process."""
+    if fault == "exception":
+        raise ValueError("an exception of the role")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
 
 
 class Echo(Worker):
@@ -33,6 +40,7 @@ class Echo(Worker):
         self.alone, self.second = threading.Lock(), threading.Event()
 
     kept: BatchedDataDict
+    factor = 1
     harm: tuple[int, str] | None = None
 
     @sharded()
@@ -42,6 +50,32 @@ class Echo(Worker):
         tokens = back["input_ids"]
         ranks = torch.full((back.num_rows,), self.context.rank)
         return back.keep(["uid"]).union({"times": tokens.with_values(tokens.values * factor), "rank": ranks})
+
+    @broadcast
+    def set_factor(self, factor: int) -> None:
+        """Set a state that a process which is started again lacks."""
+        self.factor = factor
+
+    @sharded()
+    def times_after_faults(self, shard: BatchedDataDict, faults: dict[int, list[str]], folder: str) -> BatchedDataDict:
+        """Return what `times` does with the factor that was set; first, every rank suffers its faults, each once."""
+        for place, fault in enumerate(faults.get(self.context.rank, [])):
+            mark = Path(folder) / f"{self.context.rank}-{place}-{fault}"
+            if not mark.exists():
+                mark.touch()
+                suffer(fault)
+                break
+        dist.barrier()
+        return self.times(shard, self.factor)
+
+    @one_rank(reads=("uid",), returns=("uid",))
+    def hand_back(self, rows: BatchedDataDict) -> BatchedDataDict:
+        return rows
+
+    @sharded(background=True)
+    def times_in_background(self, shard: BatchedDataDict, factor: int) -> BatchedDataDict:
+        tokens = shard["input_ids"]
+        return shard.keep([]).union({"times": tokens.with_values(tokens.values * factor)})
 
     @sharded()
     def scores(self, shard: BatchedDataDict, width: int) -> BatchedDataDict:
@@ -173,6 +207,8 @@ class Echo(Worker):
     @broadcast
     def load_bucket(self, bucket: Bucket, version: int) -> None:
         time.sleep(0.1)
+        if self.harm == (len(self.loaded), "death"):
+            os.kill(os.getpid(), signal.SIGKILL)
         with self.received.receive(bucket, version) as weights:
             self.loaded |= {name: weight.clone() for name, weight in weights.items()}
         self._note(f"load {len(self.loaded) - 1}")

@@ -38,6 +38,7 @@ def test_a_hang_ends_at_its_deadline_and_leaves_no_process(role_path: Path, how:
     def run_until_it_hangs() -> None:
         with Cluster(config.placement) as cluster:
             group = start_roles(cluster, config, ["sleepy"], (config, tiny_tokenizer()))["sleepy"]
+            group.ranks.is_restartable = False  # as if it was trained
             started.update(own_processes() - before)
             pids.extend(cluster.open_pools([])["main"].process_ids())
             times.append(time.monotonic())

@@ -165,10 +165,15 @@ def test_a_role_that_returns_no_rows_is_told_what_to_return(groups: Groups):
         groups["returns"].run(Faulty.nothing, rollouts())
 
 
-def test_who_made_what_is_lost_is_named(groups: Groups, store: RayStore):
-    twice = groups["lost"].run(Echo.times, rollouts(), 2)
-    for host in groups["lost"].ranks._actors:
+def test_rows_outlive_the_ranks_that_returned_them(groups: Groups, store: RayStore):
+    batch, width = rollouts(), 40_000  # too many bytes to travel with a reply, and few
+    twice = groups["lost"].run(Echo.times, batch, 2)
+    scores = groups["lost"].run(Echo.scores, batch, width)
+    for host in groups["lost"].ranks._pool.actors:
         ray.kill(host)
     assert all(ends(groups["lost"], rank) for rank in range(2))
-    with pytest.raises(RoleError, match=r"role lost, rank [01], in fetch: tokens or texts can't be read"):
-        store.fetch(twice)
+    assert torch.equal(store.fetch(twice)["times"].values, 2 * batch["input_ids"].values)
+    firsts = torch.stack([row[0] for row in batch["input_ids"].rows()])
+    assert torch.equal(store.fetch(scores)["scores"], firsts[:, None] + torch.arange(width))
+    again = groups["packed"].run(Echo.times, batch.keep(["uid"]).union({"input_ids": twice["times"]}), 2)
+    assert torch.equal(store.fetch(again)["times"].values, 4 * batch["input_ids"].values)

@@ -49,7 +49,7 @@ def ends(group: WorkerGroup[Any], rank: int) -> bool:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
-            ray.get(group.ranks._actors[rank].node_ip.remote(), timeout=10)
+            ray.get(group.ranks._pool.actors[rank].node_ip.remote(), timeout=10)
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayActorError:

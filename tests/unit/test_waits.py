@@ -94,8 +94,8 @@ BOUNDED = {
     },
     "it is the question of an `ask_ray`, which has a deadline": {
         "rlpack/distributed/rank_processes.py: ray.kill",
-        "rlpack/distributed/ranks.py: ray.kill",
-        "rlpack/distributed/ranks.py: remove_placement_group",
+        "rlpack/distributed/pool_processes.py: ray.kill",
+        "rlpack/distributed/pool_processes.py: remove_placement_group",
         "rlpack/distributed/ray_connection.py: ray.nodes",
         "rlpack/distributed/ray_internals.py: ray.nodes",
     },

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlpack.distributed.calls import Call
 from rlpack.distributed.failures import RankCall
-from rlpack.distributed.submitted import SubmittedCalls
+from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
 
 
 def parts(name: str, order: int, num_ranks: int = 2) -> list[RankCall]:
@@ -18,7 +18,9 @@ def submitted(*names: str) -> SubmittedCalls:
     calls = SubmittedCalls()
     for order, name in enumerate(names):
         call = Call("echo", name, [()] * 2, {}, background=name.startswith("slow"))
-        calls.add(100 + order, call, parts(name, order))
+        started = SubmittedCall(call, 100 + order)
+        calls.record_start(started, parts(name, order))
+        calls.add(started)
     return calls
 
 
@@ -49,3 +51,13 @@ def test_a_thread_discards_no_call_of_another_one():
     with ThreadPoolExecutor(1) as other:
         assert other.submit(calls.pop_own).result(timeout=10) == {}
     assert list(calls.before(parts("second", 1))) == ["first 0", "first 1"]
+
+
+def test_calls_of_ranks_that_ended_hold_nothing_up_and_are_repeated_in_order():
+    calls = submitted("first", "slow", "third")
+    calls.remove(100)  # its caller repeats it
+    calls.forget_parts()
+    assert calls.before(parts("fourth", 3)) == {}
+    assert [one.call.name for one in calls.all()] == ["echo.slow", "echo.third"]
+    calls.record_start(calls.all()[1], parts("third", 7))
+    assert list(calls.before(parts("fourth", 8))) == ["third 0", "third 1"]

@@ -58,7 +58,9 @@ class RecordingRun:
 class UnmeasuredRanks:
     """The rank of a role whose calls take no time."""
 
-    num_ranks = 1
+    num_ranks = num_starts = 1
+
+    def after_restart(self, function: Callable[[], None]) -> None: ...
 
     def pop_usage(self, role: str) -> dict[str, Usage]:
         return {}
@@ -91,6 +93,9 @@ class AnsweringGroup:
 
     def submit(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return Pending(partial(self.run, method, *args, **kwargs))
+
+    def run_at_every_start(self, method: Any, *args: Any) -> Any:
+        return self.run(method, *args)
 
     def run(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self.called.append(method.__name__)

@@ -116,7 +116,7 @@ class SimulatedRank:
 class SimulatedGroup:
     """The rollout role of several ranks."""
 
-    role, num_ranks = "rollout", RANKS
+    role, num_ranks, num_starts = "rollout", RANKS, 1
 
     def __init__(self, seed: int, dies: bool, delay_s: float) -> None:
         self.every = [SimulatedRank(seed + place, dies, delay_s) for place in range(RANKS)]
@@ -125,7 +125,9 @@ class SimulatedGroup:
     def wait_any(self, pending: Sequence[Any], timeout_s: float) -> list[int]:
         return [0]
 
-    def submit_to(self, rank: int, method: Any, rows: BatchedDataDict, *args: Any) -> Pending[BatchedDataDict]:
+    def submit_to(
+        self, rank: int, method: Any, rows: BatchedDataDict, *args: Any, of_start: int
+    ) -> Pending[BatchedDataDict]:
         return Pending(partial(self.every[rank].advance, rows, *args))
 
     def discard_submitted(self) -> list[str]:

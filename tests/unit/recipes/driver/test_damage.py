@@ -27,6 +27,7 @@ from rlpack.config.errors import ConfigError
 from rlpack.config.schema import Algorithm, Config, Model, SFTWarmup, Trainer
 from rlpack.distributed.context import RankContext
 from rlpack.distributed.layout import ParallelLayout
+from rlpack.distributed.restarts import Restarts
 from rlpack.observe import run_lock
 from rlpack.observe.console import Sample
 from rlpack.observe.errors import RunDirectoryError
@@ -132,7 +133,7 @@ def config_of(run_dir: Path) -> Config:
 
 @contextmanager
 def no_cluster(*arguments: Any) -> Iterator[Any]:
-    yield SimpleNamespace(store=LocalStore(), ray_logs=None)
+    yield SimpleNamespace(store=LocalStore(), restarts=Restarts(), ray_logs=None)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rlpack.batch.batch import BatchedDataDict
+from rlpack.distributed.calls import Call, Pending
 from rlpack.distributed.context import RankContext
-from rlpack.distributed.errors import RoleError
+from rlpack.distributed.errors import RanksRestartedError, RoleError
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
 from rlpack.recipes.driver.engine_access import EngineAccess
@@ -149,3 +150,44 @@ def test_what_an_abandoned_generation_left_is_forgotten():
     other = prompts(4)
     rows, _ = ranks.run(other)
     assert same(rows, expected(ranks, other))
+
+
+class RestartingRanks(LocalRanks):
+    """Ranks of which the processes are started again before a call of some number."""
+
+    num_starts = 1  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, ranks: Ranks, count: int, restart_before: int) -> None:
+        super().__init__([ranks._worker] * count)
+        self.ranks, self.left = ranks, restart_before
+
+    def submit(self, call: Call) -> Pending[Any]:
+        if call.of_start not in (None, self.num_starts):
+            raise RanksRestartedError(RoleError("rollout", 0, "advance", "the process died"))
+        self.left -= call.method == "advance"
+        if self.left == 0:
+            self.left, self.num_starts = -1, self.num_starts + 1
+            self._workers = [self.ranks._worker(RankContext()) for _ in self._workers]
+
+            def lost() -> Any:
+                raise RanksRestartedError(RoleError("rollout", 0, "advance", "the process died"))
+
+            return Pending(lost)
+        return super().submit(call)
+
+
+@pytest.mark.parametrize("restart_before", [1, 2, 3, 4])
+def test_rows_in_flight_are_sampled_again_on_ranks_that_were_started_again(restart_before: int):
+    expected, _ = Ranks(2).run(prompts(6), capacity=8)
+    ranks, replaced = Ranks(2), []
+    ranks.group = WorkerGroup("rollout", RestartingRanks(ranks, 2, restart_before), Batching(max_tokens=64))
+
+    def replace(generation: int) -> bool:
+        replaced.append(generation)
+        return True
+
+    rows, router = ranks.run(prompts(6), capacity=8, replace=replace)
+    assert len(replaced) == 1  # the engines got weights before any row was sampled again
+    assert router.repeated > 0
+    assert torch.equal(rows["input_ids"].values, expected["input_ids"].values)
+    torch.testing.assert_close(rows["rollout_logprobs"].values, expected["rollout_logprobs"].values)  # other batches

@@ -1,0 +1,56 @@
+"""What engines get whose ranks were started again: the buckets of the weights, and the weights if that is possible.
+
+A new engine has the weights of the configuration's model. It must never sample with them, so it refuses until weights
+are published. Streaming engines get them from the router, like an engine that failed (`rlpack.recipes.driver.router`);
+others at once, by a new publication under the version that they had.
+"""
+
+import threading
+
+from torch import Tensor
+
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.weights import WeightChannel
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.rollout.engine import STREAMING_ENGINES
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.rollout import RolloutWorker
+
+
+def restore_engines(
+    rollout: WorkerGroup[RolloutWorker],
+    channel: WeightChannel[ActorWorker, RolloutWorker],
+    engine: str,
+    canary: Tensor,
+    main_thread: threading.Thread,
+) -> None:
+    """Bring engines that were started again to the state of the last publication; called before calls are repeated.
+
+    A publication that is under way is repeated by itself.
+
+    Args:
+        rollout: the role.
+        channel: of the actor's weights.
+        engine: `rollout.engine`.
+        canary: token ids, int64 [R, L].
+        main_thread: the thread that trains the actor.
+
+    Raises:
+        RoleError: a batch is drawn ahead, so the actor may have other weights by now.
+    """
+    channel.agree()
+    rollout.run(RolloutWorker.require_weights)
+    if engine in STREAMING_ENGINES or channel.is_sending or not channel.is_published:
+        return
+    if threading.current_thread() is not main_thread:
+        raise weights_are_gone()
+    channel.publish_again(canary)
+
+
+def weights_are_gone() -> RoleError:
+    """Return the error of engines that can't get the weights that a batch began with."""
+    cause = (
+        "every engine failed while the actor trains on an earlier batch (trainer.lead), so the weights that this batch "
+        "began with are gone; resume the run from its last checkpoint"
+    )
+    return RoleError("rollout", None, RolloutWorker.replace_failed_engine.__name__, cause)

@@ -1,0 +1,280 @@
+"""A pool of ranks that is waited for, and started again: one typed error for every failure.
+
+The first failure kills the pool: the other ranks may be blocked in a collective that can't complete, and would stay so
+until its own timeout. If no role of the pool is trained, and a process died or hung, the pool is then started again and
+the calls that have no result yet are repeated (`rlpack.distributed.restarts`). An exception of a role is not repeated.
+
+Invariants of restarts (tests/distributed/test_restarts.py):
+
+1. a repeated call gets the arguments that it had, and its results are stored under the same lease. Rows that an earlier
+   call returned outlive the rank that computed them: the driver owns them in the object store;
+2. calls that are not waited for yet are repeated, too, in the order of their submission; those of `@one_rank` methods
+   aren't, since a rank may hold rows of earlier ones: they raise `RanksRestartedError`;
+3. before any call is repeated, the roles are built, and the functions given to `after_restart` have run.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from rlpack.config.schema import Placement, Pool
+from rlpack.config.sections.submission import Submission
+from rlpack.distributed.answers import first_answer
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.failures import (
+    RankCall,
+    deadline_error,
+    describe_context,
+    describe_error,
+    first_cause,
+    rank_calls,
+)
+from rlpack.distributed.layout import ParallelLayout
+from rlpack.distributed.pool_processes import BuiltRole, PoolProcesses
+from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.ray_watch import raise_if_ray_ended
+from rlpack.distributed.restarts import MOST_RESTARTS, WINDOW, Restarts
+from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
+
+logger = logging.getLogger(__name__)
+
+
+class LostRanksError(Exception):
+    """Processes of pools that can be started again died, or hung.
+
+    Attributes:
+        error: the error that ends the run otherwise.
+        pools: the pools.
+    """
+
+    def __init__(self, error: RoleError, pools: set["RestartablePool"]) -> None:
+        super().__init__(error)
+        self.error, self.pools = error, pools
+
+
+class RestartablePool(ABC):
+    """The processes of one pool.
+
+    Attributes:
+        is_restartable: whether the processes are started again after a death or a hang: no role of theirs is trained.
+        num_starts: how often they were started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        group: PlacementGroup | None,
+        placement: Placement,
+        store: RayStore,
+        restarts: Restarts | None = None,
+    ) -> None:
+        self.is_restartable = False
+        self.num_starts = 1
+        self._pool = PoolProcesses(name, pool, group, placement)
+        self._store = store
+        self._restarts = Restarts() if restarts is None else restarts
+        self._after_restart: list[Callable[[], None]] = []
+        self._is_restarting = False
+        self._submitted = SubmittedCalls()
+        # Ranks that got the calls of two threads in different orders could wait for each other in collectives for ever.
+        # A restart holds it, too.
+        self._submitting = RLock()
+        self._call_s = placement.call_timeout_s
+        self._start_s = placement.start_timeout_s
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of processes."""
+        return len(self._pool.actors)
+
+    def process_ids(self) -> list[int]:
+        """Return the process id of each rank, on its own node."""
+        assert self._pool.processes is not None, "init_process_group comes first"
+        return self._pool.processes.pids
+
+    def init_process_group(self, job: Submission, log_path: Path | None = None) -> None:
+        """Wait until all processes run, load the secrets that the run names, and form the process group.
+
+        The processes append what they log to `log_path`; those on other nodes, to a file of their node next to it.
+        """
+        self._pool.start(job, log_path, self._finish_start)
+
+    def start_role(
+        self,
+        role: str,
+        target: str,
+        settings: tuple[Any, ...],
+        arguments: dict[str, Any],
+        layout: ParallelLayout | None = None,
+    ) -> None:
+        """Build a role on every rank, by `Class.from_settings(context, *settings, **arguments)`.
+
+        Args:
+            role: its name.
+            target: its class, `package.module:Class`.
+            settings: what it is built from.
+            arguments: its own keyword arguments.
+            layout: layout of its ranks; None for data-parallel ranks.
+        """
+        try:
+            self._pool.build(role, BuiltRole(target, ray.put(settings), arguments, layout), self._finish_start)
+        except LostRanksError as lost:
+            self._start_again(lost, self.num_starts)  # which builds it, too
+
+    def kill(self) -> None:
+        """Kill the processes and free their resources."""
+        self._pool.kill()
+
+    @abstractmethod
+    def _start(self, submitted: SubmittedCall) -> None:
+        """Start a call, or start it again."""
+
+    def after_restart(self, function: Callable[[], None]) -> None:
+        """Call a function after each restart, before calls are repeated; it may call the roles."""
+        self._after_restart.append(function)
+
+    def _finish_start(self, role: str, method: str, refs: list[ray.ObjectRef]) -> list[Any]:
+        return self._wait(rank_calls(refs, role, method), self._start_s)
+
+    def _start_again(self, lost: LostRanksError, num_starts: int) -> None:
+        """Start the processes again, unless another thread has, and repeat the calls that nobody waits for.
+
+        Args:
+            lost: what a call of the processes' start number `num_starts` raised.
+            num_starts: of the call that failed.
+
+        Raises:
+            RoleError: that of `lost`, since the role was started again too often; or a process failed to start.
+            LostRanksError: this is a call of `after_restart`'s functions; the restart begins again.
+        """
+        with self._submitting:
+            if self._is_restarting:
+                raise lost
+            if num_starts != self.num_starts:
+                return
+            self._is_restarting = True
+            try:
+                self._restart(lost)
+            except BaseException:
+                self.kill()
+                raise
+            finally:
+                self._is_restarting = False
+            for submitted in self._submitted.all():
+                if submitted.call.of_start is None:
+                    self._start(submitted)
+
+    def _restart(self, lost: LostRanksError) -> None:
+        """Start the processes and their roles again, until they run or were started too often."""
+        began = time.perf_counter()
+        self._submitted.forget_parts()
+        while True:
+            number = self._restarts.record(lost.error)
+            logger.warning(
+                "%s; pool %s is started again and the call repeated (restart %d of at most %d in %d steps)",
+                *(lost.error, self._pool.name, number, MOST_RESTARTS, WINDOW),
+            )
+            self.num_starts += 1
+            try:
+                self._pool.start_again(self._finish_start)
+                for function in self._after_restart:
+                    function()
+                break
+            except LostRanksError as again:
+                lost = again
+        seconds = time.perf_counter() - began
+        self._restarts.add_seconds(seconds)
+        logger.warning("pool %s runs again after %.1f s", self._pool.name, seconds)
+
+    def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RestartablePool") -> list[Any]:
+        """Wait for calls and return their results.
+
+        At the first failure or at the deadline, kill this pool and the `others`, and raise.
+
+        Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
+        them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
+        """
+        pools = {self, *others}
+        deadline = time.monotonic() + timeout_s
+        results: dict[ray.ObjectRef, Any] = {}
+        pending = [call.ref for call in calls]
+        earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
+        while pending:
+            answer = first_answer([*earlier, *pending], deadline)
+            if answer is None:
+                late = list(earlier.values()) or [call for call in calls if call.ref in pending]
+                stopped = _end_stopped(late, pools)
+                hung = {pool for pool in pools if any(call.role in pool._pool.roles for call in stopped or late)}
+                raise _killed(pools, hung, deadline_error(late, timeout_s, stopped))
+            ref, value, error = answer
+            if error is not None:
+                unfinished = [other for other in (*earlier, *pending) if other != ref]
+                under_way = [*earlier.values(), *calls]
+                call, cause = first_cause(under_way, ref, unfinished, error)
+                raise_if_ray_ended()  # of which deaths are consequences
+                call = _call_of_dead_rank(cause, under_way, pools) or call
+                raise _killed(pools, _with_dead_rank(cause, pools), self._failure(call, cause, earlier)) from cause
+            if earlier.pop(ref, None) is None:
+                results[ref] = value
+                pending.remove(ref)
+                continue
+            for pool in pools:
+                pool._submitted.record_answer(ref)
+            deadline = time.monotonic() + timeout_s
+        return [results[call.ref] for call in calls]
+
+    def _failure(self, call: RankCall, cause: RayError, earlier: dict[ray.ObjectRef, RankCall]) -> RoleError:
+        """Return the error for a failed call."""
+        if isinstance(cause, RayTaskError) and (producer := self._store.producer_of(cause)):
+            text = f"the process that held tokens or texts for {call.role}.{call.method} died"
+            return RoleError(*producer, call.method, text)
+        context = describe_context(call, cause, earlier, self._submitted.names_in_background())
+        return RoleError(call.role, call.rank, call.method, describe_error(cause) + context)
+
+
+def _call_of_dead_rank(cause: RayError, calls: Sequence[RankCall], pools: set[RestartablePool]) -> RankCall | None:
+    """Return a call of the process that died; None if no process died, or none of the calls is its own.
+
+    The call may differ from the one whose failure was noticed first.
+    """
+    if not isinstance(cause, RayActorError):
+        return None
+    dead = {(role, pool._pool.rank_of(cause.actor_id)) for pool in pools for role in pool._pool.roles}
+    own = [call for call in calls if (call.role, call.rank) in dead]
+    return next((call for call in own if not call.background), own[0] if own else None)
+
+
+def _with_dead_rank(cause: RayError, pools: set[RestartablePool]) -> set[RestartablePool]:
+    """Return the pools whose process died, now or before a restart."""
+    return {pool for pool in pools if isinstance(cause, RayActorError) and pool._pool.has_had(cause.actor_id)}
+
+
+def _end_stopped(late: Sequence[RankCall], pools: set[RestartablePool]) -> dict[RankCall, int]:
+    """Kill the processes that are stopped, and return the late calls that they run, with their process ids."""
+    stopped: dict[RankCall, int] = {}
+    for pool in pools:
+        processes = pool._pool.processes
+        ranks = [] if processes is None else processes.stopped()
+        if processes is not None and ranks:
+            own = [call for call in late if call.role in pool._pool.roles and call.rank in ranks]
+            stopped |= {call: processes.pids[call.rank] for call in own}
+            processes.kill(ranks)
+    return stopped
+
+
+def _killed(pools: set[RestartablePool], lost: set[RestartablePool], error: RoleError) -> RoleError | LostRanksError:
+    """Kill pools, and return the error to raise; nothing is killed if all pools that are lost can be started again."""
+    if lost and all(pool.is_restartable for pool in lost):
+        return LostRanksError(error, lost)
+    for pool in pools:
+        pool.kill()
+    return error
