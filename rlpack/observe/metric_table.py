@@ -90,9 +90,6 @@ METRICS: dict[str, Metric] = {
     "rollout/repeated_rows": Metric(
         "rows", "Responses that were generated again from the same seeds, because an engine failed (vllm)."
     ),
-    "faults/restarts/<name>": Metric(
-        "1", "How often the ranks of a role without state were started again, in steps in which they were."
-    ),
     "rollout/gpu_bytes_awake": Metric(
         "bytes",
         "Memory in use on the GPUs of the first rank of the rollout, by all processes, before its engine sleeps "
@@ -242,6 +239,9 @@ METRICS: dict[str, Metric] = {
     ),
     "throughput/tokens_per_s": Metric(
         "tokens/s", "Real tokens, prompt and response, trained on per second of the step."
+    ),
+    "faults/restarts/<name>": Metric(
+        "1", "How often the ranks of a role without state were started again, in steps in which they were."
     ),
     "perf/tflops/<name>": Metric(
         "TFLOP/s",
