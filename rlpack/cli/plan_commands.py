@@ -361,6 +361,7 @@ def _batching(arguments: argparse.Namespace, mode: Mode, algorithm: Algorithm = 
         pad_to_multiple=arguments.pad_to_multiple,
         length_multiple=arguments.length_multiple,
         overlong="own_microbatch",
+        share_prompts=False,
     )
     return replace(batching, max_tokens=None) if mode == "fixed" else batching
 

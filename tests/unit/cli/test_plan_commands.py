@@ -306,3 +306,14 @@ def test_a_run_whose_count_of_microbatches_was_asked_for_keeps_it(
     PlanRecord.of(make_plan([9] * 12, batching, dp_size=2)).write(tmp_path / "packing.json")
     _, out, _ = run(capsys, "plan", str(tmp_path))
     assert out.splitlines()[3].split()[4] == "4"
+
+
+def test_the_lengths_of_a_run_that_shares_prompts_can_be_compared_in_all_modes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    batching = Batching(max_tokens=64, share_prompts=True)
+    plan = make_plan([40, 30], batching, dp_size=1, groups=[0, 0], split_groups=True, prefixes=[20, 20])
+    PlanRecord.of(plan).write(tmp_path / "packing.json")
+    code, out, _ = run(capsys, "plan", str(tmp_path), "--compare", "--suggest")
+    assert code == 0
+    assert out.splitlines()[1].startswith("2 sequences, 70 tokens")  # whole rows, since their prompts aren't given
