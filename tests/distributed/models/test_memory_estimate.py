@@ -12,7 +12,7 @@ SIZE = Size(hidden=512, layers=8, tokens=512)
     [
         *((name, 0.02) for name in ("fp32", "selective", "full", "lora", "bf16", "two microbatches")),
         # gloo has buffers of its own for what ranks exchange.
-        *((name, 0.1) for name in ("dp2", "tp2", "cp2", "pp2")),
+        *((name, 0.1) for name in ("dp2", "tp2", "cp2", "pp2", "pp2, vpp2")),
     ],
 )
 def test_the_estimate_is_the_measured_peak(name: str, tolerance: float):
