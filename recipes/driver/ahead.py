@@ -17,7 +17,7 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
 
 1. `take` at step b begins all batches up to b + lead that were not begun, in order, and returns batch b. Nothing else
    begins a batch. So each is begun once, at step max(first, b - lead) or later, and at most `lead` wait. None is ever
-   replaced or dropped.
+   replaced or dropped. `end` says that no step takes a batch any more: after the last step, Ctrl-C or an error.
 2. Batches divide the stream of prompts: each begins where the one before it ends. That is known once that one is drawn,
    or before, if the recipe draws `trainer.prompts_per_step` prompts for every batch (`RecipeSpec.draws_once`). Only
    then are several drawn at a time.
@@ -95,6 +95,7 @@ class AheadQueue:
         self._waiting: deque[BegunBatch] = deque()
         self._taken: BegunBatch | None = None
         self._late = LateGroups(session.config.trainer) if session.config.trainer.late_groups.window > 1 else None
+        self._has_ended = False
         self._is_checked = self._in_flight and self._late is None  # whose checkpoints hold no rows
         session.ahead = self
         folder = None if session.restored is None else session.restored / FOLDER
@@ -109,6 +110,7 @@ class AheadQueue:
             StalenessError: a token is more than `Trainer.max_lag` policy versions old.
             DataError: the batch could not be written to a checkpoint.
         """
+        assert not self._has_ended, "a step takes a batch of a queue that has ended"
         if not self._lead:
             return self._draw_batch(self._session, step)
         if self._taken is None or self._taken.context.number != step.number:
@@ -153,6 +155,13 @@ class AheadQueue:
             with step.timer("drain"):
                 self.drain()
         sync_weights(self._session, step)
+
+    def end(self) -> None:
+        """End the queue: no step takes a batch any more, and none is begun.
+
+        The run ends, so draws that are under way lose their roles. That they fail is no longer worth a warning.
+        """
+        self._has_ended = True
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint where the batches that wait begin; with drain, the batches, too.
@@ -220,7 +229,7 @@ class AheadQueue:
     def _begin_until(self, number: int) -> None:
         """Begin the batches after the last one that was begun, in order, up to that of a step."""
         assert self._taken is not None
-        while True:
+        while not self._has_ended:
             last = self._waiting[-1] if self._waiting else self._taken
             if last.context.number >= min(number, self._session.config.trainer.steps):
                 return
@@ -250,7 +259,8 @@ class AheadQueue:
         try:
             return context.lease.run(draw)
         except Exception as error:
-            logger.warning("the batch of step %d could not be drawn; its step will fail: %s", context.number, error)
+            if not self._has_ended:
+                logger.warning("the batch of step %d could not be drawn; its step will fail: %s", context.number, error)
             raise
 
     def _begun(self, number: int, start: int) -> BegunBatch:

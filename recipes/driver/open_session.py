@@ -92,7 +92,7 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
 
 @contextmanager
 def _naming_step(session: Session) -> Iterator[None]:
-    """Add phase and step to the errors of roles; delete a checkpoint that is in flight when the run fails."""
+    """Add phase and step to the errors of roles; at the end, end the queue and delete a checkpoint in flight."""
     try:
         yield
     except RoleError as error:
@@ -101,4 +101,6 @@ def _naming_step(session: Session) -> Iterator[None]:
             error.step = None if session.step is None else session.step.number
         raise
     finally:
+        if session.ahead is not None:
+            session.ahead.end()
         session.checkpoints.abandon()

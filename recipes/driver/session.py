@@ -64,6 +64,10 @@ class Ahead(Protocol):
         """Write the batches that no step has trained on yet into a checkpoint."""
         ...
 
+    def end(self) -> None:
+        """Begin no more batches; called as the run ends."""
+        ...
+
 
 # Built-in roles that score.
 _SCORERS = ("reward", "reward_model")

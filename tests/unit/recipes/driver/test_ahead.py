@@ -226,6 +226,33 @@ def test_columns_that_no_checkpoint_could_hold_are_refused_at_the_first_step(tmp
     assert session.progress.step == 0
 
 
+def test_a_queue_that_has_ended_begins_nothing_and_reports_no_draw_that_fails(
+    tmp_path: Path, publications: Any, caplog: pytest.LogCaptureFixture
+):
+    session = session_ahead(tmp_path, steps=5)
+    engines, stopped = publications(Engines(session)), threading.Event()
+
+    def draw(session: Session, step: StepContext) -> Batch:
+        if step.number == 2:
+            assert stopped.wait(30.0)
+            raise RoleError("rollout", 0, "generate", "its process was stopped")
+        return engines.draw(session, step)
+
+    queue = AheadQueue(session, draw)
+    for step in session.steps("train", 5):
+        queue.take(step)
+        break
+    queue.end()
+    stopped.set()
+    with pytest.raises(RoleError, match="stopped"):
+        queue.drain()
+    queue._begin_until(5)
+    assert [begun.context.number for begun in queue._waiting] == [2]
+    assert caplog.text == ""
+    with pytest.raises(AssertionError, match="has ended"):
+        queue.take(session.begin_step(2))
+
+
 def stopped_after(folder: Path, steps: int, publications: Any) -> Path:
     """Return the checkpoint folder of a run of five steps that ended after the given one."""
     session = session_ahead(folder, steps=5)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,10 +24,12 @@ from rlpack.recipes.driver.ahead import AheadQueue
 from rlpack.recipes.driver.draws import Batch, as_scored
 from rlpack.recipes.driver.engine_weights import sync_weights
 from rlpack.recipes.driver.progress import Progress
+from rlpack.recipes.driver.rollout_stages import DrawnPrompts, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
 from tests.unit.recipes.driver.sessions import SavingSession
 from tests.unit.recipes.driver.simulated_engines import (
+    GROUP,
     PROMPTS,
     RANKS,
     FailingCanary,
@@ -81,6 +84,34 @@ def test_batches_are_sampled_while_earlier_ones_are(tmp_path: Path):
     group.submit_to = submit_to
     walk(session, Ledger(), delay_s=2e-3)
     assert max(most) > 0
+
+
+def test_an_evaluation_shares_the_engines_with_batches_that_were_begun_and_samples_one_version(tmp_path: Path):
+    session = started(tmp_path, steps=12, lead=3, delay_s=2e-4)
+    session.config.evaluation.__dict__["every"] = 3
+    group, others = session.rollout, list[bool]()
+    versions: list[set[int]] = []
+    evaluating: list[int] = []
+
+    def submit_to(rank: int, method: Any, rows: BatchedDataDict, *args: Any) -> Any:
+        if evaluating and threading.current_thread() is not session.thread:
+            others.append(True)
+        return SimulatedGroup.submit_to(group, rank, method, rows, *args)
+
+    def evaluate(session: Session, step: StepContext) -> None:
+        evaluating.append(step.number)
+        drawn = DrawnPrompts(session.held_out.batch(np.arange(3)), 2**32, np.arange(3))
+        rollouts = sample_responses(session, drawn, GROUP, temperature=1.0)
+        versions.append(set(rollouts["policy_version"].values.tolist()) - {session.rollout_weights.version})
+        evaluating.pop()
+
+    group.submit_to = submit_to
+    queue = AheadQueue(session, draw)
+    for step in session.steps("train", 12, evaluate):
+        queue.take(step)
+        queue.publish(step)
+    assert versions == [set()] * 5  # before the first step, and after every third
+    assert others, "the engines drew no batch during an evaluation"
 
 
 def test_a_response_has_tokens_of_several_versions(tmp_path: Path):
