@@ -4,6 +4,7 @@ Row order never changes: every role returns its rows in the order it got them.
 """
 
 import math
+import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -75,6 +76,36 @@ class SamplingSession(Protocol):
         ...
 
 
+class GroupWaits:
+    """How long rows that are complete wait for the last ones of their batch.
+
+    >>> clock = iter([1.0, 2.0, 4.0])
+    >>> waits = GroupWaits(lambda: next(clock))
+    >>> waits.add(2), waits.add(1), waits.add(1)
+    (None, None, None)
+    >>> waits.mean_s()  # 3, 3, 2 and 0 seconds
+    2.0
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without rows.
+
+        Args:
+            clock: returns the time in seconds.
+        """
+        self._clock, self._last, self._rows, self._sum = clock, 0.0, 0, 0.0
+
+    def add(self, rows: int) -> None:
+        """Count rows that are complete now."""
+        self._last = self._clock()
+        self._rows += rows
+        self._sum += rows * self._last
+
+    def mean_s(self) -> float:
+        """Return the mean wait of all rows, in seconds; 0 without any."""
+        return self._last - self._sum / self._rows if self._rows else 0.0
+
+
 def draw_prompts(session: Session, step: StepContext, count: int | None = None) -> DrawnPrompts:
     """Return the step's next prompts: `count` rows, or `trainer.prompts_per_step`.
 
@@ -138,7 +169,7 @@ def sample_responses(
 
     The position of a prompt in the run determines the random streams of its responses. With `on_part` the batch is
     generated in parts of whole groups, and `on_part` gets each part before the next begins. A streaming engine adds
-    `rollout/repeated_rows` to `metrics`.
+    `rollout/repeated_rows` and `perf/group_wait_s` to `metrics`.
     """
     prompts = drawn.prompts.repeat_interleave(samples)
     prompts["group_ids"] = torch.arange(drawn.prompts.num_rows).repeat_interleave(samples)
@@ -173,11 +204,14 @@ def _stream(
         call_s=_SHORT_CALL_S if session.config.rollout.publish == "in_flight" else _CALL_S,
     )
     parts: list[BatchedDataDict] = []
+    waits = GroupWaits()
     for ended in router.run(prompts):
+        waits.add(ended.num_rows)
         given = prompts.select(positions_of(prompts.row_ids, ended.row_ids))
         parts.append(ended.union(dict(given.drop(["seeds", *(name for name in given if name in ended)]))))
         if on_part is not None:
             on_part(parts[-1])
+    metrics["perf/group_wait_s"] = metrics.get("perf/group_wait_s", 0.0) + waits.mean_s()
     metrics["rollout/repeated_rows"] = metrics.get("rollout/repeated_rows", 0.0) + router.repeated
     batch = BatchedDataDict.concat(parts)
     return batch.select(np.argsort(batch.row_ids))

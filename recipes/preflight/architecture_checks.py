@@ -85,9 +85,11 @@ def check_experts(config: Config, model: PreTrainedModel) -> None:
     try:
         check_routers(model, scored=config.actor.moe.balance_coefficient > 0)
     except ModelError as problem:
-        key, off = f"actor.moe.{chosen[0]}", Experts.model_fields[chosen[0]].default
+        key, off = f"actor.moe.{chosen[0]}", str(Experts.model_fields[chosen[0]].default).lower()
         kind = f"{type(model).__name__} ({model.config.model_type})"
-        raise ModelError(f"{key} needs a mixture of experts, but of {kind}: {problem}; set {key}={off}") from problem
+        raise ModelError(
+            f"{key} needs a mixture of experts; {kind} can't have it: {problem}; set {key}={off}"
+        ) from problem
 
 
 def check_packing(config: Config, role: str, model: PreTrainedModel) -> None:

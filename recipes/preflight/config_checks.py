@@ -15,6 +15,7 @@ from rlpack.algorithms.errors import AlgorithmError
 from rlpack.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from rlpack.algorithms.registry import find_advantage
 from rlpack.config.evaluation_sets import naming, set_configs
+from rlpack.config.layout_sizes import cp_for_budget
 from rlpack.config.recipes import recipe_of
 from rlpack.config.reward_rules import JUDGE
 from rlpack.config.roles import forward_batching, role_batching, started_roles
@@ -99,7 +100,7 @@ def check_before_start(
     if spec.generates:
         _check_algorithm(config)
     if spec.needs_demonstrations or config.sft_warmup.steps > 0:
-        _check_demonstrations(prompts, tokenizer, role_batching(config, "actor"), model)
+        _check_demonstrations(config, prompts, tokenizer, role_batching(config, "actor"), model)
     if spec.needs_demonstrations:
         _check_held_out_demonstrations(config, tokenizer, held_out, model)
     check_enough_rows(config, len(prompts))
@@ -229,12 +230,13 @@ def _check_held_out_demonstrations(
     """Check the demonstrations of evaluations, whose passes may have a token budget of their own."""
     forward = forward_batching(config, "actor")
     if forward is None:
-        _check_demonstrations(held_out, tokenizer, role_batching(config, "actor"), model)
+        _check_demonstrations(config, held_out, tokenizer, role_batching(config, "actor"), model)
     else:
-        _check_demonstrations(held_out, tokenizer, forward, model, "actor.forward_batching")
+        _check_demonstrations(config, held_out, tokenizer, forward, model, "actor.forward_batching")
 
 
 def _check_demonstrations(
+    config: Config,
     prompts: Prompts,
     tokenizer: PreTrainedTokenizerBase,
     batching: Batching,
@@ -259,4 +261,5 @@ def _check_demonstrations(
         slots = -(-lengths // multiple) * multiple
         for row in np.flatnonzero(slots > batching.max_tokens)[:1]:
             example = prompts.examples[start + row]
-            raise overlong_demonstration_error(example, lengths[row], batching.max_tokens, section)
+            cp = cp_for_budget(config, "actor", int(slots[row]), batching.max_tokens)
+            raise overlong_demonstration_error(example, lengths[row], batching.max_tokens, section, cp)

@@ -52,6 +52,14 @@ def cp_for(config: Config, role: str, slots: int, per_rank: int) -> int | None:
     return next((cp for cp in sizes if cp * per_rank >= slots + -slots % chunks_of(parallel, cp)), None)
 
 
+def cp_for_budget(config: Config, role: str, slots: int, budget: int) -> int | None:
+    """Return the smallest cp with which a sequence fits, if a microbatch of the role has `budget` slots on all ranks.
+
+    None if the pool allows none.
+    """
+    return cp_for(config, role, slots, budget // role_parallel(config, role).cp)
+
+
 def nearest_size(config: Config, role: str, name: str, *multiples: int) -> int:
     """Return the `cp` or `tp` nearest to the role's that divides all `multiples` and fits the ranks of its pool."""
     parallel, ranks = role_parallel(config, role), config.placement.pools[pool_of(config, role)].ranks

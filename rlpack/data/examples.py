@@ -110,12 +110,21 @@ def nothing_left_error(name: str, max_tokens: int) -> DataError:
 
 
 def overlong_demonstration_error(
-    example: Example, num_tokens: int, max_tokens: int, section: str = "batching"
+    example: Example, num_tokens: int, max_tokens: int, section: str = "batching", cp: int | None = None
 ) -> DataError:
-    """Return the error for a prompt that, with its demonstration, is over the token budget of a section."""
+    """Return the error for a prompt that, with its demonstration, is over the token budget of a section.
+
+    Args:
+        example: the prompt.
+        num_tokens: of both.
+        max_tokens: the token budget of a microbatch.
+        section: with the budget.
+        cp: the `actor.parallel.cp` with which it would fit; None if there is none.
+    """
+    shared = "" if cp is None else f"share it among ranks by actor.parallel.cp={cp}, "
     return DataError(
         f"prompt {example.uid!r} and its demonstration have {num_tokens} tokens, over the {max_tokens} of "
-        f"a microbatch; raise {section}.max_tokens, remove the row, or set batching.overlong=truncate"
+        f"a microbatch; raise {section}.max_tokens, {shared}remove the row, or set batching.overlong=truncate"
     )
 
 

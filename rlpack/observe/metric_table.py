@@ -260,6 +260,11 @@ METRICS: dict[str, Metric] = {
     "perf/engine_idle_share": Metric(
         "fraction", "Share of the step in which an engine had no response to generate, the mean over engines (vllm)."
     ),
+    "perf/group_wait_s": Metric(
+        "s",
+        "Mean time that a complete response waited for the last one of its batch (vllm), summed over the rounds "
+        "of recipe=dapo; it is long if few responses are much longer than the others.",
+    ),
     "perf/memory_resident": Metric(
         "bytes", "Peak resident memory of a rank's process since its start, of the rank with most."
     ),

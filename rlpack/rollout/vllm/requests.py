@@ -1,6 +1,6 @@
 """Sampling parameters to vLLM, and its results back to `rlpack.rollout.types`.
 
-Invariants (tests/vllm/test_engine.py):
+Invariants (tests/vllm/test_sampling.py, tests/unit/rollout/vllm/test_requests.py):
 
 1. each row is a separate request (n = 1) with its own seed, so its tokens depend on no other row;
 2. log-probs are those of the distribution that was sampled from, and 0 for greedy rows, as in every engine;

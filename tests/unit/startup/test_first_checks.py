@@ -6,7 +6,9 @@ import pytest
 
 from rlpack.batch.errors import DataError
 from rlpack.config.errors import ConfigError
-from rlpack.config.schema import Config, Data, Model, SFTWarmup, Trainer
+from rlpack.config.schema import Actor, Config, Data, Model, Placement, SFTWarmup, Trainer
+from rlpack.config.sections.parallelism import Parallel
+from rlpack.config.sections.pools import Pool
 from rlpack.packing.batching import Batching
 from rlpack.startup.dataset_checks import check_datasets
 
@@ -51,6 +53,23 @@ def test_no_first_check_imports_pytorch_or_ray():
 def demonstrations(path, *lengths):
     rows = [{"prompt": "a" * 10, "answer": "", "demonstration": "a" * length} for length in lengths]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.mark.parametrize(("ranks", "cp", "advice"), [(4, 1, "cp=2, "), (4, 2, "cp=4, "), (1, 1, "")])
+def test_a_demonstration_over_the_budget_names_the_cp_that_fits_it(data, tmp_path, ranks: int, cp: int, advice: str):
+    config = Config(
+        data=data.model_copy(update={"completion_column": "demonstration"}),
+        trainer=Trainer(prompts_per_step=1),
+        batching=Batching(max_tokens=100),
+        sft_warmup=SFTWarmup(steps=1),
+        actor=Actor(parallel=Parallel(cp=cp)),
+        placement=Placement(pools={"main": Pool(ranks=ranks)}),
+    )
+    demonstrations(tmp_path / "rows.jsonl", 100 * cp)
+    with pytest.raises(DataError) as caught:
+        check_datasets(config)
+    shared = f"share it among ranks by actor.parallel.{advice}" if advice else ""
+    assert f"raise batching.max_tokens, {shared}remove the row" in str(caught.value)
 
 
 def test_a_demonstration_over_the_budget_is_refused_without_a_tokenizer(data, tmp_path):

@@ -34,7 +34,7 @@ def test_families_with_routers_are_accepted(family: str):
 def test_a_model_without_experts_is_refused_with_the_key():
     with pytest.raises(ModelError, match=r"actor.moe.balance_coefficient needs .* no experts .*; set .*=0"):
         check_experts(config_of(balance_coefficient=0.01), model_of("llama"))
-    with pytest.raises(ModelError, match=r"actor.moe.replay_routing needs .*; set actor.moe.replay_routing=False"):
+    with pytest.raises(ModelError, match=r"actor.moe.replay_routing needs .*; set actor.moe.replay_routing=false"):
         check_experts(config_of(replay_routing=True), model_of("llama"))
     check_experts(config_of(), model_of("llama"))
 
