@@ -1,0 +1,138 @@
+"""The fault matrix: the cells of `tests.faults.table` in real runs, and a table of what came of them.
+
+    python -m tests.faults.matrix [--only WORD ...] [--seconds S] [--write FILE]
+
+Runs the cells whose names contain all words, as many as fit into the time. Cells that a run survives share runs; each
+of the others has a run of its own. Exits with 1 unless all outcomes are the expected ones.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.faults.runs import DEADLINE_S, Finding, end_of, settings, shared, started, wait
+from tests.faults.table import FAULTS, LAYOUTS, PHASES, ROLES, Case, cases, reason_against
+
+# Of a run with faults; the last is undisturbed, since a role that isn't called any more isn't started again.
+STEPS = 4
+# A role's restarts in one run.
+MOST = 3
+
+
+class Runs:
+    """Runs with faults, and the undisturbed ones that they are compared with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._number = 0
+
+    def undisturbed(self, layout: str, steps: int) -> Path:
+        """Return the directory of a run without faults; it is made once."""
+        folder = self.folder / f"undisturbed {layout} {steps}".replace(" ", "_")
+        if not (folder / "run" / "model").exists():
+            with started(folder, [], settings(layout, steps)) as command:
+                code, _ = wait(command, is_stopped=False)
+                assert code == 0, command.err
+        return folder / "run"
+
+    def find(self, batch: Sequence[Case]) -> dict[Case, Finding]:
+        """Run cases that share a run, or one that has its own."""
+        self._number += 1
+        folder = self.folder / f"run_{self._number}"
+        layout = batch[0].layout
+        if batch[0].outcome in ("repeated", "unchanged"):
+            return shared(folder, batch, self.undisturbed(layout, STEPS), STEPS)
+        steps = 2 if batch[0].outcome == "resumed" else 1
+        baseline = self.undisturbed(layout, 2) if batch[0].outcome == "resumed" else folder
+        return {batch[0]: end_of(folder, batch[0], baseline, steps, steps)}
+
+
+def batches(chosen: Sequence[Case]) -> Iterator[list[Case]]:
+    """Yield the cases by runs: at most `MOST` restarts of a role in each, and all that only slow things down in one."""
+    for layout in LAYOUTS:
+        own = [case for case in chosen if case.layout == layout]
+        if slow := [case for case in own if case.outcome == "unchanged"]:
+            yield slow
+        of_role = {role: [case for case in own if case.role == role and case.outcome == "repeated"] for role in ROLES}
+        while any(of_role.values()):
+            yield [case for waiting in of_role.values() for case in waiting[:MOST]]
+            of_role = {role: waiting[MOST:] for role, waiting in of_role.items()}
+    yield from ([case] for case in chosen if case.outcome in ("error", "resumed"))
+
+
+def table(findings: dict[Case, Finding]) -> str:
+    """Return a Markdown table: for each role, layout and fault, the cells that were as expected, and the slowest."""
+    lines = ["| role | pool | fault | expected | as expected | longest |", "|---|---|---|---|---|---|"]
+    for role in ROLES:
+        for layout in LAYOUTS:
+            for fault in FAULTS:
+                own = {c: f for c, f in findings.items() if (c.role, c.layout, c.fault) == (role, layout, fault)}
+                if own:
+                    good = sum(case.outcome == finding.outcome for case, finding in own.items())
+                    outcomes = ", ".join(sorted({case.outcome for case in own}))
+                    longest = max(finding.seconds for finding in own.values())
+                    shown = "" if outcomes == "unchanged" else f"{longest:.0f} s"
+                    lines.append(f"| {role} | {layout} | {fault} | {outcomes} | {good} of {len(own)} | {shown} |")
+    return "\n".join(lines)
+
+
+def impossible() -> str:
+    """Return a Markdown list of the reasons why cells can't occur, with their numbers."""
+    reasons = Counter(
+        reason
+        for role in ROLES
+        for phase in PHASES
+        for fault in FAULTS
+        if (reason := reason_against(role, phase, fault)) is not None
+    )
+    return "\n".join(f"- {count} cells: {reason}." for reason, count in reasons.most_common())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the matrix, print what is not as expected, and write the table."""
+    parser = argparse.ArgumentParser(description="Run the fault matrix.")
+    parser.add_argument("--only", nargs="*", default=[], help="words that the names of the cells contain")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="start no run after this time")
+    parser.add_argument("--write", type=Path, help="a JSON file with the findings, added to those in it")
+    options = parser.parse_args(arguments)
+    chosen = [case for case in cases() if all(word in f"{case}, {case.outcome}" for word in options.only)]
+    findings: dict[Case, Finding] = {}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults") as folder:
+        runs = Runs(Path(folder))
+        for batch in batches(chosen):
+            if time.monotonic() - began > options.seconds:
+                break
+            for case, finding in runs.find(batch).items():
+                findings[case] = finding
+                is_expected = finding.outcome == case.outcome
+                mark = "ok" if is_expected else f"EXPECTED {case.outcome}"
+                sys.stdout.write(f"{case}: {finding.outcome}, {finding.seconds:.1f} s, {mark}\n")
+                if not is_expected:
+                    sys.stdout.write(finding.text[-3000:])
+                sys.stdout.flush()
+            if options.write is not None:
+                _add(options.write, findings)
+    unexpected = [case for case, finding in findings.items() if finding.outcome != case.outcome]
+    sys.stdout.write(f"\n{table(findings)}\n\n{impossible()}\n\n")
+    sys.stdout.write(
+        f"{len(findings)} of {len(cases())} cells in {time.monotonic() - began:.0f} s, {len(unexpected)} unexpected; "
+        f"no run took over {DEADLINE_S:g} s\n"
+    )
+    return int(bool(unexpected))
+
+
+def _add(path: Path, findings: dict[Case, Finding]) -> None:
+    """Add findings to those in a file, by the cells' names."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known |= {str(case): [finding.outcome, round(finding.seconds, 1)] for case, finding in findings.items()}
+    path.write_text(json.dumps(known, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""Run `rlpack train` with a plan of faults, and find out what came of it."""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.commands import MARK, ROOT, Command, _run_command, records, without_times
+from tests.faults.injection import install
+from tests.faults.suffering_roles import CLASSES, FOLDER
+from tests.faults.table import Case
+from tests.fork_server import environment, fork_context
+
+DEADLINE_S = 150.0
+# After the end of a run, nothing of it is left by then.
+GRACE_S = 10.0
+SETTINGS = (
+    "experiment=smoke",
+    "sft_warmup.steps=0",
+    "trainer.mini_batch_size=4",
+    "trainer.updates_per_batch=2",
+    "data.generator.train_size=64",
+    "data.generator.validation_size=2",
+    "rollout.max_new_tokens=8",
+    "algorithm.kl_coef=0.05",
+    "evaluation.every=1",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "logger.samples=0",
+    "placement.call_timeout_s=10",
+    "reward.timeout_s=3",
+    "reward.batch_timeout_s=6",
+    "placement.start_timeout_s=60",
+    *(f"roles.{role}.target=tests.faults.suffering_roles:{name}" for role, name in CLASSES.items()),
+)
+POOLS = {"rollout": "engines", "reference": "frozen", "reward": "rewards", "judge": "judges"}
+
+
+def settings(layout: str, steps: int) -> tuple[str, ...]:
+    """Return the overrides of a run."""
+    own = [f"placement.roles.{role}={pool}" for role, pool in POOLS.items()]
+    own += [f"placement.pools.{pool}.ranks=1" for pool in POOLS.values()]
+    own += [f"placement.pools.{pool}.cpus_per_rank=0.2" for pool in POOLS.values()]
+    few = ["placement.pools.main.ranks=2", "placement.pools.main.cpus_per_rank=0.5"]
+    return (*SETTINGS, *few, *(own if layout == "own pools" else []), f"trainer.steps={steps}")
+
+
+@dataclass
+class Finding:
+    """What came of a run with faults.
+
+    Attributes:
+        outcome: repeated, unchanged, resumed, error, or why it is none of them.
+        seconds: from the fault to the end of what followed: the restart, the error, or the run.
+        text: the error.
+    """
+
+    outcome: str
+    seconds: float = 0.0
+    text: str = ""
+    restarts: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def started(folder: Path, plan: Sequence[dict[str, Any]], overrides: Sequence[str]) -> Iterator[Command]:
+    """Start a run with a plan of faults; nothing of it outlives the block."""
+    (folder / "orders").mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex(8)
+    variables = environment() | {
+        "PYTHONPATH": str(ROOT),
+        MARK: mark,
+        "WANDB_SILENT": "true",
+        FOLDER: str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = ["train", f"run_dir={folder / 'run'}", *overrides]
+    process = fork_context().Process(
+        target=_run, args=(folder, words, [str(ROOT), *sys.path, str(folder)], variables, mark, list(plan))
+    )
+    process.start()
+    command = Command(folder, folder / "run", process, mark)
+    try:
+        yield command
+    finally:
+        for left in command.processes():
+            left.kill()
+        process.join()
+
+
+def _run(folder: Path, words: list[str], places: list[str], variables: dict[str, str], mark: str, plan: Any) -> None:
+    if plan:
+        install(folder, plan)
+    _run_command(folder, words, places, variables, mark)
+
+
+def fired(folder: Path) -> list[dict[str, Any]]:
+    """Return the faults that happened, in order."""
+    path = folder / "fired.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def figures(run_dir: Path) -> list[dict[str, Any]]:
+    """Return what of the records depends neither on the clock nor on restarts."""
+    own = ("faults/", "store/")
+    return [
+        {name: value for name, value in without_times(record).items() if not name.startswith(own)}
+        for record in records(run_dir)
+    ]
+
+
+def is_same(run_dir: Path, undisturbed: Path) -> bool:
+    """Return whether two runs have the same records and weights, bit for bit."""
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (run_dir, undisturbed))
+    return (
+        figures(run_dir) == figures(undisturbed)
+        and weights.keys() == others.keys()
+        and all(torch.equal(weights[name], others[name]) for name in others)
+    )
+
+
+def restarts_of(run_dir: Path) -> dict[str, float]:
+    """Return the restarts of each role, over all steps."""
+    total: dict[str, float] = {}
+    for record in records(run_dir):
+        for name, count in record.items():
+            if name.startswith("faults/restarts/"):
+                role = name.removeprefix("faults/restarts/")
+                total[role] = total.get(role, 0.0) + count
+    return total
+
+
+def wait(command: Command, is_stopped: bool, deadline_s: float = DEADLINE_S) -> tuple[int | None, float]:
+    """Return the exit code, and when the end was known: the error was printed, or the process ended."""
+    said = None
+    end = time.time() + deadline_s
+    assert command.process is not None
+    while time.time() < end:
+        if said is None and is_stopped and fired(command.folder) and _is_stopped(command.process.pid):
+            command.process.kill()  # as a person does
+        if said is None and "Error" in _text(command):
+            said = time.time()
+        command.process.join(0.1)
+        if command.process.exitcode is not None:
+            return command.process.exitcode, said or time.time()
+    return None, time.time()
+
+
+def _is_stopped(pid: int | None) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def _text(command: Command) -> str:
+    try:
+        return command.err
+    except FileNotFoundError:
+        return ""
+
+
+def end_of(folder: Path, case: Case, undisturbed: Path, steps: int, step: int) -> Finding:
+    """Run one case whose fault ends the run, and return what came of it."""
+    overrides = settings(case.layout, steps)
+    with started(folder, [case.planned(step)], overrides) as command:
+        code, said = wait(command, is_stopped=case.role == "driver" and case.fault == "stop")
+        text = _text(command)
+        if code is None:
+            return Finding(f"it runs after {DEADLINE_S:g} s", text=text)
+        happened = fired(folder)
+        left = command.left_behind(GRACE_S)
+        if left:
+            return Finding(f"processes are left: {[' '.join(one.cmdline()[:3]) for one in left]}", text=text)
+    if not happened:
+        return Finding("the fault did not happen", text=text)
+    seconds = said - happened[0]["time"]
+    if case.outcome != "resumed":
+        return Finding(problem(case, code, text, step) or "error", seconds, text)
+    with started(folder, [], (*overrides, "resume=auto")) as command:
+        code, _ = wait(command, is_stopped=False)
+        if code != 0:
+            return Finding(f"resuming ended with {code}", seconds, _text(command))
+    same = is_same(folder / "run", undisturbed)
+    return Finding("resumed" if same else "other bits than the undisturbed run", seconds)
+
+
+def problem(case: Case, code: int, text: str, step: int) -> str | None:
+    """Return what is wrong with the end of a run by an error, None if nothing is."""
+    if code != 1:
+        return f"exit code {code}"
+    line = next((line for line in text.splitlines() if "Error" in line or "role " in line), "")
+    words = {"driver": ["on order"], "raylet": ["raylet"], "GCS": ["GCS"]}.get(case.role)
+    if case.role == "driver" and case.fault == "memory limit":
+        words = ["MemoryError"]
+    if words is None:
+        rank = case.planned(step)["rank"]
+        words = [f"rank {rank}", "in start" if case.phase == "start" else f"step {step} of train"]
+        if case.is_order:
+            words.append(f"role {case.planned(step)['role']}")
+    missing = [word for word in words if word not in text]
+    return f"the error lacks {missing[0]!r}: {line}" if missing else None
+
+
+def shared(folder: Path, cases: Sequence[Case], undisturbed: Path, steps: int) -> dict[Case, Finding]:
+    """Run several cases that a run survives, each at a step of its own for its role, and return what came of them."""
+    plan, place = [], {}
+    for case in cases:
+        number = place[case.role] = place.get(case.role, 0) + 1
+        plan.append(case.planned(min(number, steps)))
+    with started(folder, plan, settings(cases[0].layout, steps)) as command:
+        code, _ = wait(command, is_stopped=False, deadline_s=DEADLINE_S + 30.0 * len(cases))
+        text = _text(command)
+        left = command.left_behind(GRACE_S)
+    happened = {one["id"] for one in fired(folder)}
+    restarts = restarts_of(folder / "run") if code == 0 else {}
+    restarted = {"rollout": "rollout", "reference": "reference", "reward pool": "reward", "judge": "judge"}
+    seconds = sum(record.get("time/restart_s", 0.0) for record in records(folder / "run"))
+    findings = {}
+    for case in cases:
+        wanted = sum(one.role == case.role for one in cases) if case.outcome == "repeated" else 0
+        found = restarts.get(restarted.get(case.role, ""), 0.0)
+        if code != 0:
+            outcome = f"exit code {code}"
+        elif str(case) not in happened:
+            outcome = "the fault did not happen"
+        elif left:
+            outcome = f"processes are left: {[' '.join(one.cmdline()[:3]) for one in left]}"
+        elif not is_same(folder / "run", undisturbed):
+            outcome = "other bits than the undisturbed run"
+        elif found != wanted:
+            outcome = f"{found:g} restarts of the role, {wanted} expected"
+        else:
+            outcome = case.outcome
+        findings[case] = Finding(outcome, seconds / max(1.0, sum(restarts.values())), text, restarts)
+    return findings

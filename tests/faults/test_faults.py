@@ -1,0 +1,50 @@
+"""A few cells of the fault matrix in two runs; `make test-faults` runs them all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.matrix import Runs, batches
+from tests.faults.table import ACTIVE, FAULTS, PHASES, RANKED, ROLES, cases, expected, reason_against
+
+# One kill of each stateless role, in as many phases: in its own call, between calls, and while it gets weights.
+KILLED = {
+    "rollout, transfer, kill, own pools",
+    "reference, plan, kill, own pools",
+    "reward pool, score, kill, own pools",
+    "judge, generate, kill, own pools",
+}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_that_loses_every_stateless_role_ends_as_an_undisturbed_one(tmp_path: Path):
+    chosen = [case for case in cases() if str(case) in KILLED]
+    findings = Runs(tmp_path).find(chosen)
+    assert {str(case): finding.outcome for case, finding in findings.items()} == dict.fromkeys(KILLED, "repeated")
+    assert max(finding.seconds for finding in findings.values()) < 30
+
+
+def test_the_table_has_each_cell_or_a_reason_against_it():
+    every = cases()
+    assert len(every) == len(set(map(str, every))) >= 440
+    names = {(case.role, case.phase, case.fault) for case in every}
+    cells = {(role, phase, fault) for role in ROLES for phase in PHASES for fault in FAULTS}
+    assert {cell for cell in cells if reason_against(*cell) is None} == names
+    assert ACTIVE.keys() >= set(RANKED)
+
+
+def test_only_stateless_roles_with_a_pool_of_their_own_are_started_again():
+    repeated = {(case.role, case.layout, case.fault) for case in cases() if case.outcome == "repeated"}
+    roles = ("rollout", "reference", "reward pool", "judge")
+    assert repeated == {(role, "own pools", fault) for role in roles for fault in ("kill", "stop", "lost reply")}
+    assert expected("rollout", "generate", "kill", "one pool") == "error"
+
+
+def test_every_cell_is_in_one_run_and_no_role_is_started_again_too_often_in_one():
+    runs = list(batches(cases()))
+    assert sorted(str(case) for run in runs for case in run) == sorted(map(str, cases()))
+    for run in runs:
+        assert len({case.layout for case in run}) == 1
+        repeated = [case.role for case in run if case.outcome == "repeated"]
+        assert all(repeated.count(role) <= 3 for role in repeated)
