@@ -19,7 +19,8 @@ ARGS ?=
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: train train-vllm test test-vllm vllm test-long test-recipes lint types unit test-layouts bench bench-gpu peers install clean help
+.PHONY: train train-vllm test test-vllm vllm test-long test-faults soak test-recipes lint types unit test-layouts bench \
+	bench-gpu peers install clean help
 
 help:
 	@echo "make train [ARGS='trainer.steps=20 …']   install, then train the default task on the CPU"
@@ -29,6 +30,8 @@ help:
 	@echo "make vllm                                install into .venv-vllm only"
 	@echo "make test-long                           10,000 random plans, 300 damaged run directories, 10,000 steps in flight"
 	@echo "make test-layouts                        every parallel layout with every model family, batching mode and role"
+	@echo "make test-faults                         every role, phase and fault in real runs (ARGS='--only kill --seconds 600')"
+	@echo "make soak                                1,000 steps with a fault every 20: same bits, nothing grows"
 	@echo "make test-recipes                        every recipe learns the default task, about 3 minutes each"
 	@echo "make bench                               measure plans, training steps and memory into benchmarks/RESULTS.md"
 	@echo "make bench-gpu [ARGS='--only update']    measure on one NVIDIA GPU into benchmarks/RESULTS.md"
@@ -104,6 +107,12 @@ test-long: $(INSTALLED)
 
 test-layouts: $(INSTALLED)
 	RLPACK_LAYOUTS=all $(PYTEST) tests/distributed/layouts tests/distributed/models/test_pipeline.py
+
+test-faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.matrix $(ARGS)
+
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak $(ARGS)
 
 test-recipes: $(INSTALLED)
 	$(BIN)/python -m benchmarks.recipes

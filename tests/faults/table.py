@@ -22,7 +22,7 @@ ACTIVE = {
     "rollout": ("start", "generate", "transfer", "evaluation"),
     "reference": ("start", "log-probs"),
     "reward pool": ("start", "score", "evaluation"),
-    "judge": ("start", "score", "evaluation"),
+    "judge": ("start", "score"),  # evaluations ask the reward role alone
     "weight transfer": ("transfer",),
 }
 NAMES = {
