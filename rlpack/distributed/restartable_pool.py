@@ -46,6 +46,9 @@ from rlpack.distributed.submitted import SubmittedCall, SubmittedCalls
 
 logger = logging.getLogger(__name__)
 
+# The way out of a death or a hang that ends a run.
+_RESUME = "resume=auto continues from the newest checkpoint, and supervise=N does so by itself"
+
 
 class LostRanksError(Exception):
     """Processes of pools that can be started again died, or hung.
@@ -275,6 +278,8 @@ def _killed(pools: set[RestartablePool], lost: set[RestartablePool], error: Role
     """Kill pools, and return the error to raise; nothing is killed if all pools that are lost can be started again."""
     if lost and all(pool.is_restartable for pool in lost):
         return LostRanksError(error, lost)
+    if lost:
+        error.hint = _RESUME
     for pool in pools:
         pool.kill()
     return error

@@ -61,7 +61,13 @@ R = TypeVar("R")
 
 
 class Ranks(Protocol):
-    """The processes behind a group; `RayRanks` is the real one."""
+    """The processes behind a group; `RayRanks` is the real one.
+
+    Attributes:
+        is_restartable: whether they are started again after a death or a hang.
+    """
+
+    is_restartable: bool
 
     @property
     def num_ranks(self) -> int:

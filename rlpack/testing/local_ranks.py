@@ -23,6 +23,8 @@ class LocalRanks:
     Arguments and results are pickled, as between processes.
     """
 
+    is_restartable = False
+
     def __init__(
         self,
         builders: Sequence[Callable[[RankContext], Any]],

@@ -60,9 +60,16 @@ def batches(chosen: Sequence[Case]) -> Iterator[list[Case]]:
             yield slow
         of_role = {role: [case for case in own if case.role == role and case.outcome == "repeated"] for role in ROLES}
         while any(of_role.values()):
-            yield [case for waiting in of_role.values() for case in waiting[:MOST]]
-            of_role = {role: waiting[MOST:] for role, waiting in of_role.items()}
+            run = [case for waiting in of_role.values() for case in _next(waiting)]
+            yield run
+            of_role = {role: [case for case in waiting if case not in run] for role, waiting in of_role.items()}
     yield from ([case] for case in chosen if case.outcome in ("error", "resumed"))
+
+
+def _next(waiting: Sequence[Case]) -> list[Case]:
+    """Return the cases of one role that share the next run, one of its start among them."""
+    starts = [case for case in waiting if case.phase == "start"][:1]
+    return [*starts, *[case for case in waiting if case.phase != "start"][: MOST - len(starts)]]
 
 
 def table(findings: dict[Case, Finding]) -> str:

@@ -21,6 +21,8 @@ from tests.faults.table import Case
 from tests.fork_server import environment, fork_context
 
 DEADLINE_S = 150.0
+# Deadline of a call: all roles of a pool wait for the same two processes.
+CALL_S = {"own pools": 10.0, "one pool": 20.0}
 # After the end of a run, nothing of it is left by then.
 GRACE_S = 10.0
 SETTINGS = (
@@ -36,7 +38,6 @@ SETTINGS = (
     "checkpoint.every=1",
     "checkpoint.keep=2",
     "logger.samples=0",
-    "placement.call_timeout_s=10",
     "reward.timeout_s=3",
     "reward.batch_timeout_s=6",
     "placement.start_timeout_s=60",
@@ -51,6 +52,7 @@ def settings(layout: str, steps: int) -> tuple[str, ...]:
     own += [f"placement.pools.{pool}.ranks=1" for pool in POOLS.values()]
     own += [f"placement.pools.{pool}.cpus_per_rank=0.2" for pool in POOLS.values()]
     few = ["placement.pools.main.ranks=2", "placement.pools.main.cpus_per_rank=0.5"]
+    few.append(f"placement.call_timeout_s={CALL_S[layout]:g}")
     return (*SETTINGS, *few, *(own if layout == "own pools" else []), f"trainer.steps={steps}")
 
 
