@@ -1,6 +1,6 @@
 """The fault matrix: the cells of `tests.faults.table` in real runs, and a table of what came of them.
 
-    python -m tests.faults.matrix [--only WORD ...] [--seconds S] [--write FILE]
+    python -m tests.faults.matrix [--only WORD ...] [--jobs 2] [--seconds S] [--write FILE]
 
 Runs the cells whose names contain all words, as many as fit into the time. Cells that a run survives share runs; each
 of the others has a run of its own. Exits with 1 unless all outcomes are the expected ones.
@@ -13,7 +13,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from threading import Lock
 
 from tests.faults.runs import DEADLINE_S, Finding, end_of, settings, shared, started, wait
 from tests.faults.table import FAULTS, LAYOUTS, PHASES, ROLES, Case, cases, reason_against
@@ -29,21 +33,22 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._number = 0
+        self._numbers = count()
+        self._lock = Lock()
 
     def undisturbed(self, layout: str, steps: int) -> Path:
         """Return the directory of a run without faults; it is made once."""
         folder = self.folder / f"undisturbed {layout} {steps}".replace(" ", "_")
-        if not (folder / "run" / "model").exists():
-            with started(folder, [], settings(layout, steps)) as command:
-                code, _ = wait(command, is_stopped=False)
-                assert code == 0, command.err
+        with self._lock:
+            if not folder.exists():
+                with started(folder, [], settings(layout, steps)) as command:
+                    code, _ = wait(command, is_stopped=False)
+                    assert code == 0, command.err
         return folder / "run"
 
     def find(self, batch: Sequence[Case]) -> dict[Case, Finding]:
         """Run cases that share a run, or one that has its own."""
-        self._number += 1
-        folder = self.folder / f"run_{self._number}"
+        folder = self.folder / f"run_{next(self._numbers)}"
         layout = batch[0].layout
         if batch[0].outcome in ("repeated", "unchanged"):
             return shared(folder, batch, self.undisturbed(layout, STEPS), STEPS)
@@ -104,18 +109,22 @@ def main(arguments: Sequence[str]) -> int:
     """Run the matrix, print what is not as expected, and write the table."""
     parser = argparse.ArgumentParser(description="Run the fault matrix.")
     parser.add_argument("--only", nargs="*", default=[], help="words that the names of the cells contain")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--seconds", type=float, default=1800.0, help="start no run after this time")
     parser.add_argument("--write", type=Path, help="a JSON file with the findings, added to those in it")
     options = parser.parse_args(arguments)
     chosen = [case for case in cases() if all(word in f"{case}, {case.outcome}" for word in options.only)]
     findings: dict[Case, Finding] = {}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="faults") as folder:
+    with tempfile.TemporaryDirectory(prefix="faults") as folder, ExitStack() as stack:
         runs = Runs(Path(folder))
-        for batch in batches(chosen):
-            if time.monotonic() - began > options.seconds:
-                break
-            for case, finding in runs.find(batch).items():
+
+        def find(batch: list[Case]) -> dict[Case, Finding]:
+            return runs.find(batch) if time.monotonic() - began < options.seconds else {}
+
+        threads = stack.enter_context(ThreadPoolExecutor(options.jobs))
+        for future in as_completed([threads.submit(find, batch) for batch in batches(chosen)]):
+            for case, finding in future.result().items():
                 findings[case] = finding
                 is_expected = finding.outcome == case.outcome
                 mark = "ok" if is_expected else f"EXPECTED {case.outcome}"
