@@ -93,10 +93,10 @@ def test_an_evaluation_shares_the_engines_with_batches_that_were_begun_and_sampl
     versions: list[set[int]] = []
     evaluating: list[int] = []
 
-    def submit_to(rank: int, method: Any, rows: BatchedDataDict, *args: Any) -> Any:
+    def submit_to(rank: int, method: Any, rows: BatchedDataDict, *args: Any, **start: Any) -> Any:
         if evaluating and threading.current_thread() is not session.thread:
             others.append(True)
-        return SimulatedGroup.submit_to(group, rank, method, rows, *args)
+        return SimulatedGroup.submit_to(group, rank, method, rows, *args, **start)
 
     def evaluate(session: Session, step: StepContext) -> None:
         evaluating.append(step.number)
