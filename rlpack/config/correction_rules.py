@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rlpack.config.recipes import recipe_of
 from rlpack.config.schema import Config
-from rlpack.config.sections.correction_settings import CRITERIA, MISMATCHES, bounds_of
+from rlpack.config.sections.correction_settings import CRITERIA, MISMATCHES, OF_KEYS, bounds_of
 
 _KEY = "algorithm.correction"
 
@@ -44,6 +44,12 @@ def correction_problems(config: Config) -> Iterator[str]:
             yield f"{_KEY}.reject.{name} is {value}; {error}"
 
 
+def _gives_metrics(config: Config, key: str) -> bool:
+    """Return whether `weights` or `reject` is on."""
+    correction = config.algorithm.correction
+    return bool(correction.reject) if key == "reject" else correction.weights != "none"
+
+
 def _limit_problems(config: Config) -> Iterator[str]:
     """Yield limits on metrics that a run doesn't have."""
     lead, correction = config.trainer.lead, config.algorithm.correction
@@ -52,8 +58,11 @@ def _limit_problems(config: Config) -> Iterator[str]:
             lag, _, metric = name.rpartition("/")
             number = lag.removeprefix("lag_")
             has_lag = not lag or (lag.startswith("lag_") and number.isdecimal() and 0 <= int(number) <= lead and lead)
-            if metric not in MISMATCHES or not has_lag:
+            missing = OF_KEYS.get(metric, "")
+            if not has_lag or metric not in (*MISMATCHES, *OF_KEYS):
                 lags = f", each also as lag_0/… to lag_{lead}/…" if lead else ""
-                yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join(MISMATCHES)}{lags}"
+                yield f"{_KEY}.{key} has the metric {name!r}; choose from {', '.join((*MISMATCHES, *OF_KEYS))}{lags}"
+            elif missing and not _gives_metrics(config, missing):
+                yield f"{_KEY}.{key} has the metric {name!r}, which needs {_KEY}.{missing}; set it, or remove the limit"
             elif not math.isfinite(limit) or limit <= 0:
                 yield f"{_KEY}.{key}.{name} is {limit:g}; it has to be finite and above 0"

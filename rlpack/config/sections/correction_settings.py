@@ -16,6 +16,8 @@ CRITERIA = (
 
 # Metrics `mismatch/<name>` that can have limits.
 MISMATCHES = ("kl", "k3", "chi2", "gap", "largest_gap", "perplexity_ratio")
+# Further ones, with the key that gives a run these metrics.
+OF_KEYS = {"weights_bounded": "weights", "rejected_tokens": "reject", "rejected_rows": "reject"}
 
 
 class Correction(Section):
@@ -42,7 +44,8 @@ class Correction(Section):
     )
     warn_above: dict[str, float] = Field(
         default_factory=dict,
-        description="Limits on metrics mismatch/<name>, by name, such as k3 or lag_1/k3; above, the run warns once.",
+        description="Limits on metrics mismatch/<name>, as {k3: 0.1, lag_1/k3: 0.2}; above, the run warns once. "
+        "weights_bounded needs weights; rejected_tokens and rejected_rows need reject.",
     )
     stop_above: dict[str, float] = Field(
         default_factory=dict, description="Limits on the same metrics above which the run ends."

@@ -20,6 +20,8 @@ def test_the_default_and_every_mode_alone_are_fine():
     assert problems() == []
     assert problems(weights="token") == problems(weights="sequence", lower=0.5) == problems(bypass=True) == []
     assert problems(reject={"seq_mean_k1": [0.99, 1.01], "token_k3": 0.5}) == []
+    assert problems(weights="token", warn_above={"weights_bounded": 0.1}) == []
+    assert problems(reject={"token_k3": 0.5}, stop_above={"rejected_tokens": 100.0}) == []
 
 
 @pytest.mark.parametrize("rollout", [{"top_k": 5}, {"top_p": 0.9}])
@@ -40,6 +42,11 @@ def test_filtered_sampling_is_refused_with_the_reason(rollout: dict[str, Any]):
         ({"reject": {"token_k2": [0.1, 1.0]}}, "reject.token_k2 is [0.1, 1.0]; it takes one number"),
         ({"stop_above": {"k4": 1.0}}, "stop_above has the metric 'k4'; choose from kl, k3, chi2, gap, largest_gap"),
         ({"warn_above": {"lag_1/kl": 1.0}}, "warn_above has the metric 'lag_1/kl'; choose from kl"),
+        (
+            {"warn_above": {"weights_bounded": 0.1}},
+            "'weights_bounded', which needs algorithm.correction.weights; set it",
+        ),
+        ({"stop_above": {"rejected_rows": 9.0}}, "'rejected_rows', which needs algorithm.correction.reject; set it"),
         ({"warn_above": {"kl": 0.0}}, "warn_above.kl is 0; it has to be finite and above 0"),
         ({"reject": {"seq_sum_k3": 0.0}}, "reject.seq_sum_k3 is 0.0; it takes one or two positive numbers"),
     ],

@@ -223,6 +223,19 @@ def test_limits_warn_once_and_stop(tmp_path: Path, caplog: pytest.LogCaptureFixt
         updates.run(rollouts)
 
 
+def test_limits_apply_to_bounded_weights_and_rejected_tokens_of_a_lag(tmp_path: Path):
+    rollouts, old = rollouts_and_old()
+    rollouts = with_versions(rollouts)
+    limits = {"lag_1/rejected_tokens": 0.5}
+    updates = Updates(tmp_path, Correction(reject={"token_k2": 1e-6}, stop_above=limits), old, lead=2)
+    with pytest.raises(MismatchError, match=r"mismatch/lag_1/rejected_tokens is \d+, over .*lag_1/rejected_tokens=0.5"):
+        updates.run(rollouts)
+    bounded = Correction(weights="token", upper=1.0, stop_above={"weights_bounded": 1e-9})
+    with pytest.raises(MismatchError, match=r"mismatch/weights_bounded is 0\.\d+"):
+        Updates(tmp_path, bounded, old).run(rollouts)
+    Updates(tmp_path, bounded.model_copy(update={"stop_above": {"weights_bounded": 1.0}}), old).run(rollouts)
+
+
 def test_the_limit_of_the_gap_applies_to_tokens_of_the_newest_version_alone(tmp_path: Path):
     rollouts, old = rollouts_and_old()
     rollouts = with_versions(rollouts)
