@@ -22,6 +22,7 @@ from rlpack.models.check_adapters import check_adapters
 from rlpack.models.check_rows import RowLimits
 from rlpack.models.check_split import check_split, score_whole_rows
 from rlpack.models.checks import check_isolation, check_model, check_scores
+from rlpack.models.compiled_layers import compile_layers
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.expert_parallel import ExpertSplit, split_experts
 from rlpack.models.heads import ScalarHeadModel
@@ -203,6 +204,8 @@ def _shard_and_check(
             model = in_precision
         whole = score_whole_rows(model, device, len(tokenizer)) if checks_split and layout.cp > 1 else None
     share_rows(model, config, role, context)
+    if settings.compile:
+        model.compiled = compile_layers(model, role)
     if whole is not None:
         check_split(model, whole, device, len(tokenizer), role=role)
     if settings.isolation_check:

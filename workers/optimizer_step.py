@@ -100,6 +100,8 @@ class OptimizerStepper:
                     set_gradient_sync(model, last=number == len(turns))
                     part.value.backward()
                     sums.add(part.metrics)
+        if model.compiled is not None:
+            model.compiled.check()
         with span("optimizer"):
             add_tied_gradients(model)
             grad_norm = clip_grad_norm(model, self._settings.max_grad_norm)

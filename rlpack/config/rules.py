@@ -13,6 +13,7 @@ from pathlib import Path
 from rlpack.config.addresses import address_problems
 from rlpack.config.ahead_rules import ahead_problems
 from rlpack.config.batching_rules import cut_problems, own_batching_problems, token_budget_problems
+from rlpack.config.compile_rules import compile_problems
 from rlpack.config.correction_rules import correction_problems
 from rlpack.config.engine_rules import engine_problems
 from rlpack.config.evaluation_sets import evaluation_set_problems, key_of, reward_functions, sources
@@ -317,6 +318,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     function_name_problems,
     _kl,
     expert_problems,
+    compile_problems,
     correction_problems,
     _mini_batches,
     _optimizer,

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
@@ -126,8 +127,12 @@ def kernel_device(tensor: Tensor) -> str:
 
 
 def register() -> None:
-    """Register `rlpack` with transformers in this process, before a model is built; idempotent."""
-    AttentionInterface.register(NAME, attention)
+    """Register `rlpack` with transformers in this process, before a model is built; idempotent.
+
+    What `rlpack.models.compiled_layers` has registered stays.
+    """
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(NAME, attention)
 
 
 def attention(

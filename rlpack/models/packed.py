@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlpack.config.sections.compute import Checkpointing, Offload
 from rlpack.models.adapters import is_adapter_dropout
+from rlpack.models.compiled_graphs import CompiledGraphs
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
 from rlpack.models.expert_parallel import ExpertSplit, expert_modules
@@ -53,6 +54,7 @@ class PackedModel(nn.Module):
         split: the group whose ranks share each microbatch's tokens (`rlpack.models.context_parallel`); None for none.
         weight_split: the group whose ranks share each layer's weights (`rlpack.models.tensor_parallel`); None for none.
         expert_split: the ranks that divide each layer's experts (`rlpack.models.expert_parallel`); None for none.
+        compiled: counts the graphs of compiled layers (`rlpack.models.compiled_layers`); None if they aren't compiled.
         stage: this rank's place among the pipeline's stages (`rlpack.models.pipeline_parallel`); None without stages.
         virtual_stages: the runs of layers of this rank, if it has several; None if it has one.
     """
@@ -69,6 +71,7 @@ class PackedModel(nn.Module):
         self.split: RowSplit | None = None
         self.weight_split: WeightSplit | None = None
         self.expert_split: ExpertSplit | None = None
+        self.compiled: CompiledGraphs | None = None
         self.stage: StageLink | None = None
         self.virtual_stages: VirtualStages | None = None
         self._whole: tuple[Self, ...] = ()  # not a submodule

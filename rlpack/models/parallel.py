@@ -95,13 +95,14 @@ def shard_model(
 
 
 def decoder_layers(policy: PackedModel) -> list[nn.Module]:
-    """Return the model's decoder layers, first to last; of nested ones the outermost.
+    """Return the model's decoder layers, first to last; of nested ones the outermost. The model may be sharded.
 
     Raises:
         ModelError: the model doesn't name them.
     """
     names = set(policy.model._no_split_modules or ())
-    layers = [module for module in policy.model.modules() if type(module).__name__ in names]
+    # FSDP2 gives a sharded layer a subclass of another name.
+    layers = [module for module in policy.model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
     nested = {id(inner) for layer in layers for inner in layer.modules() if inner is not layer}
     layers = [layer for layer in layers if id(layer) not in nested]
     if not layers:

@@ -27,6 +27,11 @@ class Compute(Section):
         description="Activations that the backward pass recomputes: none; all but each layer's input (full, or true); "
         "or all but the outputs of matrix products, attention and exchanges between ranks (selective).",
     )
+    compile: bool = Field(
+        default=False,
+        description="Compile the decoder layers with torch.compile, which fuses operations on GPUs; packed rows only. "
+        "The first steps take up to minutes longer.",
+    )
     reshard_after_forward: bool = Field(default=True, description="Free gathered weights after forward (FSDP2).")
     offload: Offload = Field(
         default="none",
@@ -45,6 +50,7 @@ class RoleCompute(Section):
     """A role's own settings of its forward pass; null inherits the actor's."""
 
     precision: Precision | None = Field(default=None, description="As actor.precision; null inherits it.")
+    compile: bool | None = Field(default=None, description="As actor.compile; null inherits it.")
     reshard_after_forward: bool | None = Field(
         default=None, description="As actor.reshard_after_forward; null inherits it."
     )

@@ -1,0 +1,46 @@
+"""Compiled layers are refused where they can't be combined with other settings, each with a way out."""
+
+import pytest
+
+from rlpack.config.roles import role_compute
+from rlpack.config.rules import broken_rules
+from rlpack.config.schema import Actor, Config, Reference
+from rlpack.config.sections.optimization import Lora
+from rlpack.config.sections.parallelism import Parallel
+from rlpack.packing.batching import Batching
+
+
+def problems(actor: Actor, **sections: object) -> list[str]:
+    return [problem for problem in broken_rules(Config(actor=actor, **sections)) if "compile" in problem]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"gradient_checkpointing": "selective"}, "actor.gradient_checkpointing to full or none"),
+        ({"offload": "parameters"}, "actor.offload=optimizer"),
+        ({"parallel": Parallel(tp=2)}, "actor.parallel.tp=2"),
+        ({"lora": Lora(rank=8)}, "actor.lora.rank=8"),
+    ],
+)
+def test_each_conflict_is_named_with_a_way_out(settings: dict, expected: str):
+    (problem,) = problems(Actor(compile=True, **settings))
+    assert expected in problem
+    assert "actor.compile=false" in problem
+    assert not problems(Actor(compile=False, **settings))
+
+
+def test_padded_rows_are_refused():
+    (problem,) = problems(Actor(compile=True), batching=Batching(mode="dynamic"))
+    assert "batching.mode=packed" in problem
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_packed_rows_are_compiled(checkpointing: str):
+    assert not problems(Actor.model_validate({"compile": True, "gradient_checkpointing": checkpointing}))
+
+
+def test_roles_inherit_the_key():
+    config = Config(actor=Actor(compile=True))
+    assert role_compute(config, "reference").compile
+    assert not role_compute(config.model_copy(update={"reference": Reference(compile=False)}), "reference").compile
