@@ -15,8 +15,6 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.errors import ModelError
+from rlpack.models.kernel_device import is_simulated, kernel_device
 
 NAME = "rlpack"
 
@@ -35,9 +34,6 @@ NAME = "rlpack"
 # result. Any other may, so it is refused unless it is None or False.
 _APPLIED = frozenset({"scaling", "dropout", "sliding_window", "softcap", "packed", "is_causal"})
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "return_dict", "position_embeddings"})
-
-# The device whose kernels run on tensors without values; None for the tensors' own device.
-_simulated_device: ContextVar[str | None] = ContextVar("simulated_device", default=None)
 
 
 @dataclass(frozen=True)
@@ -109,21 +105,6 @@ class _Options:
     dropout: float
     window: int | None
     softcap: float | None
-
-
-@contextmanager
-def kernels_of(device_type: str) -> Iterator[None]:
-    """Choose the kernels of a device, `cpu` or `cuda`, inside the context, for tensors that have no values."""
-    token = _simulated_device.set(device_type)
-    try:
-        yield
-    finally:
-        _simulated_device.reset(token)
-
-
-def kernel_device(tensor: Tensor) -> str:
-    """Return the type of the device whose kernels run on a tensor: its own, or the one of `kernels_of`."""
-    return _simulated_device.get() or tensor.device.type
 
 
 def register() -> None:
@@ -348,7 +329,7 @@ def _varlen_kernel(query: Tensor, value: Tensor, rules: _Options) -> _Kernel | N
     if kernel_device(query) != "cuda" or query.dtype not in _HALF or _varlen_size(query, value) > _LARGEST_HEAD:
         return None
     # flash-attn can't be simulated; torch's kernel keeps the same tensors.
-    if _simulated_device.get() is None and importlib.util.find_spec("flash_attn") is not None:
+    if not is_simulated() and importlib.util.find_spec("flash_attn") is not None:
         return _flash_attn
     # torch's varlen kernel supports neither a soft cap nor dropout.
     return None if rules.softcap is not None or rules.dropout > 0 else _torch_varlen

@@ -9,6 +9,7 @@ which dummy microbatches have; then no row is compiled for again. Layers of one 
 Outputs and gradients equal those without compilation up to rounding.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def _with_compiled_forward(kind: type[nn.Module], backend: str) -> type[nn.Modul
     """Return a class of layers like `kind` with a compiled forward pass; transformers adds checkpointing to it."""
     own = next(base for base in kind.__mro__ if "forward" in vars(base)).forward
     # transformers replaces a layer's forward by one that checkpoints activations, which must not be compiled.
-    forward = torch.compile(getattr(own, "__wrapped__", own), backend=backend, dynamic=True)
+    forward = torch.compile(inspect.unwrap(own), backend=backend, dynamic=True)
 
     def run(self: nn.Module, *args: Any, **options: Any) -> Any:
         return forward(self, *args, **options)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlpack.models.attention import kernel_device
 from rlpack.models.cpu_products import matmul_transposed
+from rlpack.models.kernel_device import kernel_device
 from rlpack.models.weight_split import VocabularyPart
 
 # Upper bound on the logits that exist at one time (128 MiB in fp32), whatever `chunk` is: 1,024 tokens suit a

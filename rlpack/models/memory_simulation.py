@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlpack.config.sections.compute import Offload
 from rlpack.config.sections.optimization import Optimizer
-from rlpack.models.attention import Segments, kernels_of
+from rlpack.models.attention import Segments
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import ModelInputs
+from rlpack.models.kernel_device import kernels_of
 from rlpack.models.live_bytes import LiveBytes, Use
 from rlpack.models.offloaded_adamw import BUCKET_BYTES
 from rlpack.models.packed import PackedModel

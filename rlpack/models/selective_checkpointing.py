@@ -91,7 +91,7 @@ class _KeptOutputs:
             # PyTorch before 2.13 asks again. By now, kept outputs may be freed, and others have their memory.
             return CheckpointPolicy.MUST_SAVE if is_kept(name) else CheckpointPolicy.PREFER_RECOMPUTE
         if is_kept(name):
-            self._memory |= _memories([getattr(context, "op_output", None)])
+            self._memory |= _memories(vars(context).get("op_output"))
             return CheckpointPolicy.MUST_SAVE
         written = _written(operation, args, kwargs) if operation._schema.is_mutable else []
         if written and not self._kept_memory().isdisjoint(_memories(written)):
@@ -103,9 +103,9 @@ class _KeptOutputs:
 
     def _kept_memory(self) -> set[int]:
         """Return the memory of all outputs that are kept."""
-        if hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output"):
+        if "op_output" in vars(SelectiveCheckpointContext(is_recompute=False)):
             return self._memory
-        return _memories([getattr(entry, "val", None) for entry in tree_leaves(list(self.storage.values()))])
+        return _memories([entry.val for entry in tree_leaves(list(self.storage.values()))])
 
 
 def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

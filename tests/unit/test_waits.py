@@ -36,7 +36,7 @@ NO_WAITS = {"_CURRENT.get", "HydraConfig.get", "process.poll"}
 # Calls without an argument for a deadline, by the reason why they end.
 BOUNDED = {
     "the value of a context variable": {
-        "rlpack/models/attention.py: _simulated_device.get()",
+        "rlpack/models/kernel_device.py: _simulated_device.get()",
         "rlpack/models/routing.py: _current.get()",
     },
     "the result of a role's call: `RayRanks` waits for it by placement.call_timeout_s": {

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlpack.models import attention as module
-from rlpack.models.attention import Segments, attention, kernels_of
+from rlpack.models.attention import Segments, attention
 from rlpack.models.errors import ModelError
+from rlpack.models.kernel_device import kernels_of
 
 LAYER = nn.Identity()
 

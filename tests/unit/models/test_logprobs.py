@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlpack.models import logprobs as module
-from rlpack.models.attention import kernels_of
+from rlpack.models.kernel_device import kernels_of
 from rlpack.models.logprobs import linear_logprobs
 
 

@@ -16,6 +16,7 @@ from rlpack.models import attention
 from rlpack.models.context_parallel import RowSplit
 from rlpack.models.fake_ranks import call_on_fake_rank
 from rlpack.models.heads import ScalarHeadModel
+from rlpack.models.kernel_device import kernels_of
 from rlpack.models.live_bytes import LiveBytes
 from rlpack.models.loading import build_meta_model
 from rlpack.models.memory_simulation import (
@@ -184,7 +185,7 @@ def test_gpus_attend_by_a_kernel_for_packed_rows():
             seen.append(func.name())
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    with attention.kernels_of("cuda"), FakeTensorMode(), Names():
+    with kernels_of("cuda"), FakeTensorMode(), Names():
         query, key, value = (torch.empty(1, heads, 96, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
         output, _ = attention.attention(nn.Module(), query, key, value, None, packed=ROW.inputs().packed)
     assert output.shape == (1, 96, 4, 64)
