@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from rlpack.models import attention
 from rlpack.models.checks import has_experts
 from rlpack.models.compiled_graphs import CompiledGraphs
+from rlpack.models.cpu_products import FasterLinear
 from rlpack.models.errors import ModelError
 from rlpack.models.packed import PackedModel
 from rlpack.models.parallel import decoder_layers
@@ -51,6 +52,9 @@ def compile_layers(model: PackedModel, role: str = "actor", *, backend: str = "i
         if kind not in compiled:
             compiled[kind] = _with_compiled_forward(kind, backend)
         layer.__class__ = compiled[kind]
+        for module in layer.modules():
+            if type(module) is FasterLinear:  # on CPUs; its rounding of rows can't be compiled
+                module.__class__ = nn.Linear
     return CompiledGraphs(role, _MOST_GRAPHS * len(compiled))
 
 
