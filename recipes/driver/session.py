@@ -24,7 +24,7 @@ from rlpack.batch.store import LocalStore, Store
 from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
-from rlpack.config.roles import is_builtin
+from rlpack.config.roles import scores
 from rlpack.config.schema import Config
 from rlpack.data.sampler import step_seed
 from rlpack.distributed.restarts import Restarts
@@ -67,10 +67,6 @@ class Ahead(Protocol):
     def end(self) -> None:
         """Begin no more batches; called as the run ends."""
         ...
-
-
-# Built-in roles that score.
-_SCORERS = ("reward", "reward_model")
 
 
 @dataclass
@@ -161,12 +157,7 @@ class Session:
     @property
     def scorers(self) -> list[WorkerGroup[RewardWorker]]:
         """Return all scoring roles: reward functions, the reward model, and roles that users add."""
-        of_recipe = recipe_of(self.config).own_roles
-        return [
-            group
-            for name, group in self.groups.items()
-            if name in _SCORERS or not (is_builtin(name) or name in of_recipe)
-        ]
+        return [group for name, group in self.groups.items() if scores(self.config, name)]
 
     @property
     def trained(self) -> dict[str, WorkerGroup[Any]]:

@@ -17,6 +17,8 @@ from rlpack.packing.lengths import MAX_LENGTH
 _FROZEN = ("reference", "reward_model")
 # Built-in roles with a batching section.
 _WITH_SECTIONS = ("critic", "reference", "reward_model")
+# Built-in roles that score.
+_SCORERS = ("reward", "reward_model")
 # Roles with a model, which can be sharded; other roles have only data ranks.
 WITH_LAYOUTS = ("actor", *_WITH_SECTIONS)
 
@@ -255,6 +257,15 @@ def pools_in_use(config: Config) -> dict[str, Pool]:
 def is_builtin(role: str) -> bool:
     """Return whether `role` is a built-in role."""
     return role in builtin_roles()
+
+
+def scores(config: Config, role: str) -> bool:
+    """Return whether a role scores rollouts: reward functions, the reward model, and roles that users add.
+
+    >>> scores(Config(), "reward"), scores(Config(), "rollout"), scores(Config(), "judge")
+    (True, False, True)
+    """
+    return role in _SCORERS or not (is_builtin(role) or role in recipe_of(config).own_roles)
 
 
 def longest_known_row(config: Config) -> int | None:
