@@ -26,6 +26,8 @@ from tests.faults.table import Case, cases
 # Growth per 1,000 steps that counts as none: rounding of pages, and arenas of the allocator that fill up.
 MOST_BYTES, MOST_FILES = 64e6, 16.0
 _WARM_UP = 100
+# Phases that not every step has.
+_NOT_IN_ALL = ("start", "checkpoint", "evaluation")
 _INTERVAL_S = 1.0
 _LONGEST_S = 86400.0
 
@@ -33,7 +35,9 @@ _LONGEST_S = 86400.0
 def plan(steps: int, every: int, seed: int) -> list[dict[str, object]]:
     """Return a kill of a stateless role at every `every`-th step, roles in turn, phases at random."""
     draw = np.random.default_rng(seed)
-    kills = [case for case in cases() if case.outcome == "repeated" and case.fault == "kill" and case.phase != "start"]
+    kills = [
+        one for one in cases() if (one.outcome, one.fault) == ("repeated", "kill") and one.phase not in _NOT_IN_ALL
+    ]
     roles = list(dict.fromkeys(case.role for case in kills))
     chosen = []
     for number, step in enumerate(range(every, steps, every)):
