@@ -24,7 +24,7 @@ from tests.faults.runs import fired, is_same, restarts_of, settings, started
 from tests.faults.table import Case, cases
 
 # Growth per 1,000 steps that counts as none: rounding of pages, and arenas of the allocator that fill up.
-MOST_BYTES, MOST_FILES = 64e6, 16.0
+MOST_BYTES, MOST_NUMBER = 64e6, 16.0
 _WARM_UP = 100
 # Phases that not every step has.
 _NOT_IN_ALL = ("start", "checkpoint", "evaluation")
@@ -48,7 +48,7 @@ def plan(steps: int, every: int, seed: int) -> list[dict[str, object]]:
 
 def sample(command: Command) -> dict[str, float]:
     """Return what the processes of a run hold now."""
-    held = {"driver_bytes": 0.0, "actor_bytes": 0.0, "all_bytes": 0.0, "files": 0.0}
+    held = {"driver_bytes": 0.0, "actor_bytes": 0.0, "all_bytes": 0.0, "files": 0.0, "processes": 0.0}
     for process in command.processes():
         try:
             memory, files, title = process.memory_info().rss, process.num_fds(), " ".join(process.cmdline()[:1])
@@ -58,6 +58,7 @@ def sample(command: Command) -> dict[str, float]:
         if process.name() == "raylet":  # which maps the object store
             held["shared_bytes"] = float(process.memory_info().shared)
         held["files"] += files
+        held["processes"] += 1
         if command.process is not None and process.pid == command.process.pid:
             held["driver_bytes"] = memory
             held["driver_files"] = files
@@ -86,10 +87,16 @@ def watched(folder: Path, faults: Sequence[dict[str, object]], steps: int) -> li
 def growth(samples: Sequence[dict[str, float]], steps: int) -> dict[str, float]:
     """Return the growth of each quantity per 1,000 steps, by linear regression over the steps after the warm-up."""
     first = min(_WARM_UP, steps // 10)
-    kept = [one for one in samples if first < one["step"] < steps]
-    at = np.array([one["step"] for one in kept])
-    names = sorted(set().union(*kept) - {"step"})
-    return {name: 1000 * float(np.polyfit(at, [one.get(name, 0.0) for one in kept], 1)[0]) for name in names}
+    most: dict[float, dict[str, float]] = {}  # of each step: ranks are missing while they are started again
+    for one in samples:
+        if first < one["step"] < steps:
+            of_step = most.setdefault(one["step"], {})
+            most[one["step"]] = of_step | {name: max(value, of_step.get(name, 0.0)) for name, value in one.items()}
+    names = sorted(set().union(*most.values()) - {"step"})
+    return {
+        name: 1000 * float(np.polyfit(list(most), [one.get(name, 0.0) for one in most.values()], 1)[0])
+        for name in names
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(json.dumps(findings, indent=1) + "\n")
     if options.write is not None:
         options.write.write_text(json.dumps(findings | {"samples": samples}, indent=1))
-    too_much = [name for name, rate in grown.items() if rate > (MOST_FILES if name.endswith("files") else MOST_BYTES)]
+    too_much = [name for name, rate in grown.items() if rate > (MOST_BYTES if name.endswith("bytes") else MOST_NUMBER)]
     sys.stdout.write(f"bits {'equal' if same else 'DIFFER'}; growing: {', '.join(too_much) or 'nothing'}\n")
     return int(not same or bool(too_much))
 
