@@ -87,8 +87,8 @@ def test_a_rank_that_is_stopped_on_another_node_is_named(machines: Machines, tmp
         group = start_roles(cluster, config, ["faulty"], (config, tiny_tokenizer()))["faulty"]
         ranks = cluster.open_pools([])["main"]
         here = ray.get_runtime_context().get_node_id()
-        (far,) = (rank for rank, node in enumerate(ranks._nodes) if node != here)
-        ranks._call_s = 2.0
+        (far,) = (rank for rank, node in enumerate(ranks._pool.nodes) if node != here)
+        ranks._call_s, ranks.is_restartable = 2.0, False  # as if the role was trained
         os.kill(ranks.process_ids()[far], signal.SIGSTOP)
         with pytest.raises(RoleError, match=rf"\(rank {far}\) is stopped, .*; rank\(s\) {1 - far} wait for it") as said:
             group.run(Faulty.wait_for_all)

@@ -200,7 +200,7 @@ def problem(case: Case, code: int, text: str, step: int) -> str | None:
     if code != 1:
         return f"exit code {code}"
     line = next((line for line in text.splitlines() if "Error" in line or "role " in line), "")
-    words = {"driver": ["on order"], "raylet": ["raylet"], "GCS": ["GCS"]}.get(case.role)
+    words = {"driver": ["on order"], "raylet": ["raylet"], "GCS": ["gcs_server"]}.get(case.role)
     if case.role == "driver" and case.fault == "memory limit":
         words = ["MemoryError"]
     if words is None:
