@@ -79,7 +79,7 @@ def layout_of(plan: RankPlan, rows: np.ndarray, length: int) -> Layout:
     """Return the layout of a microbatch of `length` slots.
 
     A microbatch without rows is a dummy: its layout is as small as possible, whatever length the plan gave it. If the
-    owner of a shared prompt isn't there, the first row that shares it takes its place.
+    owner of a shared prompt isn't there, the row that shares most of it takes its place.
 
     Args:
         plan: of the rank.
@@ -90,8 +90,11 @@ def layout_of(plan: RankPlan, rows: np.ndarray, length: int) -> Layout:
     if not lengths.size:
         length = min(length, max(batching.pad_to_multiple, batching.length_multiple))
     if plan.shared[rows].any():
-        owners = owners_of(plan.owners[rows])
         prefixes = np.where(plan.owners[rows] == rows, lengths, plan.shared[rows])
+        # Of those that are there, the row with most of the prompt holds it for the others, so all of them fit.
+        order = np.argsort(-prefixes, kind="stable")
+        owners = np.empty_like(order)
+        owners[order] = order[owners_of(plan.owners[rows][order])]
         return shared_layout(lengths, shared_tokens(lengths, prefixes, owners), owners, length)
     if batching.mode == "packed":
         return packed_layout(lengths, pad_to_multiple=batching.pad_to_multiple, length=length)

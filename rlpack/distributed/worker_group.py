@@ -196,7 +196,7 @@ class WorkerGroup(Generic[W]):
             PackingError: the batch cannot be planned; a group exceeds the budget or spans optimizer steps, for example.
         """
         batching = self.layout.align(self.batching if batching is None else batching)
-        shares = batching.share_prompts and {"group_ids", "prompt_lengths"} <= set(batch)
+        shares = batching.share_prompts and {"input_ids", "group_ids", "prompt_lengths"} <= set(batch)
         with span(f"plan {self.role}"):
             return make_plan(
                 _token_counts(batch),
@@ -384,7 +384,7 @@ class WorkerGroup(Generic[W]):
             )
         if not np.array_equal(self._plan.request.lengths, _token_counts(batch)):
             raise PackingError(f"a call of {self.role} was given the plan of a batch with other lengths")
-        if whole_groups and self._plan.request.groups is None:
+        if whole_groups and (self._plan.request.groups is None or self._plan.request.split_groups):
             raise PackingError(f"a call of {self.role} needs microbatches of whole groups; plan with whole_groups=True")
         return self._plan
 

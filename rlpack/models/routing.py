@@ -134,14 +134,13 @@ class RoutingPass:
             part: the slots that this rank runs; None for all.
         """
         device, num_tokens, num_rows = inputs.slots.device, inputs.num_tokens, len(inputs.row_lengths)
-        num_slots = (inputs.input_ids if part is None else part.input_ids).numel()
         own, places = own_places(part, inputs.slots)
         rows = torch.arange(num_rows, device=device).repeat_interleave(inputs.row_lengths, output_size=num_tokens)
-        # Slots without a token are of a further row, which has no weight.
-        self._rows = torch.full((num_slots,), num_rows, device=device).index_copy(0, places, rows[own])
-        self._lengths = torch.cat([inputs.row_lengths, inputs.row_lengths.new_ones(1)]).clamp(min=1)
+        # By token, not by slot: rows that share a prompt each count its tokens.
+        self._rows = rows[own]
+        self._lengths = inputs.row_lengths.clamp(min=1)
         if self._row_weights is not None:
-            self._row_weights = nn.functional.pad(self._row_weights.to(device, torch.float32), (0, 1))
+            self._row_weights = self._row_weights.to(device, torch.float32)
         self.load, self.balance, self.changed = (sums.to(device) for sums in (self.load, self.balance, self.changed))
         self._own, self._places = torch.arange(num_tokens, device=device)[own], places
         if self._records:
@@ -173,7 +172,8 @@ class RoutingPass:
         if self._row_weights is None or choice.scores is None or not self._routing.is_counted:
             return outputs
         scores = choice.scores.float()
-        loss = (scores / scores.sum(1, keepdim=True) * self._factors[layer][self._rows]).sum()
+        shares = (scores / scores.sum(1, keepdim=True)).index_select(0, self._places)
+        loss = (shares * self._factors[layer][self._rows]).sum()
         if first:
             self.balance += loss.detach()
         if self._coefficient > 0 and loss.requires_grad:
@@ -188,16 +188,16 @@ class RoutingPass:
 
     @torch.no_grad()
     def _measure_load(self, layer: int, index: Tensor) -> Tensor:
-        """Count the tokens of each expert; return the factor of each score in the loss, f32 [R + 1, E].
+        """Count the tokens of each expert; return the factor of each score in the loss, f32 [R, E].
 
         With context parallelism a collective, because f is that of the whole row.
         """
         num_experts, num_rows = self._routing.shape.num_experts, len(self._lengths)
-        places = (self._rows[:, None] * num_experts + index).flatten()
+        places = (self._rows[:, None] * num_experts + index[self._places]).flatten()
         counts = places.new_zeros(num_rows * num_experts).scatter_add_(0, places, torch.ones_like(places))
         counts = counts.view(num_rows, num_experts)
         if self._routing.is_counted:
-            self.load[layer] = counts[:-1].sum(0)
+            self.load[layer] = counts.sum(0)
         if self._row_weights is None:
             return counts.new_zeros(0)
         if self._routing.row_group is not None:

@@ -98,6 +98,11 @@ class Batching:
             raise PackingError(
                 f"batching.share_prompts=true needs batching.mode=packed, and it is {self.mode}; set one of them"
             )
+        if self.equal_rows:
+            raise PackingError(
+                "batching.share_prompts=true keeps the rows of a prompt together, so ranks can't have equally many "
+                "rows; set batching.share_prompts or batching.equal_rows to false"
+            )
         if self.pad_to_multiple > 1:
             raise PackingError(
                 f"batching.share_prompts=true needs batching.pad_to_multiple=1, and it is {self.pad_to_multiple} (or "

@@ -143,7 +143,7 @@ def _split_groups(request: PlanRequest, rows: RowSets, groups: RowSets, item: np
     """Split each group above the budget into as few items as possible.
 
     Rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
-    as a whole. What the rows of a part share is not counted.
+    as a whole, unless its rows are together only to share a prompt. What the rows of a part share is not counted.
 
     Args:
         request: the request.
@@ -157,7 +157,7 @@ def _split_groups(request: PlanRequest, rows: RowSets, groups: RowSets, item: np
     batching = request.batching
     oversized = rows.slots_in(batching.mode) > batching.budget
     over = (groups.counts > 1) & _is_above_limits(request, groups)
-    if batching.overlong == "drop":
+    if batching.overlong == "drop" and request.prompts is None:
         over[item[oversized]] = False
     members, pieces, unused = bins_of(item), item.copy(), groups.size
     for group in np.flatnonzero(over).tolist():

@@ -238,6 +238,20 @@ def test_rollouts_of_a_prompt_share_it_if_their_role_shares_prompts():
     assert group(Batching(max_tokens=64, share_prompts=True)).plan(without).metrics.shared_tokens == 0
 
 
+def test_a_plan_that_may_split_groups_to_share_prompts_is_refused_by_a_call_that_needs_them_whole():
+    rollouts = tiny_rollouts([(5, 3), (5, 2), (5, 6), (5, 1)], group=4)
+    sharing = group(Batching(max_tokens=64, share_prompts=True))
+    with pytest.raises(PackingError, match="needs microbatches of whole groups"):
+        sharing.with_plan(sharing.plan(rollouts)).run(Doubler.groups_of_microbatches, rollouts, True)
+
+
+def test_rows_without_tokens_share_no_prompts():
+    rollouts = tiny_rollouts([(5, 3), (5, 2)], group=2).drop(["input_ids"])
+    plan = group(Batching(max_tokens=64, share_prompts=True)).plan(rollouts)
+    assert plan.lengths.tolist() == [1, 1]
+    assert plan.metrics.shared_tokens == 0
+
+
 def test_every_kind_of_call_can_be_submitted_and_waited_for_later():
     batch, doublers = tiny_rollouts(SIZES), group(Batching(max_tokens=24), mini_batch_size=3)
     rows = doublers.submit(Doubler.double, batch)

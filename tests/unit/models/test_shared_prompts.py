@@ -9,8 +9,9 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
-from rlpack.models.inputs import ModelInputs, to_model_inputs
+from rlpack.models.inputs import ModelInputs, pack_rows, to_model_inputs
 from rlpack.models.policy import Policy
+from rlpack.models.routing import Routing, RoutingPass, in_pass
 from rlpack.packing import Batching, make_plan
 from tests.unit.models.tiny import KINDS, VOCABULARY, reference_scores, tiny_model
 
@@ -62,6 +63,23 @@ def test_scores_and_gradients_are_those_of_whole_rows(kind: str):
         gradient = of_own[name].grad
         assert gradient is not None
         assert (parameter.grad - gradient).norm() <= 1e-6 * gradient.norm(), name  # norms compute in fp32
+
+
+def test_routers_count_and_balance_the_tokens_of_whole_rows():
+    weights = torch.linspace(0.05, 0.25, len(GROUPS))
+    results = []
+    for inputs in (inputs_of(shared_rows()), pack_rows(list(shared_rows()["input_ids"].rows()))):
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        policy = Policy(tiny_model("qwen3_moe", dtype=torch.float32, head_dim=8, **sizes))
+        measured = RoutingPass(Routing(policy.model, policy.model), weights, coefficient=1.0)
+        with in_pass(measured):
+            policy(inputs).logprobs.mul(0.01).sum().backward()
+        gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
+        results.append((measured.load, measured.balance, torch.cat(gradients)))
+    (load, balance, gradient), (of_whole, expected, of_rows) = results
+    assert load.tolist() == of_whole.tolist()
+    assert balance.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (gradient - of_rows).norm() <= 1e-5 * of_rows.norm()
 
 
 def test_rounding_a_row_up_adds_segments_that_see_themselves_alone(monkeypatch: pytest.MonkeyPatch):

@@ -54,6 +54,9 @@ def microbatches(plan: MicrobatchPlan) -> list[Any]:
 def test_a_microbatch_holds_each_distinct_token_once(request: dict[str, Any]):
     plan = make_plan(**request)
     assert_invariants(plan)
+    whole = make_plan(request["lengths"], replace(request["batching"], share_prompts=False), dp_size=request["dp_size"])
+    assert plan.dropped.tolist() == whole.dropped.tolist()
+    assert plan.lengths.tolist() == whole.lengths.tolist()
     groups, shared = request["groups"], 0
     for microbatch in microbatches(plan):
         tokens: set[tuple[str, int, int]] = set()
@@ -127,6 +130,35 @@ def test_rows_that_are_left_share_the_prompt_of_one_that_is_gone():
     assert view.rows["input_ids"].values.tolist() == [5, 6, 7, 1, 5, 6, 7, 2]
 
 
+def test_a_prompt_of_which_rows_share_unequal_parts_fits_without_its_owner():
+    prompt = [1, 2, 3, 4, 5, 6]
+    rows = [[*prompt, 0], [1, 2, 7], *([*prompt, response] for response in (7, 8, 9))]
+    batch = BatchedDataDict({"input_ids": Ragged.from_rows(rows, torch.int64)})
+    plan = make_plan([7, 3, 7, 7, 7], SHARING, dp_size=1, groups=[0] * 5, prefixes=[6, 2, 6, 6, 6])
+    (view,) = batch.shard(plan)[0].select([1, 2, 3, 4]).microbatches()
+    tokens = view.rows["input_ids"].values
+    slots = torch.from_numpy(view.layout.slots)
+    laid_out = torch.zeros(view.layout.shape[1], dtype=torch.int64)
+    laid_out[slots] = tokens
+    assert laid_out[slots].tolist() == tokens.tolist()
+    assert slots.unique().numel() == 6 + 1 + 3
+
+
+def test_a_row_over_the_budget_is_dropped_without_the_others_of_its_prompt():
+    lengths = np.full(32, 14)
+    lengths[5] = 100
+    plan = make_plan(
+        lengths,
+        replace(SHARING, overlong="drop"),
+        dp_size=1,
+        groups=np.repeat(np.arange(8), 4),
+        split_groups=True,
+        prefixes=np.full(32, 6),
+    )
+    assert_invariants(plan)
+    assert plan.dropped.tolist() == [5]
+
+
 def test_no_row_shares_more_than_it_and_its_owner_have():
     found = shared_tokens(np.array([2, 5, 1]), np.array([4, 4, 4]), np.array([0, 0, 0]))
     assert found.tolist() == [0, 2, 1]
@@ -153,6 +185,7 @@ def test_prefixes_that_rows_cannot_share_are_refused(changes: dict[str, Any], me
     [
         ({"mode": "dynamic"}, "batching.share_prompts=true needs batching.mode=packed, and it is dynamic"),
         ({"pad_to_multiple": 4}, "batching.share_prompts=true needs batching.pad_to_multiple=1, and it is 4"),
+        ({"equal_rows": True}, "so ranks can't have equally many rows; set batching.share_prompts or"),
         ({"share_prompts": 1}, "batching.share_prompts is 1; set true or false"),
     ],
 )
