@@ -54,7 +54,7 @@ def compile_layers(model: PackedModel, role: str = "actor", *, backend: str = "i
         layer.__class__ = compiled[kind]
         for module in layer.modules():
             if type(module) is FasterLinear:  # on CPUs; its rounding of rows can't be compiled
-                module.__class__ = nn.Linear
+                module.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]  # has the same attributes
     return CompiledGraphs(role, _MOST_GRAPHS * len(compiled))
 
 

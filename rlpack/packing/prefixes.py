@@ -64,17 +64,17 @@ def sharing_groups(groups: np.ndarray, *, rows_per_step: int, num_microbatches: 
         num_microbatches: microbatches of an optimizer step over all ranks, at the least.
     """
     pieces = np.zeros_like(groups)
-    unused = 0
+    next_id = 0
     for start in range(0, groups.size, rows_per_step):
         step = slice(start, start + rows_per_step)
         item = by_first_row(groups[step])
         counts = np.bincount(item)
-        wanted = min(num_microbatches * _ITEMS_PER_MICROBATCH, item.size)
-        parts = -(-counts * wanted // item.size)
+        num_parts = min(num_microbatches * _ITEMS_PER_MICROBATCH, item.size)
+        parts = -(-counts * num_parts // item.size)
         order = np.argsort(item, kind="stable")
         within = np.empty_like(item)
         within[order] = np.arange(item.size) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.cumsum(parts) - parts
-        pieces[step] = unused + first[item] + within * parts[item] // counts[item]
-        unused += int(parts.sum())
+        pieces[step] = next_id + first[item] + within * parts[item] // counts[item]
+        next_id += int(parts.sum())
     return pieces

@@ -143,7 +143,8 @@ def _split_groups(request: PlanRequest, rows: RowSets, groups: RowSets, item: np
     """Split each group above the budget into as few items as possible.
 
     Rows above the budget become items by themselves. A group with a row that is dropped is not split: it is dropped
-    as a whole, unless its rows are together only to share a prompt. What the rows of a part share is not counted.
+    as a whole, unless its rows are together only to share a prompt. Tokens that rows share are counted for each row, so
+    parts may be smaller than necessary.
 
     Args:
         request: the request.
