@@ -29,11 +29,15 @@ class TypicalBatch:
         lengths: tokens of each, int64 [B].
         source: where they come from, for the report.
         longest: most tokens that a sequence of the run can have, as far as it is known.
+        prompts: tokens of each sequence's prompt, int64 [B]; None if no two sequences have the same prompt.
+        group: sequences of a prompt, which are adjacent.
     """
 
     lengths: np.ndarray
     source: str
     longest: int
+    prompts: np.ndarray | None = None
+    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,10 @@ def first_batch(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Pro
         lengths = prompts.demonstrations(rows, tokenizer)["input_ids"].lengths.numpy()
         return TypicalBatch(lengths, "prompts and demonstrations of the first batch", int(lengths.max()))
     response = config.rollout.max_new_tokens
-    lengths = prompts.input_ids.select(rows).lengths.numpy() + response
+    of_prompts = np.repeat(prompts.input_ids.select(rows).lengths.numpy(), trainer.group_size)
     source = f"prompts of the first batch, and responses of rollout.max_new_tokens ({response})"
     longest = int(prompts.input_ids.lengths.max()) + response
-    return TypicalBatch(np.repeat(lengths, trainer.group_size), source, longest)
+    return TypicalBatch(of_prompts + response, source, longest, of_prompts, trainer.group_size)
 
 
 def role_plan(config: Config, role: str, batch: TypicalBatch, cost: Cost | None) -> RolePlan:
@@ -86,7 +90,17 @@ def role_plan(config: Config, role: str, batch: TypicalBatch, cost: Cost | None)
     layout, trained = role_layout(config, role), is_trained(config, role)
     batching = layout.align(role_batching(config, role))
     mini_batch_size = config.trainer.mini_batch_size if trained else None
-    plan = make_plan(batch.lengths, batching, dp_size=layout.dp_size, mini_batch_size=mini_batch_size, cost=cost)
+    shares = batching.share_prompts and batch.prompts is not None
+    plan = make_plan(
+        batch.lengths,
+        batching,
+        dp_size=layout.dp_size,
+        mini_batch_size=mini_batch_size,
+        groups=np.arange(batch.lengths.size) // batch.group if shares else None,
+        split_groups=shares,
+        prefixes=batch.prompts if shares else None,
+        cost=cost,
+    )
     on_cpu = not gpus_per_rank(config, role)
     several = max(len(plan.microbatches(0, step)) for step in range(plan.num_steps)) > 1
     rows = -(-min(batch.lengths.size, mini_batch_size or batch.lengths.size) // layout.dp_size)
@@ -105,7 +119,11 @@ def _largest_microbatch(batch: TypicalBatch, batching: Batching, rows: int, *, o
     slots = min(batching.max_tokens or rows * width, rows * width)
     if on_cpu:
         slots = rounded_rows(slots)
-    return SimulatedMicrobatch(slots, min(batch.longest, slots))
+    if not batching.share_prompts or batch.prompts is None:
+        return SimulatedMicrobatch(slots, min(batch.longest, slots))
+    # The keys of a prompt are kept for each of its rows, so the longest prompts take the most memory.
+    prompt = batch.longest - int((batch.lengths - batch.prompts).max())
+    return SimulatedMicrobatch(slots, min(batch.longest, slots), min(prompt, slots - 1), batch.group)
 
 
 def plans_of(config: Config, roles: list[str], batch: TypicalBatch, cost: Cost) -> Mapping[str, RolePlan]:

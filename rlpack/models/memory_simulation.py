@@ -15,6 +15,7 @@ Letters: T slots of a microbatch, d hidden size.
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlpack.config.sections.compute import Offload
 from rlpack.config.sections.optimization import Optimizer
-from rlpack.models.attention import Segments
+from rlpack.models.attention import SegmentKeys, Segments
 from rlpack.models.heads import ScalarHeadModel
 from rlpack.models.inputs import ModelInputs
 from rlpack.models.kernel_device import kernels_of
@@ -47,17 +48,34 @@ class SimulatedMicrobatch:
     Attributes:
         slots: of all ranks that share it (cp).
         longest: tokens of a row; all rows have this length, but for the last.
+        prompt: leading tokens that the rows of a group share; at most `longest` - 1.
+        group: rows of a group.
     """
 
     slots: int
     longest: int
+    prompt: int = 0
+    group: int = 1
 
     def inputs(self) -> ModelInputs:
         """Return a packed row."""
-        rest = self.slots % self.longest
-        lengths = [self.longest] * (self.slots // self.longest) + [rest] * (rest > 0)
+        own = self._own_lengths()
+        segments = Segments.from_lengths(own)
+        if self.prompt:
+            keys = Segments.from_lengths(
+                [length + self.prompt * (row % self.group > 0) for row, length in enumerate(own)]
+            )
+            places = torch.zeros(sum(keys.lengths), dtype=torch.int64)
+            segments = replace(segments, keys=SegmentKeys(keys, places))
         ids = torch.zeros(1, self.slots, dtype=torch.int64)
-        return ModelInputs(ids, ids.clone(), Segments.from_lengths(lengths), ids.flatten(), torch.tensor(lengths))
+        return ModelInputs(ids, ids.clone(), segments, ids.flatten(), torch.tensor(own))
+
+    def _own_lengths(self) -> list[int]:
+        """Return the slots of each row."""
+        of_group = [self.longest, *[self.longest - self.prompt] * (self.group - 1)]
+        num_groups = -(-self.slots // sum(of_group))
+        ends = [min(end, self.slots) for end in accumulate(of_group * num_groups)]
+        return [end - start for start, end in pairwise([0, *ends]) if end > start]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Simulated memory against closed forms; against measured peaks: tests/distributed/models/test_memory_estimate.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,13 +71,19 @@ def divide(
 
 
 def update(
-    layout: ParallelLayout, *, several: bool = False, kind: str = "none", layers: int = LAYERS, **options: Any
+    layout: ParallelLayout,
+    *,
+    several: bool = False,
+    kind: str = "none",
+    layers: int = LAYERS,
+    row: SimulatedMicrobatch = ROW,
+    **options: Any,
 ) -> ModelMemory:
     def simulate() -> ModelMemory:
         policy = Policy(meta_lm(num_hidden_layers=layers))
         policy.checkpoint_activations(kind)  # pyright: ignore[reportArgumentType]
         model = divide(policy, layout, **options)
-        return simulate_update(model, ROW, SETTINGS, several=several, entropy=True, device="cpu")
+        return simulate_update(model, row, SETTINGS, several=several, entropy=True, device="cpu")
 
     return call_on_fake_rank(0, layout.world_size, simulate)
 
@@ -226,3 +233,15 @@ def test_live_bytes_follow_storages():
         assert sum(live.at_peak.values()) == 4040
         other.untyped_storage().resize_(80)
         assert live.now["gathered"] == 80
+
+
+def test_rows_that_share_a_prompt_keep_its_keys_and_values_for_each_of_them():
+    shared = replace(ROW, prompt=32, group=4)
+    packed = shared.inputs().packed
+    assert packed is not None
+    assert packed.lengths == (40, 8, 8, 8, 32)
+    assert packed.keys is not None
+    assert packed.keys.segments.lengths == (40, 40, 40, 40, 32)
+    more = LAYERS * 2 * (192 - 96) * HIDDEN // 2 * 4  # keys and values of half the heads, in fp32
+    found = [update(ParallelLayout(), row=row).at_peak["activations"] for row in (ROW, shared)]
+    assert more <= found[1] - found[0] <= 1.3 * more
