@@ -62,9 +62,8 @@ class SimulatedMicrobatch:
         own = self._own_lengths()
         segments = Segments.from_lengths(own)
         if self.prompt:
-            keys = Segments.from_lengths(
-                [length + self.prompt * (row % self.group > 0) for row, length in enumerate(own)]
-            )
+            shared = [self.prompt if row % self.group else 0 for row in range(len(own))]
+            keys = Segments.from_lengths([sum(lengths) for lengths in zip(own, shared, strict=True)])
             places = torch.zeros(sum(keys.lengths), dtype=torch.int64)
             segments = replace(segments, keys=SegmentKeys(keys, places))
         ids = torch.zeros(1, self.slots, dtype=torch.int64)

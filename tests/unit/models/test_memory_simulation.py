@@ -244,4 +244,4 @@ def test_rows_that_share_a_prompt_keep_its_keys_and_values_for_each_of_them():
     assert packed.keys.segments.lengths == (40, 40, 40, 40, 32)
     more = LAYERS * 2 * (192 - 96) * HIDDEN // 2 * 4  # keys and values of half the heads, in fp32
     found = [update(ParallelLayout(), row=row).at_peak["activations"] for row in (ROW, shared)]
-    assert more <= found[1] - found[0] <= 1.3 * more
+    assert more <= found[1] - found[0] <= 1.5 * more  # with masks of queries and keys
