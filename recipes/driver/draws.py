@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.recipes.driver.engine_lifecycle import engines_awake
 from rlpack.recipes.driver.reward_stages import PendingRewards, collect_rewards
@@ -46,9 +48,12 @@ def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch]
     prompts = draw_prompts(session, step)
 
     def submit(part: BatchedDataDict) -> None:
+        rows = part.select(
+            np.argsort(part.row_ids)
+        )  # the order of rewards; groups of a part are in the order they ended
         rewards = PendingRewards(session.scorers)
-        rewards.submit(part)
-        on_groups(Batch(part, partial(collect_rewards, session, pending=rewards)))
+        rewards.submit(rows)
+        on_groups(Batch(rows, partial(collect_rewards, session, pending=rewards)))
 
     with engines_awake(session, step):
         generate(session, step, prompts, submit)

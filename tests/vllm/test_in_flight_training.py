@@ -100,6 +100,7 @@ def test_late_groups_are_trained_on_once_and_resumed_runs_begin_with_those_of_th
         *OVERRIDES,
         *("recipe.target=benchmarks.ledger", "algorithm.kl_coef=0", "seed=1", "resume=auto"),
         *("trainer.late_groups.window=3", "trainer.late_groups.share=0.5"),
+        *("trainer.lead=1", "rollout.max_new_tokens=64"),  # so that steps wait for responses
     )
     with started(tmp_path, *words, ranks=1) as command:
         command.wait_for("train", 5)
