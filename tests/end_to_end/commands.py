@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ class Command:
     def wait(self) -> int:
         """Return the exit code."""
         self.process.join(DEADLINE_S)
-        assert self.process.exitcode is not None, f"it runs after {DEADLINE_S:g} s:\n{self.err}"
+        assert self.process.exitcode is not None, f"it runs after {DEADLINE_S:g} s:\n{self.out}{self.err}{self.stacks()}"
         self.code = self.process.exitcode
         return self.code
 
@@ -84,12 +85,29 @@ class Command:
         """Return what is alive of the run, on this machine."""
         return [process for process in psutil.process_iter() if _belongs(process, self)]
 
+    def stacks(self) -> str:
+        """Return what each process of the run is doing, for the message of a missed deadline."""
+        return "\n".join(_stack(process) for process in self.processes())
+
     def left_behind(self, grace_s: float = 30.0) -> list[psutil.Process]:
         """Return what is still alive some seconds after the command's end."""
         begin = time.monotonic()
         while (alive := self.processes()) and time.monotonic() - begin < grace_s:
             time.sleep(0.1)
         return alive
+
+
+def _stack(process: psutil.Process) -> str:
+    """Return the title and the stacks of a process."""
+    tool = Path(sys.executable).with_name("py-spy")
+    try:
+        title = " ".join(process.cmdline())[:120]
+        if not tool.exists() or not process.name().startswith(("python", "ray::", "pt_")):
+            return f"{process.pid} {title}"
+        dump = subprocess.run([tool, "dump", "--pid", str(process.pid)], capture_output=True, text=True, timeout=30.0)
+        return f"{process.pid} {title}\n{dump.stdout}{dump.stderr}"
+    except (psutil.Error, OSError, subprocess.TimeoutExpired) as error:
+        return f"{process.pid}: {error}"
 
 
 def _belongs(process: psutil.Process, command: Command) -> bool:
