@@ -48,9 +48,8 @@ def draw_groups(session: Session, step: StepContext, on_groups: Callable[[Batch]
     prompts = draw_prompts(session, step)
 
     def submit(part: BatchedDataDict) -> None:
-        rows = part.select(
-            np.argsort(part.row_ids)
-        )  # the order of rewards; groups of a part are in the order they ended
+        # Rewards come in the order of row ids; groups of a part come in the order in which they ended.
+        rows = part.select(np.argsort(part.row_ids))
         rewards = PendingRewards(session.scorers)
         rewards.submit(rows)
         on_groups(Batch(rows, partial(collect_rewards, session, pending=rewards)))
