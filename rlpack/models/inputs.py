@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlpack.batch.batch import MicrobatchView
+from rlpack.batch.batch import BatchedDataDict, MicrobatchView
 from rlpack.batch.errors import DataError
 from rlpack.models.attention import SegmentKeys, Segments
 from rlpack.models.cpu_products import rounded_rows
@@ -91,11 +91,8 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
     input_ids = torch.full(position_ids.shape, pad_token_id, dtype=torch.int64)
     values = ragged.values.to(dtype=torch.int64, device="cpu")
     input_ids.view(-1)[slots] = values
-    if packed is not None and packed.keys is not None and not torch.equal(input_ids.view(-1)[slots], values):
-        raise DataError(
-            "rows with the same group_ids begin with different tokens within their prompt_lengths, so they can't share "
-            "a prompt; give such rows groups of their own, or set batching.share_prompts=false"
-        )
+    if packed is not None and packed.keys is not None:
+        _check_prompts(view.rows, input_ids.view(-1)[slots] == values)
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -104,6 +101,27 @@ def to_model_inputs(view: MicrobatchView, *, device: torch.device | str, pad_tok
         row_lengths=row_lengths,
     )
     return inputs.to(device)
+
+
+def _check_prompts(rows: BatchedDataDict, is_kept: Tensor) -> None:
+    """Check that rows that share slots have the same tokens there.
+
+    Args:
+        rows: the microbatch's rows.
+        is_kept: whether a token's slot has it, bool [T].
+
+    Raises:
+        DataError: a token is not the one that another row has put into its slot.
+    """
+    if is_kept.all():
+        return
+    ragged = rows["input_ids"]
+    row = int(torch.repeat_interleave(ragged.lengths.cpu())[~is_kept][0])
+    of_group = f" of group {int(rows['group_ids'][row])}" if "group_ids" in rows else ""
+    raise DataError(
+        f"row {rows.row_ids[row]}{of_group} shares its prompt with another row of its group, but a token within their "
+        "prompt_lengths differs; give such rows groups of their own, or set batching.share_prompts=false"
+    )
 
 
 def _keys(lengths: np.ndarray, slots: np.ndarray, width: int, dummies: list[int]) -> SegmentKeys:

@@ -36,7 +36,7 @@ class Rows:
         item: item of each row, int64 [B].
         items: rows, slots and costs of each item.
         oversized: items above the token budget, bool [I].
-        num_groups_split: number of groups that were split.
+        num_groups_split: number of groups with rows that no microbatch could hold together.
     """
 
     request: PlanRequest
@@ -169,7 +169,8 @@ def _split_groups(request: PlanRequest, rows: RowSets, groups: RowSets, item: np
         pieces[sharing] = unused + labels
         pieces[members[group][own]] = unused + num_bins + np.arange(own.sum())
         unused += num_bins + int(own.sum())
-    return by_first_row(pieces), int(over.sum())
+    groups_of_rows = request.groups if request.prompts is None else request.prompts
+    return by_first_row(pieces), np.unique(groups_of_rows[over[item]]).size
 
 
 def _is_above_limits(request: PlanRequest, groups: RowSets) -> np.ndarray:

@@ -24,6 +24,8 @@ from tests.fork_server import environment, fork_context
 
 ROOT = Path(rlpack.__file__).parents[1]
 DEADLINE_S = 240.0
+# A run that hangs says where before the test gives up.
+_DEADLINES = ("placement.start_timeout_s=120", "placement.call_timeout_s=120")
 # Every process of a run inherits it, whatever its parent or session becomes.
 MARK = "RLPACK_END_TO_END_RUN"
 # At collection: commands that tests run in this process add their working directories.
@@ -59,7 +61,9 @@ class Command:
     def wait(self) -> int:
         """Return the exit code."""
         self.process.join(DEADLINE_S)
-        assert self.process.exitcode is not None, f"it runs after {DEADLINE_S:g} s:\n{self.out}{self.err}{self.stacks()}"
+        assert self.process.exitcode is not None, (
+            f"it runs after {DEADLINE_S:g} s:\n{self.out}{self.err}{self.stacks()}"
+        )
         self.code = self.process.exitcode
         return self.code
 
@@ -126,7 +130,7 @@ def started(
     folder: Path, *overrides: str, run_dir: str = "run", ranks: int = 2, path: Sequence[Path] = ()
 ) -> Iterator[Command]:
     """Start `rlpack train` in `folder`, `path` on its PYTHONPATH; nothing of it outlives the block."""
-    words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *overrides]
+    words = ["train", f"run_dir={run_dir}", f"placement.pools.main.ranks={ranks}", *_DEADLINES, *overrides]
     with started_words(folder, words, folder / run_dir, path) as command:
         yield command
 

@@ -35,8 +35,9 @@ class PlanRecord:
         mini_batch_size: sequences per optimizer step; None for all.
         cost: cost model by which ranks were balanced; None for token slots.
         seed: seed of the packer `first_fit_shuffle`.
-        prompts: prompt of each row, if rows share them.
-        prefixes: tokens of these prompts.
+        groups: group of each row, if rows of a group stay together or share their prompts.
+        prefixes: tokens of these prompts, if rows share them.
+        whole_groups: whether a group is never divided.
     """
 
     step: int
@@ -46,14 +47,16 @@ class PlanRecord:
     mini_batch_size: int | None = None
     cost: Cost | None = None
     seed: int = 0
-    prompts: tuple[int, ...] | None = None
+    groups: tuple[int, ...] | None = None
     prefixes: tuple[int, ...] | None = None
+    whole_groups: bool = False
 
     @classmethod
     def of(cls, plan: MicrobatchPlan, step: int = 0) -> Self:
         """Return the inputs of a plan."""
         asked = plan.request
-        shared = [None if each is None else tuple(each.tolist()) for each in (asked.prompts, asked.prefixes)]
+        groups = asked.groups if asked.prompts is None else asked.prompts
+        of_rows = [None if each is None else tuple(each.tolist()) for each in (groups, asked.prefixes)]
         return cls(
             step,
             tuple(asked.lengths.tolist()),
@@ -62,7 +65,8 @@ class PlanRecord:
             asked.mini_batch_size,
             asked.cost,
             asked.seed,
-            *shared,
+            *of_rows,
+            whole_groups=groups is not None and not asked.split_groups,
         )
 
     @classmethod
@@ -104,8 +108,9 @@ class PlanRecord:
             mini_batch_size=None if size is None else check_count(size, "mini_batch_size"),
             cost=Cost(**values["cost"]) if values.get("cost") else None,
             seed=check_seed(values.get("seed", 0)),
-            prompts=_optional(values, "prompts"),
+            groups=_optional(values, "groups"),
             prefixes=_optional(values, "prefixes"),
+            whole_groups=bool(values.get("whole_groups", False)),
         )
 
     def write(self, path: Path) -> None:
@@ -113,19 +118,20 @@ class PlanRecord:
         path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
     def plan(self, mode: Mode | None = None) -> MicrobatchPlan:
-        """Return the plan of these lengths, optionally in another mode.
+        """Return the plan of these lengths, optionally in another mode, which plans row by row.
 
         Sequences over the token budget get separate microbatches, so that a comparison never fails on them.
         """
         mode = mode or self.batching.mode
-        shares = mode == "packed" and self.prefixes is not None
+        is_own = mode == self.batching.mode
+        shares = is_own and self.prefixes is not None
         return make_plan(
             self.lengths,
             replace(self.batching, mode=mode, overlong="own_microbatch", share_prompts=shares),
             dp_size=self.num_ranks,
             mini_batch_size=self.mini_batch_size,
-            groups=self.prompts if shares else None,
-            split_groups=shares,
+            groups=self.groups if is_own else None,
+            split_groups=not self.whole_groups,
             prefixes=self.prefixes if shares else None,
             cost=self.cost,
             seed=self.seed,

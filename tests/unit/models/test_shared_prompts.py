@@ -97,7 +97,7 @@ def test_without_the_keys_of_their_prompts_rows_score_otherwise():
 
 
 def test_different_tokens_where_a_prompt_is_to_be_shared_are_an_error():
-    message = "rows with the same group_ids begin with different tokens .* set batching.share_prompts=false"
+    message = r"row \d+ shares its prompt .* a token .* differs; .* set batching.share_prompts=false"
     with pytest.raises(DataError, match=message):
         inputs_of(shared_rows(different=3))
 

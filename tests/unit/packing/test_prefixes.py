@@ -192,3 +192,16 @@ def test_prefixes_that_rows_cannot_share_are_refused(changes: dict[str, Any], me
 def test_batching_that_cannot_share_prompts_is_refused(changes: dict[str, Any], message: str):
     with pytest.raises(PackingError, match=message):
         replace(SHARING, **changes)
+
+
+def test_a_prompt_in_several_parts_counts_as_one_group_that_was_split() -> None:
+    # Two ranks with four items each: the prompt is divided into parts of four rows, none of which fits.
+    plan = make_plan(
+        [20] * 32,
+        Batching(max_tokens=64, share_prompts=True),
+        dp_size=2,
+        groups=[3] * 32,
+        split_groups=True,
+        prefixes=[1] * 32,
+    )
+    assert plan.metrics.groups_split == 1

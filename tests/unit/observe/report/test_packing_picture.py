@@ -151,3 +151,20 @@ def test_a_plan_with_shared_prompts_is_recorded_and_compared_with_rows_that_shar
     assert [each.metrics.shared_tokens for each in plans.values()] == [0, 28]
     boxes = layout_boxes(plans["packed"], 0)
     assert (boxes.tokens, boxes.slots, boxes.waste) == (36, 36, 0.0)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_groups_that_stay_whole_are_recorded_and_stay_whole_in_the_comparison(tmp_path: Path, share: bool):
+    groups = [0, 0, 0, 1, 1, 2, 2, 2]
+    plan = make_plan(
+        [9, 30, 8, 20, 20, 5, 40, 6],
+        Batching(max_tokens=64, share_prompts=share),
+        dp_size=2,
+        groups=groups,
+        prefixes=[4] * 8 if share else None,
+    )
+    PlanRecord.of(plan).write(tmp_path / "plan.json")
+    again = PlanRecord.read(tmp_path / "plan.json").comparison()["packed"]
+    assert (again.order.tolist(), again.metrics) == (plan.order.tolist(), plan.metrics)
+    microbatch = np.repeat(np.arange(again.counts.size), again.counts.ravel())[np.argsort(again.order)]
+    assert [len(set(microbatch[np.array(groups) == group])) for group in range(3)] == [1, 1, 1]
