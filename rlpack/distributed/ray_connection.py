@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +31,16 @@ from rlpack.distributed.capacity import MAX_RANKS_PER_CORE
 from rlpack.distributed.errors import PlacementError, in_units
 from rlpack.distributed.local_ray import start_local_ray
 from rlpack.distributed.ray_internals import available_memory, find, largest_slow_store, logs_folder, shared_memory
-from rlpack.distributed.ray_watch import RayWatch, answers, close_current, current, ended_at, ray_ended, set_current
+from rlpack.distributed.ray_watch import (
+    LOOK_S,
+    RayWatch,
+    answers,
+    close_current,
+    current,
+    ended_at,
+    ray_ended,
+    set_current,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +91,13 @@ def disconnect() -> None:
             watch.kill()
     shutdown = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
     shutdown.start()
-    shutdown.join(_HURRIED_SHUTDOWN_S if has_ended else _SHUTDOWN_S)
+    deadline = time.monotonic() + (_HURRIED_SHUTDOWN_S if has_ended else _SHUTDOWN_S)
+    while shutdown.is_alive() and time.monotonic() < deadline:
+        shutdown.join(LOOK_S)
+        if watch is not None and not has_ended and watch.is_stuck():
+            has_ended, deadline = True, time.monotonic() + _HURRIED_SHUTDOWN_S
+            logger.warning("one of Ray's daemons is stopped (SIGSTOP) and does not end; it is killed")
+            watch.kill()
     if shutdown.is_alive():
         _SHUTDOWNS.append(shutdown)
         logger.debug("Ray's shutdown is left behind: a daemon does not answer")

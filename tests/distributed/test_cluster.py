@@ -85,6 +85,20 @@ def stricken(
     return started
 
 
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_daemon_that_is_stopped_does_not_delay_the_end_of_a_run(daemon: str, caplog: pytest.LogCaptureFixture):
+    before = own_processes()
+    with Cluster(Placement(pools={"main": Pool(ranks=1)}, ray_timeout_s=1.0)) as cluster:
+        cluster.open_pools(["main"])
+        started = own_processes() - before
+        (stopped,) = (process for process in started if process.name() == daemon)
+        stopped.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+    assert time.monotonic() - began < 15
+    assert "one of Ray's daemons is stopped (SIGSTOP) and does not end; it is killed" in caplog.text
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
 def test_a_raylet_that_ends_while_ray_starts_is_started_again(monkeypatch, caplog, tmp_path):
     started, before = stricken(monkeypatch, times=1), own_processes()
     with Cluster(Placement(pools={"main": Pool(ranks=1)}), log_path=tmp_path / "run.log") as cluster:

@@ -3,7 +3,8 @@
     python -m tests.faults.matrix [--only WORD ...] [--jobs 2] [--seconds S] [--write FILE]
 
 Runs the cells whose names contain all words, as many as fit into the time. Cells that a run survives share runs; each
-of the others has a run of its own. Exits with 1 unless all outcomes are the expected ones.
+of the others has a run of its own. Cells that ended as expected according to FILE are not run again. Exits with 1
+unless all outcomes are the expected ones.
 """
 
 import argparse
@@ -18,12 +19,15 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from tests.faults.runs import DEADLINE_S, Finding, end_of, settings, shared, started, wait
 from tests.faults.table import FAULTS, LAYOUTS, PHASES, ROLES, Case, cases, reason_against
 
 # Of a run with faults; the last is undisturbed, since a role that isn't called any more isn't started again.
 STEPS = 4
+# Of a run that goes on for longer than `placement.ray_timeout_s` after its first step.
+STEPS_OF_A_LONG_RUN = 40
 # A role's restarts in one run.
 MOST = 3
 
@@ -52,9 +56,12 @@ class Runs:
         layout = batch[0].layout
         if batch[0].outcome in ("repeated", "unchanged"):
             return shared(folder, batch, self.undisturbed(layout, STEPS), STEPS)
-        steps = 2 if batch[0].outcome == "resumed" else 1
-        baseline = self.undisturbed(layout, 2) if batch[0].outcome == "resumed" else folder
-        return {batch[0]: end_of(folder, batch[0], baseline, steps, steps)}
+        (case,) = batch
+        if case.outcome == "resumed":
+            return {case: end_of(folder, case, self.undisturbed(layout, 2), 2, 2)}
+        # A run notices that a daemon is stopped after some seconds, in which its last step may end.
+        is_slowly_noticed = case.role in ("raylet", "GCS") and case.fault == "stop"
+        return {case: end_of(folder, case, folder, STEPS_OF_A_LONG_RUN if is_slowly_noticed else 1, 1)}
 
 
 def batches(chosen: Sequence[Case]) -> Iterator[list[Case]]:
@@ -114,6 +121,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--write", type=Path, help="a JSON file with the findings, added to those in it")
     options = parser.parse_args(arguments)
     chosen = [case for case in cases() if all(word in f"{case}, {case.outcome}" for word in options.only)]
+    known = _read(options.write)
+    chosen = [case for case in chosen if known.get(str(case), [None])[0] != case.outcome]
     findings: dict[Case, Finding] = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults") as folder, ExitStack() as stack:
@@ -143,9 +152,14 @@ def main(arguments: Sequence[str]) -> int:
     return int(bool(unexpected))
 
 
+def _read(path: Path | None) -> dict[str, list[Any]]:
+    """Return the findings in a file, outcome and seconds, by the cells' names."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+
 def _add(path: Path, findings: dict[Case, Finding]) -> None:
-    """Add findings to those in a file, by the cells' names."""
-    known = json.loads(path.read_text()) if path.exists() else {}
+    """Add findings to those in a file."""
+    known = _read(path)
     known |= {str(case): [finding.outcome, round(finding.seconds, 1)] for case, finding in findings.items()}
     path.write_text(json.dumps(known, indent=1))
 

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from rlpack.distributed import ray_watch
 from rlpack.distributed.answers import ask_ray
 from rlpack.distributed.errors import ClusterError
 from rlpack.distributed.ray_daemons import RayDaemons
-from rlpack.distributed.ray_watch import RayWatch, answers
+from rlpack.distributed.ray_watch import LOOK_S, RayWatch, answers
 from rlpack.distributed.run_token import RunToken
 
 
@@ -85,6 +86,23 @@ def test_a_daemon_that_is_stopped_for_too_long_has_ended_and_one_that_goes_on_ha
         daemons.kill()
         daemons.close()
         gcs.wait(10)
+
+
+def test_a_daemon_that_is_stopped_while_it_should_end_is_stuck():
+    daemons = RayDaemons(RunToken())
+    raylet = daemons.starting(subprocess.Popen)(["/ray/raylet", "300"], executable="/bin/sleep")
+    try:
+        daemons.watch("/logs", 3 * LOOK_S)
+        daemons.stop_watching()
+        assert not any(daemons.is_stuck() for _ in range(9))
+        raylet.send_signal(signal.SIGSTOP)
+        while psutil.Process(raylet.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        assert [daemons.is_stuck() for _ in range(4)] == [False, False, True, True]
+    finally:
+        daemons.kill()
+        daemons.close()
+        raylet.wait(10)
 
 
 def test_a_question_to_ray_has_a_deadline():
