@@ -64,6 +64,8 @@ def start_local_ray(placement: Placement, job_config: JobConfig, preload: Sequen
     os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
     # Ray lowers its workers' priority, by which other programs on this machine would slow a run down.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # The GCS keeps the states of the last 100,000 calls, 100 kB a step, for a dashboard that a local run doesn't have.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     start = partial(
         ray.init,
         address="local",

@@ -21,9 +21,9 @@ OWN = {
     "reinforce_plus_plus": ("reference/kl",),
     "dr_grpo": (),
     "cispo": (),
-    "sapo": (),
+    "sapo": ("reference/kl",),
     "gmpo": ("actor/clip_high_fraction",),
-    "opo": (),
+    "opo": ("reference/kl",),
     "remax": ("reward/greedy_mean", "reference/kl"),
 }
 # PPO trains two roles; the losses and stages of the others are compared over ranks in tests/distributed.
@@ -60,7 +60,7 @@ def test_a_recipe_learns(tmp_path, supervised: Path, recipe: str) -> None:
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",
         "trainer.group_size=8",
-        *([] if recipe == "opo" else ["trainer.mini_batch_size=64"]),  # opo is on-policy: one update per batch
+        "trainer.mini_batch_size=64",
         "actor.optimizer.learning_rate=5e-4",
         "actor.optimizer.schedule=linear",
         f"evaluation.every={STEPS}",
