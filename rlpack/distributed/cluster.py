@@ -18,6 +18,7 @@ from rlpack.distributed.ranks import RayRanks
 from rlpack.distributed.ray_connection import connect, disconnect
 from rlpack.distributed.ray_internals import logs_folder
 from rlpack.distributed.ray_store import RayStore
+from rlpack.distributed.ray_watch import current
 from rlpack.distributed.restarts import Restarts
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,9 @@ class Cluster:
         self._pools: dict[str, RayRanks] = {}
         self.restarts = Restarts()
         connect(placement)
+        watch = current()
+        if watch is not None and log_path is not None:
+            watch.log_to(log_path)
         try:
             self.store = _store(placement)
         except BaseException:

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -46,7 +47,6 @@ class RayDaemons(RayWatch):
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
                 cwd="/",
                 start_new_session=True,
             )
@@ -57,13 +57,17 @@ class RayDaemons(RayWatch):
         def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
             process = popen(command, start_new_session=True, **options)
             self._started.append((os.path.basename(command[0]), process))
-            if self._keeper is not None and self._keeper.stdin is not None:
-                with suppress(OSError):
-                    self._keeper.stdin.write(b"%d\n" % process.pid)
-                    self._keeper.stdin.flush()
+            self._tell(str(process.pid))
             return process
 
         return start
+
+    def _tell(self, line: str) -> None:
+        """Pass a line to the script."""
+        if self._keeper is not None and self._keeper.stdin is not None:
+            with suppress(OSError):
+                self._keeper.stdin.write(os.fsencode(f"{line}\n"))
+                self._keeper.stdin.flush()
 
     def watch(self, logs: str, silence_s: float) -> None:
         """Watch the daemons of a Ray that has started, until `stop_watching`.
@@ -73,9 +77,14 @@ class RayDaemons(RayWatch):
             silence_s: how long one may be stopped, as by SIGSTOP.
         """
         self._watched = {name: process for name, process in self._started if name in NEEDED}  # of the last attempt
+        self._tell(f"ray_logs {logs}")
         self._silence_s = silence_s
         self.start_watching(logs)
         atexit.register(self.stop_watching)  # before Ray's own handler, which stops the daemons
+
+    def log_to(self, path: Path) -> None:
+        """Have the script append to the run's log, too, what it reports."""
+        self._tell(f"run_log {path.absolute()}")
 
     def stop_watching(self) -> None:
         """Let the daemons end."""

@@ -5,9 +5,15 @@ stopped rank notices nothing. Each daemon starts in a separate session (setsid),
 starts, whatever title it takes. Once the driver has ended or has stopped Ray, this script deletes the token of the run,
 waits a moment, and kills all processes of these sessions.
 
-    python -I -S ray_keeper.py DRIVER_PID TOKEN_FOLDER        standard input: the id of a session on each line
+Ray ends a driver without a message if the object store, a part of the raylet, ends while the driver uses it. This
+script finds that in the log that Ray keeps of the driver, and reports it on standard error and in the run's log.
+
+    python -I -S ray_keeper.py DRIVER_PID TOKEN_FOLDER
+
+Lines of standard input are ids of sessions, `ray_logs FOLDER`, and `run_log FILE`.
 """
 
+import glob
 import os
 import select
 import shutil
@@ -20,6 +26,8 @@ from contextlib import suppress
 _GRACE_S, _KILL_S, _POLL_S = 2.0, 10.0, 0.05
 # Without pidfd_open, the end of the driver is noticed by the process's new parent.
 _PARENT_S = 1.0
+# What Ray logs before it ends a process, and where it is looked for, in bytes from the end.
+_ENDED_BY_RAY, _TAIL = b"Terminate the process", 4096
 
 
 def main() -> None:
@@ -27,14 +35,22 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver, token_folder = int(sys.argv[1]), sys.argv[2]
-    sessions = _sessions_of(driver)
+    sessions, places = _told_by(driver)
+    with suppress(OSError):
+        _report(driver, places)
+    os.close(2)  # whoever reads the driver's errors doesn't wait for this script
     shutil.rmtree(token_folder, ignore_errors=True)
     _end(sessions)
 
 
-def _sessions_of(driver: int) -> dict[int, int]:
-    """Return the sessions that the driver names until it ends or closes the pipe, with the start of their leaders."""
+def _told_by(driver: int) -> tuple[dict[int, int], dict[str, str]]:
+    """Return what the driver names until it ends or closes the pipe.
+
+    Returns:
+        The start of the leader of each session, and the places of logs by name.
+    """
     sessions: dict[int, int] = {}
+    places: dict[str, str] = {}
     ends = [0]
     with suppress(OSError, AttributeError):
         ends.append(os.pidfd_open(driver))
@@ -45,12 +61,35 @@ def _sessions_of(driver: int) -> dict[int, int]:
         text += chunk
         *lines, text = text.split(b"\n")
         for line in lines:
-            stat = _stat(int(line))
-            if stat is not None:
-                sessions[int(line)] = stat[2]
+            name, _, place = os.fsdecode(line).partition(" ")
+            if place:
+                places[name] = place
+            elif (stat := _stat(int(name))) is not None:
+                sessions[int(name)] = stat[2]
         is_over = os.getppid() != driver or len(ready) > 0
         if is_over and not chunk:
-            return sessions
+            return sessions, places
+
+
+def _report(driver: int, places: dict[str, str]) -> None:
+    """Report that Ray ended the driver, if its log says so."""
+    logs = places.get("ray_logs")
+    for path in glob.glob(f"{glob.escape(logs)}/python-core-driver-*_{driver}.log") if logs else []:
+        with open(path, "rb") as log:
+            log.seek(max(0, os.path.getsize(path) - _TAIL))
+            if _ENDED_BY_RAY not in log.read():
+                continue
+        text = (
+            f"Ray ended the driver (process {driver}), because the raylet, which holds the object store, ended during "
+            f"the run; {logs} and the kernel's log may say why (memory that ran out, another program); run the same "
+            "command with resume=auto to continue"
+        )
+        os.write(2, os.fsencode(f"rlpack train: {text}\n"))
+        if "run_log" in places:
+            now = time.time()
+            clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03d}"
+            with open(places["run_log"], "a", encoding="utf-8") as run_log:
+                run_log.write(f"{clock} driver ERROR rlpack: {text}\n")
 
 
 def _end(sessions: dict[int, int]) -> None:

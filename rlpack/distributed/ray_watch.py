@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rlpack.distributed.errors import ClusterError
 from rlpack.run_log import current_log
@@ -85,6 +86,9 @@ class RayWatch:
     def kill_with(self, kill: Callable[[], None]) -> None:
         """Call `kill`, which ends processes of the run without Ray's help, before a driver that is stuck is ended."""
         self._killers.append(kill)
+
+    def log_to(self, path: Path) -> None:
+        """Use the log of a run for what the driver can't log itself; a Ray that others started has none."""
 
     @property
     def logs(self) -> str:

@@ -58,6 +58,40 @@ def test_what_a_driver_started_ends_with_it_or_when_it_says_so(how):
         driver.wait(10)
 
 
+ENDED_BY_RAY = """
+import os, sys, time
+from pathlib import Path
+from rlpack.distributed.ray_daemons import RayDaemons
+from rlpack.distributed.run_token import RunToken
+
+logs, last = Path(sys.argv[1]), sys.argv[2]
+(logs / f"python-core-driver-01ff_{os.getpid()}.log").write_text(f"[I 7 7] core.cc:1: hello\\n[W 7 7] {last}\\n")
+daemons = RayDaemons(RunToken())
+daemons.watch(str(logs), 6.0)
+daemons.log_to(logs / "run.log")
+print(daemons._keeper.pid, flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.parametrize("is_by_ray", [True, False])
+def test_a_driver_that_ray_ends_without_a_message_gets_one_afterwards(tmp_path: Path, is_by_ray: bool):
+    last = (
+        "connection.cc:216: The connection to the plasma store is failed. Terminate the process." if is_by_ray else ""
+    )
+    (tmp_path / "run.log").write_text("what was logged before\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED_BY_RAY, tmp_path, last], capture_output=True, text=True, timeout=30, check=False
+    )
+    message = "because the raylet, which holds the object store, ended during the run"
+    assert (message in done.stderr, done.returncode) == (is_by_ray, 1)
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert lines[0] == "what was logged before"
+    assert len(lines) == 1 + is_by_ray
+    assert all(message in line and str(tmp_path) in line and "resume=auto" in line for line in lines[1:])
+    psutil.wait_procs([process for process in psutil.process_iter() if process.pid == int(done.stdout)], timeout=10)
+
+
 def is_gone(process: psutil.Process) -> bool:
     """Whether a process has ended; its parent may not have asked for its exit code yet."""
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
