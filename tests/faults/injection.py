@@ -63,7 +63,7 @@ class Injection:
     def order(self, phase: str, role: str, method: str) -> None:
         """Leave orders for a call that is about to be submitted."""
         for fault in self.due(phase, role):
-            name = f"{self.pools[role]._pool.name}-{fault['rank']}-{method}"
+            name = f"{self.pools[role]._pool.name}-{fault['rank']}-{role}-{method}"
             (self.folder / "orders" / name).write_text(fault["fault"])
             self.note(fault)
 
@@ -114,7 +114,7 @@ class Hooks:
 
     def start_role(self, original: Any, ranks: Any, role: str, target: str, *args: Any) -> Any:
         self.faults.pools[role] = ranks
-        self.faults.order("start", role, f"start-{target.rpartition('Suffering')[2]}")
+        self.faults.order("start", role, "start")
         if role == "actor":
             self.faults.strike("start")
         return original(ranks, role, target, *args)

@@ -206,8 +206,7 @@ def problem(case: Case, code: int, text: str, step: int) -> str | None:
     if words is None:
         rank = case.planned(step)["rank"]
         words = [f"rank {rank}", "in start" if case.phase == "start" else f"step {step} of train"]
-        # A process of one pool has all roles; if it dies, any of its calls may be the first that had not answered.
-        if case.is_order and not (case.layout == "one pool" and case.fault == "kill"):
+        if case.is_order:
             words.append(f"role {case.planned(step)['role']}")
     missing = [word for word in words if word not in text]
     return f"the error lacks {missing[0]!r}: {line}" if missing else None

@@ -1,7 +1,7 @@
 """The roles of runs with faults: the built-in ones, which carry out orders that the driver's side leaves in files.
 
-An order is a file `orders/<pool>-<rank>-<method>` that contains a fault. A rank deletes it before it obeys, so that a
-call that is repeated finds none.
+An order is a file `orders/<pool>-<rank>-<role>-<method>` that contains a fault. A rank deletes it before it obeys, so
+that a call that is repeated finds none.
 """
 
 import functools
@@ -28,9 +28,9 @@ SLOW_S = 1.5
 LOST_S = 3600.0
 
 
-def take_order(context: RankContext, method: str) -> str | None:
-    """Return the fault that this rank was ordered for a method, once."""
-    order = Path(os.environ[FOLDER]) / "orders" / f"{context.pool}-{context.rank}-{method}"
+def take_order(context: RankContext, role: str, method: str) -> str | None:
+    """Return the fault that this rank was ordered for a method of a role, once."""
+    order = Path(os.environ[FOLDER]) / "orders" / f"{context.pool}-{context.rank}-{role}-{method}"
     try:
         fault = order.read_text()
         order.unlink()
@@ -61,13 +61,13 @@ def exceed_memory_limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def _suffering(role_class: type[Any]) -> type[Any]:
-    """Return a role class whose methods carry out orders."""
+def _suffering(role: str, role_class: type[Any]) -> type[Any]:
+    """Return a role's class, with methods that carry out orders."""
 
     def wrapped(method: Any) -> Any:
         @functools.wraps(method)  # with how the driver calls it
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            fault = take_order(self.context, method.__name__)
+            fault = take_order(self.context, role, method.__name__)
             suffer(fault)
             result = method(self, *args, **kwargs)
             if fault == "lost reply":
@@ -77,12 +77,12 @@ def _suffering(role_class: type[Any]) -> type[Any]:
         return run
 
     def from_settings(cls: Any, context: RankContext, *args: Any, **kwargs: Any) -> Any:
-        fault = take_order(context, f"start-{role_class.__name__}")
+        fault = take_order(context, role, "start")
         suffer(fault)
-        role = role_class.from_settings.__func__(cls, context, *args, **kwargs)
+        built = role_class.from_settings.__func__(cls, context, *args, **kwargs)
         if fault == "lost reply":
             time.sleep(LOST_S)
-        return role
+        return built
 
     methods: dict[str, Any] = {name: wrapped(getattr(role_class, name)) for name in dispatched_methods(role_class)}
     name = f"Suffering{role_class.__name__}"
@@ -102,11 +102,11 @@ class Judge(Worker):
         return shard.keep([]).union({"rewards": rewards, "quarantined": torch.zeros(shard.num_rows, dtype=torch.bool)})
 
 
-SufferingActorWorker = _suffering(ActorWorker)
-SufferingRolloutWorker = _suffering(RolloutWorker)
-SufferingReferenceWorker = _suffering(ReferenceWorker)
-SufferingRewardWorker = _suffering(RewardWorker)
-SufferingJudge = _suffering(Judge)
+SufferingActorWorker = _suffering("actor", ActorWorker)
+SufferingRolloutWorker = _suffering("rollout", RolloutWorker)
+SufferingReferenceWorker = _suffering("reference", ReferenceWorker)
+SufferingRewardWorker = _suffering("reward", RewardWorker)
+SufferingJudge = _suffering("judge", Judge)
 CLASSES = {
     "actor": "SufferingActorWorker",
     "rollout": "SufferingRolloutWorker",
