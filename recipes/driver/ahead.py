@@ -34,7 +34,17 @@ Each batch is trained on by exactly one step, and its tokens are at most `lead` 
 5. Every wait ends: the other threads wait for calls of roles only, which have deadlines, and for publications; the main
    thread waits for them. They are never waited for by a call that they wait for, because a pool that generates runs no
    role of the main thread (`rlpack.config.ahead_rules`). If all engines have failed, a thread waits for the next
-   publication, which replaces them; while the main thread waits for a batch itself, it replaces them.
+   publication, which replaces them; while the main thread waits for a batch itself, it replaces them. An evaluation
+   can't wait for new weights: once only a publication could replace its engines, it fails.
+
+6. The evaluation after step n has the weights that step n published, bit for bit, and doesn't hold up step n + 1
+   (`rlpack.recipes.driver.evaluations`). It is begun after `publish` of step n, and `publish` of step n + 1 waits for
+   it, so no weights are published meanwhile; its tokens' versions are checked. With drain, engines serve one caller at
+   a time. When the evaluation is begun, all batches that were begun are drawn (3.), and the next one is begun after it,
+   by `take` of step n + 1, whose draw waits for it. With in_flight, it joins the batches that are being drawn. Neither
+   order adds a publication between the beginning of a batch and the step that takes it, so the bound stays `lead`. The
+   evaluation waits for calls of roles alone, so it ends, and then the draw and the publication that wait for it do.
+   Evaluations before the first step and after the last have no step that trains meanwhile, and are waited for.
 
 With `lead=0` a batch is drawn by `take`, in the step's own context, as if this module did not exist.
 """
@@ -146,14 +156,19 @@ class AheadQueue:
             begun.drawn(self._replace_failed_engines)
 
     def publish(self, step: StepContext) -> None:
-        """Send the actor's weights to the engines (`sync_weights`); with drain, once the batch that was begun is drawn.
+        """Send the actor's weights to the engines (`sync_weights`), once the evaluation under way has ended.
+
+        With drain, the batch that was begun is drawn by then, too.
 
         Raises:
-            RoleError: drawing the batch, or the transfer, failed.
+            RoleError: drawing the batch, the evaluation or the transfer failed.
+            StalenessError: the evaluation has tokens of other weights than its own.
         """
-        if self._waiting and not self._in_flight:
+        if self._session.evaluations.is_under_way or (self._waiting and not self._in_flight):
             with step.timer("drain"):
-                self.drain()
+                self._session.finish_evaluation()
+                if not self._in_flight:
+                    self.drain()
         sync_weights(self._session, step)
 
     def end(self) -> None:
@@ -271,6 +286,8 @@ class AheadQueue:
 
     def _draw(self, context: StepContext, groups: GroupsByEnd | None = None) -> BatchedDataDict:
         """Return the scored rollouts of a step; if `groups` is given, add them to it one by one, too."""
+        if not self._in_flight:
+            self._session.evaluations.wait()
         try:
             if groups is None:
                 rollouts, score = self._draw_batch(self._session, context)

@@ -48,9 +48,9 @@ def restore_engines(
 
 
 def weights_are_gone() -> RoleError:
-    """Return the error of engines that can't get the weights that a batch began with."""
+    """Return the error of engines that can't get the weights that a batch or an evaluation began with."""
     cause = (
-        "every engine failed while the actor trains on an earlier batch (trainer.lead), so the weights that this batch "
-        "began with are gone; resume the run from its last checkpoint"
+        "every engine failed while the actor trains (trainer.lead), so the weights that this batch or evaluation began "
+        "with are gone; resume the run from its last checkpoint"
     )
     return RoleError("rollout", None, RolloutWorker.replace_failed_engine.__name__, cause)

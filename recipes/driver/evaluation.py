@@ -17,12 +17,14 @@ from rlpack.data.tokenization import prompt_for_display
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.console import Sample
 from rlpack.recipes.driver.engine_lifecycle import wake_engines
+from rlpack.recipes.driver.evaluations import EnginesOnly
 from rlpack.recipes.driver.forward_plans import forward_plan
 from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards, count_failures
 from rlpack.recipes.driver.rollout_stages import DrawnPrompts, SamplingSession, sample_responses
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.splits import Split
 from rlpack.recipes.driver.step_context import StepContext
+from rlpack.rollout.errors import StalenessError
 from rlpack.workers.actor import ActorWorker
 
 
@@ -44,6 +46,7 @@ class EvaluatedSession(SamplingSession, Protocol):
 _STEP = 2**32
 
 
+@EnginesOnly
 def evaluate(session: Session, step: StepContext) -> None:
     """Record the mean reward on each set that is due: sampled, best of n, and greedy."""
     samples, temperature = session.config.evaluation.samples, session.config.rollout.temperature
@@ -117,28 +120,44 @@ def _rewards(session: Session, step: StepContext, name: str, split: Split, sampl
             prompts = prompts.union({COLUMN: [name] * len(split)})
         drawn = DrawnPrompts(prompts, _STEP, positions)
         rollouts, (rewards, valid, _, counts) = sample_and_score(session, drawn, samples, temperature)
+        if session.config.trainer.lead:
+            _check_versions(session, step, rollouts)
         count_failures(step, counts)
         key = _metric(name, "quarantined")
         step.metrics[key] = step.metrics.get(key, 0.0) + float((~valid).sum())
         if temperature > 0 and not name:
-            _show_samples(session, rollouts, rewards, valid)
+            step.samples += _shown_samples(session, rollouts, rewards, valid)
     return rewards
 
 
-def _show_samples(session: Session, rollouts: BatchedDataDict, rewards: Tensor, valid: Tensor) -> None:
-    """Show a few samples, spread over the split."""
+def _check_versions(session: Session, step: StepContext, rollouts: BatchedDataDict) -> None:
+    """Raise if a token was sampled with other weights than those of the last publication.
+
+    Raises:
+        StalenessError: one was.
+    """
+    versions = session.store.fetch(rollouts.keep(["policy_version"]))["policy_version"].values
+    sampled, newest = versions[versions >= 0], session.rollout_weights.version
+    if sampled.numel() and not sampled.min() == sampled.max() == newest:
+        raise StalenessError(
+            f"the evaluation after step {step.number} has tokens of the policy versions {sampled.min()} to "
+            f"{sampled.max()}, and all have to be of {newest}, the newest; a recipe publishes weights by "
+            "`AheadQueue.publish`, which waits for evaluations"
+        )
+
+
+def _shown_samples(session: Session, rollouts: BatchedDataDict, rewards: Tensor, valid: Tensor) -> list[Sample]:
+    """Return a few samples to show, spread over the split."""
     count = min(session.config.logger.samples, rollouts.num_rows)
     rows = torch.linspace(0, rollouts.num_rows - 1, count).long().tolist() if count else []
     texts = session.store.fetch(rollouts.keep(["prompt", "completion", "answer"]).select(rows))
     columns = zip(rows, texts["prompt"], texts["completion"], texts["answer"], strict=True)
-    session.run.log_samples(
-        [
-            Sample(
-                prompt=prompt_for_display(session.tokenizer, prompt),
-                completion=completion,
-                answer=None if answer is None else str(answer),
-                reward=rewards[row].item() if valid[row] else None,
-            )
-            for row, prompt, completion, answer in columns
-        ]
-    )
+    return [
+        Sample(
+            prompt=prompt_for_display(session.tokenizer, prompt),
+            completion=completion,
+            answer=None if answer is None else str(answer),
+            reward=rewards[row].item() if valid[row] else None,
+        )
+        for row, prompt, completion, answer in columns
+    ]

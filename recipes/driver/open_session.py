@@ -15,7 +15,9 @@ from rlpack.models.flops import sequence_cost
 from rlpack.observe.run import Run
 from rlpack.observe.run_dir import check_records
 from rlpack.observe.run_lock import RunLock, lock_run_dir
+from rlpack.observe.sinks import ResumePoint
 from rlpack.packing import warm_up_jit
+from rlpack.recipes.driver.exports import export_models, store_reference_again
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Progress
 from rlpack.recipes.driver.reference_policy import check_reference
@@ -59,7 +61,8 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
     rebuild = check_reference(directory, config, hashes) if hashes is not None and needs_reference else None
     model = check_before_start(config, tokenizer, prompts, held_out, sets)
     threading.Thread(target=warm_up_jit, daemon=True).start()  # while the roles start, which takes longer
-    run = Run.start(config, directory, resume_at=progress if loaded else None, lock=lock)
+    point = None if loaded is None else ResumePoint(progress.step, progress.phase, loaded.evaluation_is_due)
+    run = Run.start(config, directory, resume_at=point, lock=lock)
     with (
         run,
         recorded_spans(directory / FOLDER, "driver"),
@@ -80,14 +83,14 @@ def _open_locked(config: Config, lock: RunLock) -> Iterator[Session]:
         session.evaluation_sets = dict(zip(sets, others, strict=True))
         session.stop_if_interrupted()
         if rebuild is not None:
-            session.rebuild_reference(rebuild)
+            store_reference_again(session, rebuild)
         if loaded is not None:
             session.restore(loaded)
         with _naming_step(session):
             yield session
             session.checkpoints.finish()
         session.stop_if_interrupted()
-        session.export()
+        export_models(session)
 
 
 @contextmanager
@@ -103,4 +106,5 @@ def _naming_step(session: Session) -> Iterator[None]:
     finally:
         if session.ahead is not None:
             session.ahead.end()
+        session.evaluations.end()
         session.checkpoints.abandon()

@@ -26,6 +26,11 @@ class LoadedCheckpoint:
         """Return how far the run had come."""
         return Progress(**self.state["progress"])
 
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Return whether the evaluation after its step had not ended, so that a resumed run has to repeat it."""
+        return bool(self.state.get("evaluation_is_due"))
+
     def check_fields(self) -> None:
         """Check that the state has the fields that this version writes, which its format promises.
 
@@ -42,6 +47,7 @@ class LoadedCheckpoint:
             or not (coefficient is None or type(coefficient) in (int, float))
             or not isinstance(self.state["records"], dict)
             or not isinstance(self.state["reference"], dict | None)
+            or not isinstance(self.state.get("evaluation_is_due", False), bool)
         ):
             raise other_fields(self.state, self.path)
 

@@ -8,6 +8,7 @@ Invariants (tests/unit/recipes/driver/test_session.py):
 2. After Ctrl-C, the step in progress is completed and saved before the run ends.
 """
 
+import copy
 import logging
 import threading
 import time
@@ -16,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.store import LocalStore, Store
-from rlpack.checkpoint.model_folder import new_model_folder
 from rlpack.config.recipes import recipe_of
 from rlpack.config.redaction import without_secrets
 from rlpack.config.roles import scores
@@ -31,14 +31,15 @@ from rlpack.distributed.restarts import Restarts
 from rlpack.distributed.weights import WeightChannel
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.observe.run import Run
-from rlpack.observe.run_dir import MODEL, record_hashes
+from rlpack.observe.run_dir import record_hashes
+from rlpack.recipes.driver.ahead_protocol import Ahead
 from rlpack.recipes.driver.checkpoint_writer import CheckpointWriter
 from rlpack.recipes.driver.engine_access import EngineAccess
 from rlpack.recipes.driver.engine_restarts import restore_engines, weights_are_gone
+from rlpack.recipes.driver.evaluations import EnginesOnly, Evaluations, Place, with_seed
 from rlpack.recipes.driver.logprob_gap import LogprobGapLimit
 from rlpack.recipes.driver.performance import PerformanceMeter
 from rlpack.recipes.driver.progress import Phase, Progress
-from rlpack.recipes.driver.reference_policy import Rebuild, rebuild_reference, reference_model
 from rlpack.recipes.driver.resume import LoadedCheckpoint
 from rlpack.recipes.driver.splits import Split
 from rlpack.recipes.driver.step_context import StepContext
@@ -57,18 +58,6 @@ logger = logging.getLogger(__name__)
 Evaluate = Callable[["Session", StepContext], None]
 
 
-class Ahead(Protocol):
-    """What a session needs of the batches that are drawn ahead (`rlpack.recipes.driver.ahead`)."""
-
-    def save(self, folder: Path) -> None:
-        """Write the batches that no step has trained on yet into a checkpoint."""
-        ...
-
-    def end(self) -> None:
-        """Begin no more batches; called as the run ends."""
-        ...
-
-
 @dataclass
 class Session:
     """A run in progress.
@@ -83,7 +72,7 @@ class Session:
         store: holds the tokens and texts of batches.
         progress: completed steps; frozen, replaced when a step is committed.
         step: the step in progress, or the last one; None before the first.
-        evaluated: phase and step of the last evaluation.
+        evaluations: the evaluation under way, if any, and the last one that is done.
         completed: phase and step of the last commit whose evaluation and checkpoint, if due, were made.
         reference_hashes: of the weight files of the stored reference; None if the recipe stored none.
         evaluation_sets: the splits of `evaluation.sets` by name.
@@ -105,8 +94,8 @@ class Session:
     store: Store = field(default_factory=LocalStore)
     progress: Progress = field(default_factory=Progress)
     step: StepContext | None = None
-    evaluated: tuple[Phase, int] | None = None
-    completed: tuple[Phase, int] | None = None
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    completed: Place | None = None
     reference_hashes: Mapping[str, str] | None = None
     evaluation_sets: dict[str, Split] = field(default_factory=dict)
     performance: PerformanceMeter = field(default_factory=PerformanceMeter)
@@ -174,9 +163,10 @@ class Session:
         """Yield the remaining steps of a phase.
 
         A step is committed when the loop asks for the next one: its metrics are logged, and evaluation and checkpoint
-        follow if they are due. After Ctrl-C a checkpoint is written and the run ends. A step whose body raises is not
-        committed: calling `steps` again repeats it, as it does an evaluation or checkpoint that raised. A phase that an
-        earlier run completed yields nothing.
+        follow if they are due. With a lead, the evaluation may end only while the next step is in progress. After
+        Ctrl-C a checkpoint is written and the run ends. A step whose body raises is not committed: calling `steps`
+        again repeats it, as it does an evaluation or checkpoint that raised. A phase that an earlier run completed
+        yields nothing.
         """
         if self.progress.phase != phase:
             if phase == "sft_warmup":
@@ -184,13 +174,7 @@ class Session:
             self.progress = replace(self.progress, phase=phase, step=0)
         self.stop_if_interrupted()
         with self.run.progress(total - self.progress.step, phase) as bar:
-            if self.progress.step == 0:
-                self._evaluate(evaluate)
-                self.stop_if_interrupted()
-            elif self.step is None:  # resumed: what was due was done before the checkpoint
-                self.evaluated = self.completed = (phase, self.progress.step)
-            elif self.completed != (phase, self.progress.step):
-                self._complete_step(total, evaluate)
+            self._continue_steps(total, evaluate)
             for number in range(self.progress.step + 1, total + 1):
                 began = time.perf_counter()
                 step = self.begin_step(number)
@@ -243,38 +227,16 @@ class Session:
                 "held_out": self.held_out.fingerprint,
                 "reference": self.reference_hashes,
                 "records": record_hashes(self.run.run_dir),
+                "evaluation_is_due": self.evaluations.is_under_way,
             }
             write(root, self.progress.step, self.trained, state, None if self.ahead is None else self.ahead.save)
 
-    def rebuild_reference(self, rebuild: Rebuild) -> None:
-        """Store a damaged reference again; `restore` follows, because this changes the actor's weights."""
-        if rebuild.checkpoint is not None:
-            self.actor.run(Trainable.load, str(rebuild.checkpoint / "actor"))
-        export = partial(self.actor.run, Trainable.export_reference)
-        rebuild_reference(self.run.run_dir, rebuild, export)
-        self.run.note(f"reference rebuilt in {reference_model(self.run.run_dir)}, bit for bit")
-
     def restore(self, checkpoint: LoadedCheckpoint) -> None:
         """Load weights and optimizers from a checkpoint; the recipe's queue reads the batches in it."""
-        self.restored = checkpoint.path
+        self.restored, self.evaluations.is_due = checkpoint.path, checkpoint.evaluation_is_due
         for name, group in self.trained.items():
             group.run(Trainable.load, str(checkpoint.path / name))
         self.run.note(f"resumed after step {self.progress.step} of {self.progress.phase} from {checkpoint.path}")
-
-    def export(self) -> None:
-        """Write each trained role's model as a Hugging Face folder, tokenizer included.
-
-        Raises:
-            CheckpointError: a folder could not be hashed or renamed.
-            RoleError: a rank could not write its files.
-        """
-        for name, group in self.trained.items():
-            # The folders of roles other than the policy have the roles' names.
-            folder = self.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
-            with new_model_folder(folder) as staging:
-                group.run(Trainable.export_model, str(staging))
-                self.tokenizer.save_pretrained(staging)
-            self.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
 
     @contextmanager
     def publication(self, of: int | None = None) -> Iterator[None]:
@@ -310,6 +272,7 @@ class Session:
         """
         if threading.current_thread() is not self.thread:
             if self.config.rollout.publish == "in_flight":
+                self.evaluations.lose_engines(self.engine_access)
                 return False
             raise weights_are_gone()
         with self.publication(generation):
@@ -345,6 +308,7 @@ class Session:
 
     def _commit(self, step: StepContext, elapsed_s: float) -> None:
         """Replace the session's progress with the step's, and log the step's metrics."""
+        self.finish_evaluation()
         step.metrics |= self.performance.metrics(step, elapsed_s)
         if (idle := self.engine_access.load.pop_idle_share()) is not None:
             step.metrics["perf/engine_idle_share"] = idle
@@ -359,11 +323,9 @@ class Session:
 
     def _complete_step(self, total: int, evaluate: Evaluate | None) -> None:
         """Evaluate and write a checkpoint, if due after the step that was committed last."""
-        number = self.progress.step
-        if number % self.config.evaluation.every == 0 or number == total:
-            self._evaluate(evaluate)
-        self._save_if_due(number == total)
-        self.completed = (self.progress.phase, number)
+        self._evaluate_if_due(total, evaluate)
+        self._save_if_due(self.progress.step == total)
+        self.completed = self._place
 
     def _save_if_due(self, is_last: bool) -> None:
         """Write a checkpoint if one is due, after the last step, or after Ctrl-C; advance the one in flight.
@@ -373,6 +335,7 @@ class Session:
         with self.run.timer("checkpoint"):
             self.checkpoints.advance()
         if is_last or self.run.interrupted:
+            self.finish_evaluation()
             self.save()
         elif self.progress.step % self.config.checkpoint.every == 0:
             self.save(in_background=self.config.checkpoint.asynchronous)
@@ -381,15 +344,56 @@ class Session:
     def _log(self, step: StepContext, phase: Literal["sft_warmup", "train", "evaluation"]) -> None:
         step.metrics |= self.restarts.pop_metrics()
         step.metrics["store/peak_bytes"] = self.store.pop_peak_bytes()
+        if step.samples:
+            self.run.log_samples(step.samples)
         self.run.log(self.progress.step, step.metrics | step.timer.as_metrics(), phase=phase)
 
-    def _evaluate(self, evaluate: Evaluate | None) -> None:
-        """Evaluate the policy after the last step, unless that is done."""
-        place = (self.progress.phase, self.progress.step)
-        if evaluate is None or self.evaluated == place:
+    @property
+    def _place(self) -> Place:
+        """Return the phase and step that were committed last."""
+        return self.progress.phase, self.progress.step
+
+    def _continue_steps(self, total: int, evaluate: Evaluate | None) -> None:
+        """Do what is due after the last step, unless that is done."""
+        if self.step is None and self.progress.step:  # resumed: it was done before the checkpoint, unless it says so
+            self.completed = self._place
+            self.evaluations.done = None if self.evaluations.is_due else self._place
+            self._evaluate(evaluate, is_last=self.progress.step == total)
+        elif self.progress.step and self.completed != self._place:
+            self._complete_step(total, evaluate)
+        else:
+            self._evaluate_if_due(total, evaluate)
+        self.stop_if_interrupted()
+
+    def _evaluate_if_due(self, total: int, evaluate: Evaluate | None) -> None:
+        """Evaluate if that is due after the last step, and not done."""
+        number = self.progress.step
+        if number % self.config.evaluation.every == 0 or number == total:
+            self._evaluate(evaluate, is_last=number == total)
+
+    def _evaluate(self, evaluate: Evaluate | None, *, is_last: bool) -> None:
+        """Evaluate the policy after the last step, unless that is done; with a lead, while the next step trains."""
+        if evaluate is None or not self.evaluations.needs(self._place):
             return
-        step = self.begin_step(self.progress.step)
+        number, has_queue = self.progress.step, self.ahead is not None and self.config.trainer.lead > 0
+        if number and has_queue and isinstance(evaluate, EnginesOnly) and not (is_last or self.run.interrupted):
+            context = StepContext(number, self.progress, self.store.lease(f"the evaluation after step {number}"))
+            session = copy.copy(self)  # whose progress, and seeds of plans, remain those of the last step
+            session.groups = with_seed(self.groups, step_seed(self.config.seed, *self._place))
+            self.evaluations.begin(self._place, context, partial(evaluate, session, context))
+            return
+        step = self.begin_step(number)
         with step.lease, step.timer("evaluate"):
             evaluate(self, step)
         self._log(step, "evaluation")
-        self.evaluated = place
+        self.evaluations.done = self._place
+
+    def finish_evaluation(self) -> None:
+        """Wait for the evaluation under way, if any, and log it.
+
+        Raises:
+            RoleError: it failed.
+        """
+        step = self.evaluations.finish(self.engine_access)
+        if step is not None:
+            self._log(step, "evaluation")

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlpack.algorithms.metric_reduction import reducer_of
 from rlpack.batch.store import Lease
+from rlpack.observe.console import Sample
 from rlpack.packing import MicrobatchPlan
 from rlpack.packing.analysis.rank_loads import sequence_length_metrics
 from rlpack.recipes.driver.progress import Progress
@@ -60,6 +61,7 @@ class StepContext:
         plan: the actor's plan to keep for the packing picture, if any.
         work: FLOPs of the step's calls, by role and method.
         lag: policy versions between the oldest token of the step's batch and the newest.
+        samples: responses to show and store when the step is logged.
     """
 
     number: int
@@ -70,6 +72,7 @@ class StepContext:
     plan: MicrobatchPlan | None = None
     work: dict[tuple[str, str], float] = field(default_factory=dict)
     lag: int = 0
+    samples: list[Sample] = field(default_factory=list)
 
     def advance(self, **changes: Any) -> None:
         """Replace fields of the progress that this step will commit."""

@@ -227,13 +227,15 @@ METRICS: dict[str, Metric] = {
     "time/update_s": Metric("s", "Forward, backward and optimizer step."),
     "time/wait_s": Metric("s", "Waiting for the step's own batch (trainer.lead); its part of time/step_s is lost."),
     "time/drain_s": Metric(
-        "s", "Waiting for the next batch before weights are published (trainer.lead); its part of time/step_s is lost."
+        "s",
+        "Waiting for the next batch, or the last evaluation, before weights are published (trainer.lead); its part of "
+        "time/step_s is lost.",
     ),
     "time/correction_s": Metric("s", "Importance weights and rejection (algorithm.correction)."),
     "time/recipe/<name>": Metric("s", "A part of the step that a recipe outside of rlpack measures."),
     "time/sync_s": Metric("s", "Weight transfer to the rollout role."),
     "time/restart_s": Metric("s", "Starting ranks again after a fault; the calls that needed them include it."),
-    "time/evaluate_s": Metric("s", "Evaluation on the held-out split."),
+    "time/evaluate_s": Metric("s", "Evaluation on the held-out split; with trainer.lead, while the next step trains."),
     "time/checkpoint_s": Metric(
         "s", "Time that training waits for checkpoints; with checkpoint.asynchronous, mostly that of copying the state."
     ),

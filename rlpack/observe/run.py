@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Self
 
 from rlpack import __version__
 from rlpack.config.redaction import without_secrets
@@ -59,20 +59,6 @@ FIRST_INTERRUPT = b"\ninterrupted: finishing the step, then saving; press Ctrl-C
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # `timeout` and some schedulers send SIGTERM to the process and to its group; within this time they count as one.
 SAME_SIGTERM_S = 1.0
-
-
-class Position(Protocol):
-    """The last completed step of a run; a recipe's progress record satisfies it."""
-
-    @property
-    def phase(self) -> Literal["sft_warmup", "train"]:
-        """Phase of the last completed step."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """The last completed step."""
-        ...
 
 
 class Run:
@@ -120,7 +106,7 @@ class Run:
         config: Config,
         run_dir: Path,
         *,
-        resume_at: Position | None = None,
+        resume_at: ResumePoint | None = None,
         console: Console | None = None,
         lock: RunLock | None = None,
     ) -> Self:
@@ -129,7 +115,7 @@ class Run:
         Args:
             config: the whole configuration, which is stored with secrets hidden.
             run_dir: directory of the run; with `resume=auto` it may already contain one.
-            resume_at: position of the loaded checkpoint; later records are deleted. None starts from scratch.
+            resume_at: place of the loaded checkpoint; later records are deleted. None starts from scratch.
             console: where lines are printed; None is standard output.
             lock: of the directory; a run without one doesn't check that the directory is still its own.
 
@@ -140,16 +126,15 @@ class Run:
         check_packages(config.logger)  # before the directory is created
         values = without_secrets(config.model_dump(mode="json"))
         open_run_dir(run_dir, values, resume=config.resume == "auto")
-        point = None if resume_at is None else ResumePoint(resume_at.step, resume_at.phase)
-        _truncate_samples(run_dir / SAMPLES, point)
+        _truncate_samples(run_dir / SAMPLES, resume_at)
         try:
-            sinks = open_sinks(config.logger, run_dir, values, point)
+            sinks = open_sinks(config.logger, run_dir, values, resume_at)
         except BaseException:
             remove_unstarted_run(run_dir)
             raise
         totals: dict[LogPhase, int] = {"sft_warmup": config.sft_warmup.steps, "train": config.trainer.steps}
         run = cls(run_dir, sinks, Console() if console is None else console, totals, lock)
-        if point is not None and point.phase == "train" and point.step > 0:
+        if resume_at is not None and resume_at.phase == "train" and resume_at.step > 0:
             run._steps_without_signal = None  # the run's first steps are in its records
         return run
 

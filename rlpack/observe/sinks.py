@@ -45,19 +45,23 @@ class ResumePoint:
     Attributes:
         step: the step of the checkpoint.
         phase: the phase of that step; all of the warm-up precedes `train`.
+        evaluation_is_due: whether the evaluation after that step will be written again, too.
     """
 
     step: int
     phase: LogPhase = "train"
+    evaluation_is_due: bool = False
 
     def first_dropped(self, phase: str) -> int | None:
         """Return the first step of `phase` after the checkpoint, or None.
 
         >>> ResumePoint(20).first_dropped("train"), ResumePoint(20, "sft_warmup").first_dropped("train")
         (21, 0)
+        >>> ResumePoint(20, evaluation_is_due=True).first_dropped("evaluation")
+        20
         """
         if (phase == "sft_warmup") == (self.phase == "sft_warmup"):
-            return self.step + 1
+            return self.step if phase == "evaluation" and self.evaluation_is_due else self.step + 1
         return None if phase == "sft_warmup" else 0
 
     def covers(self, record: Mapping[str, Any]) -> bool:

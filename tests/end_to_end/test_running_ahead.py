@@ -1,5 +1,7 @@
 """Runs that generate the next batch while they train: killed and resumed, they end as if nothing had happened."""
 
+import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.commands import DEADLINE_S, Command, committed, done, records, started, until, without_times
+from tests.end_to_end.commands import (
+    DEADLINE_S,
+    Command,
+    committed,
+    done,
+    records,
+    started,
+    steps,
+    until,
+    without_times,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 AHEAD = (
@@ -26,10 +38,31 @@ RECIPES = {
 }
 
 
+# GRPO with an evaluation that isn't marked as one that may run while the actor trains, so that every step waits for it.
+WAITING = """
+    from rlpack.recipes.grpo_spec import SPEC
+
+
+    def main(config):
+        from rlpack.recipes import grpo
+
+        ahead = grpo.evaluate
+        grpo.evaluate = lambda session, step: ahead(session, step)
+        grpo.main(config)
+"""
+
+
 def figures(run_dir: Path) -> list[dict[str, Any]]:
     """Return what of the records doesn't depend on the clock; two threads store their payloads at any time."""
     kept = [without_times(record) for record in records(run_dir)]
     return [{name: value for name, value in record.items() if name != "store/peak_bytes"} for record in kept]
+
+
+def threads_of(run_dir: Path, name: str) -> list[str]:
+    """Return the threads of the driver in which the spans of a name began, in their order."""
+    lines = [json.loads(line) for path in run_dir.glob("spans/driver-*.jsonl") for line in path.open()]
+    spans = [line for line in lines if isinstance(line, list)]
+    return [thread for named, _, _, thread in sorted(spans, key=lambda one: one[1]) if named == name]
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -54,6 +87,19 @@ def test_a_run_that_is_killed_ends_as_the_uninterrupted_one_bit_for_bit(
     weights, expected = (load_file(run.run_dir / "model" / "model.safetensors") for run in (resumed, uninterrupted))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("whole", ["grpo"], indirect=True)
+def test_evaluations_during_training_have_the_figures_of_a_run_that_waits_for_them(
+    whole: tuple[Command, tuple[str, ...]], tmp_path: Path
+):
+    ahead, overrides = whole
+    (tmp_path / "waiting_grpo.py").write_text(textwrap.dedent(WAITING))
+    waiting = done(tmp_path, "recipe.target=waiting_grpo", *overrides, ranks=1, path=[tmp_path])
+    assert figures(waiting.run_dir) == figures(ahead.run_dir)
+    assert steps(ahead.run_dir, "evaluation") == [0, 2, 4, 5]
+    assert threads_of(waiting.run_dir, "evaluate") == ["MainThread"] * 4
+    assert threads_of(ahead.run_dir, "evaluate") == ["MainThread", "evaluate", "evaluate", "MainThread"]
 
 
 def test_a_resumed_run_keeps_its_lead(whole: tuple[Command, tuple[str, ...]]):

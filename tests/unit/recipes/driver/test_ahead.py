@@ -208,7 +208,7 @@ def test_every_engine_failing_while_the_actor_trains_is_an_error(tmp_path: Path,
             session.renew_engines(0)
         return engines.draw(session, step)
 
-    with pytest.raises(RoleError, match="the weights that this batch began with are gone; resume"):
+    with pytest.raises(RoleError, match="the weights that this batch or evaluation began with are gone; resume"):
         walk(session, AheadQueue(session, draw), engines)
 
 

@@ -36,5 +36,5 @@ def test_weights_are_not_published_twice_where_a_publication_or_the_router_follo
 
 
 def test_a_batch_that_is_drawn_ahead_never_gets_other_weights_than_it_began_with():
-    with pytest.raises(RoleError, match=r"the weights that this batch began with are gone; resume the run"):
+    with pytest.raises(RoleError, match=r"the weights that this batch or evaluation began with are gone; resume"):
         calls("hf", thread=threading.Thread())

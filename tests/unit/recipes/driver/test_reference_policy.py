@@ -8,6 +8,7 @@ import pytest
 from rlpack.checkpoint.commit import new_checkpoint
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Config, SFTWarmup
+from rlpack.recipes.driver.exports import store_reference_again
 from rlpack.recipes.driver.reference_policy import (
     Rebuild,
     check_reference,
@@ -102,7 +103,7 @@ def test_a_session_rebuilds_the_reference_from_the_warmups_policy(tmp_path: Path
         export_reference=lambda folder: (actions.append("export"), exports(b"policy")(folder)),
     )
     hashes = store_reference(tmp_path, exports(b"policy"))
-    session.rebuild_reference(Rebuild(tmp_path / "step-4", hashes))
-    session.rebuild_reference(Rebuild(None, hashes))
+    store_reference_again(session, Rebuild(tmp_path / "step-4", hashes))
+    store_reference_again(session, Rebuild(None, hashes))
     assert actions == [str(tmp_path / "step-4" / "actor"), "export", "export"]
     assert len(run_of(session).notes) == 2

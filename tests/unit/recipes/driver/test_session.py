@@ -13,6 +13,7 @@ from rlpack.config.schema import Checkpoint, Evaluation, Trainer
 from rlpack.distributed.worker_group import WorkerGroup
 from rlpack.packing import Batching
 from rlpack.recipes.driver.dynamic_sampling import sample_informative_groups
+from rlpack.recipes.driver.exports import export_models
 from rlpack.recipes.driver.resume import LoadedCheckpoint
 from rlpack.recipes.driver.session import Session
 from rlpack.recipes.driver.step_context import StepContext
@@ -107,7 +108,7 @@ def test_roles_that_the_recipe_trains_and_no_others_are_saved_loaded_and_exporte
     session.restore(LoadedCheckpoint(folder, {}))
     assert calls == [(name, "load", folder / name) for name in trained]
     calls.clear()
-    session.export()
+    export_models(session)
     folders = {"actor": tmp_path / "model", "critic": tmp_path / "critic_model"}
     assert [(name, method) for name, method, _ in calls] == [(name, "export_model") for name in trained]
     assert not any(folder.exists() for _, _, folder in calls)  # renamed when they are complete

@@ -1,0 +1,155 @@
+"""The evaluations of a run: one at a time, in a thread of its own while the next step trains (`trainer.lead`).
+
+    step n + 1                 take ─► begin ─► train ─────► finish ─► publish
+    evaluation after step n    sample, score ──────────────────┘
+
+`rlpack.recipes.driver.ahead` says why an evaluation samples with the weights of its own step. Invariants
+(tests/unit/recipes/driver/test_evaluations.py):
+
+1. an evaluation has ended and is logged before new weights are published, and before the next step is committed;
+2. a checkpoint says whether its step's evaluation has still to be logged; a resumed run then evaluates again, with the
+   weights of the checkpoint;
+3. an evaluation that failed isn't done: it raises in the step that waits for it, and `Session.steps` repeats it.
+"""
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from rlpack.background_call import BackgroundCall
+from rlpack.distributed.errors import RoleError
+from rlpack.distributed.worker_group import WorkerGroup
+from rlpack.recipes.driver.engine_access import EngineAccess
+from rlpack.recipes.driver.engine_restarts import weights_are_gone
+from rlpack.recipes.driver.progress import Phase
+from rlpack.recipes.driver.step_context import StepContext
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S")
+Place = tuple[Phase, int]
+
+# Interval at which a wait for the thread can be interrupted.
+_LOOK_S = 1.0
+
+
+class EnginesOnly(Generic[S]):
+    """An evaluation that calls the engines and the reward role alone, so that the actor may train meanwhile."""
+
+    def __init__(self, evaluate: Callable[[S, StepContext], None]) -> None:
+        """Mark a function of the session and the evaluation's context; use it as a decorator."""
+        self._evaluate = evaluate
+
+    def __call__(self, session: S, step: StepContext) -> None:
+        """Evaluate."""
+        self._evaluate(session, step)
+
+
+def with_seed(groups: Mapping[str, WorkerGroup[Any]], seed: int) -> dict[str, WorkerGroup[Any]]:
+    """Return the groups with a seed of their own, which the next step doesn't change."""
+    copies = {name: copy.copy(group) for name, group in groups.items()}
+    for group in copies.values():
+        group.seed = seed
+    return copies
+
+
+@dataclass
+class _UnderWay:
+    """An evaluation that was begun.
+
+    Attributes:
+        place: phase and step after which it was begun.
+        context: where it records metrics.
+        call: its thread.
+        lost_at: `EngineAccess.epoch` when its last engine failed, if that happened.
+    """
+
+    place: Place
+    context: StepContext
+    call: BackgroundCall[None]
+    lost_at: int | None = None
+
+
+class Evaluations:
+    """The evaluation under way, if any, and the last one that is done.
+
+    Attributes:
+        done: phase and step of the last evaluation that was logged.
+        is_due: whether the checkpoint that the run continues from lacks its step's evaluation.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.done: Place | None = None
+        self.is_due = False
+        self._under_way: _UnderWay | None = None
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether an evaluation was begun and isn't logged."""
+        return self._under_way is not None
+
+    def needs(self, place: Place) -> bool:
+        """Return whether the evaluation after a step is neither done nor under way."""
+        return self.done != place and (self._under_way is None or self._under_way.place != place)
+
+    def begin(self, place: Place, context: StepContext, evaluate: Callable[[], None]) -> None:
+        """Start the evaluation after a step in a thread of its own."""
+        assert self._under_way is None, "an evaluation is begun before the last one was waited for"
+        call = BackgroundCall(partial(self._run, place, context, evaluate), name="evaluate")
+        self._under_way = _UnderWay(place, context, call)
+
+    def wait(self) -> None:
+        """Wait for the end of the evaluation under way, whatever comes of it."""
+        under_way = self._under_way
+        while under_way is not None and not under_way.call.wait(_LOOK_S):
+            pass
+
+    def finish(self, access: EngineAccess) -> StepContext | None:
+        """Wait for the evaluation under way, and return its context to log; None if there is none.
+
+        Raises:
+            RoleError: it failed, or all of its engines did, which can't get the weights that it began with any more.
+            StalenessError: it has tokens of other weights.
+        """
+        under_way = self._under_way
+        if under_way is None:
+            return None
+        try:
+            while not under_way.call.wait(_LOOK_S):
+                if under_way.lost_at == access.epoch:
+                    raise weights_are_gone()
+            under_way.call.outcome()
+        finally:
+            self._under_way = None
+            under_way.context.lease.release()
+        self.done = under_way.place
+        return under_way.context
+
+    def lose_engines(self, access: EngineAccess) -> None:
+        """Note that all engines of the current thread's evaluation failed; do nothing in other threads."""
+        if self._under_way is not None and threading.current_thread() is self._thread:
+            self._under_way.lost_at = access.epoch
+
+    def end(self) -> None:
+        """Give up: the run ends, so an evaluation that is under way loses its roles, which is not worth a warning."""
+        self._has_ended = True
+
+    def _run(self, place: Place, context: StepContext, evaluate: Callable[[], Any]) -> None:
+        """Evaluate; the step that waits raises what this raises, and the log has it at once."""
+        self._thread = threading.current_thread()
+        try:
+            with context.timer("evaluate"):
+                context.lease.run(evaluate)
+        except Exception as error:
+            if isinstance(error, RoleError) and error.step is None:
+                error.phase, error.step = place
+            if not self._has_ended:
+                logger.warning("the evaluation after step %d failed, and the next step will: %s", place[1], error)
+            raise

@@ -1,0 +1,34 @@
+"""The model folders of a run: its trained models at the end, and a damaged reference that is stored again."""
+
+from functools import partial
+
+from rlpack.checkpoint.model_folder import new_model_folder
+from rlpack.observe.run_dir import MODEL
+from rlpack.recipes.driver.reference_policy import Rebuild, rebuild_reference, reference_model
+from rlpack.recipes.driver.session import Session
+from rlpack.worker import Trainable
+
+
+def export_models(session: Session) -> None:
+    """Write each trained role's model as a Hugging Face folder, tokenizer included.
+
+    Raises:
+        CheckpointError: a folder could not be hashed or renamed.
+        RoleError: a rank could not write its files.
+    """
+    for name, group in session.trained.items():
+        # The folders of roles other than the policy have the roles' names.
+        folder = session.run.run_dir / (MODEL if name == "actor" else f"{name}_model")
+        with new_model_folder(folder) as staging:
+            group.run(Trainable.export_model, str(staging))
+            session.tokenizer.save_pretrained(staging)
+        session.run.note(f"{'model' if name == 'actor' else name} written to {folder}")
+
+
+def store_reference_again(session: Session, rebuild: Rebuild) -> None:
+    """Store a damaged reference again; `Session.restore` follows, because this changes the actor's weights."""
+    if rebuild.checkpoint is not None:
+        session.actor.run(Trainable.load, str(rebuild.checkpoint / "actor"))
+    export = partial(session.actor.run, Trainable.export_reference)
+    rebuild_reference(session.run.run_dir, rebuild, export)
+    session.run.note(f"reference rebuilt in {reference_model(session.run.run_dir)}, bit for bit")
