@@ -28,8 +28,8 @@ RENAMED = {
 }
 PREFIXES = {"warm_up/": "sft_warmup/", "evaluation/accuracy_": "evaluation/reward_"}
 PHASES = {"warm_up": "sft_warmup"}
-# Wall-clock figures; what the object store held depends on when objects are freed.
-LEFT_OUT = ("time_s", "time/", "throughput/", "store/")
+# Wall-clock figures, rates and memory; what the object store held depends on when objects are freed.
+LEFT_OUT = ("time_s", "time/", "throughput/", "perf/", "store/")
 
 
 def main() -> int:
