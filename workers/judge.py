@@ -8,19 +8,21 @@ import logging
 from typing import Self
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.config.schema import Config, Judge
-from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, api_key, placeholders
+from rlpack.rewards.judge_client import JudgeClient, JudgeSettings, placeholders
 from rlpack.rewards.reward_result import RewardResult
+from rlpack.rewards.score_requests import RequestSettings, api_key
 from rlpack.rewards.scoring import FailureRate, combine_rewards
 from rlpack.worker import TEXT_COLUMNS, RankContext, Worker, sharded
 from rlpack.workers.reward import reward_columns
 
 logger = logging.getLogger(__name__)
 
-_HINT = "Check the judge's server, or raise judge.timeout_s, judge.retries or judge.max_failures"
+HINT = "Check the server of judge.url, or raise judge.timeout_s, judge.retries or judge.max_failures"
 
 
 class JudgeWorker(Worker):
@@ -30,7 +32,7 @@ class JudgeWorker(Worker):
         super().__init__(context)
         self._settings = settings
         self._weight = weight
-        self._failure_rate = FailureRate(max_failures, "judge.max_failures", _HINT)
+        self._failure_rate = FailureRate(max_failures, "judge.max_failures", HINT)
 
     @classmethod
     def from_settings(cls, context: RankContext, config: Config, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -53,35 +55,57 @@ class JudgeWorker(Worker):
         """
         texts = {name: shard[name] for name in placeholders(self._settings.prompt_template)}
         results, num_retries = asyncio.run(self._call_judge(texts, shard.num_rows))
-        failures = [f"row {row}: {r.problem} ({r.detail})" for row, r in enumerate(results) if r.failed]
-        if failures:
-            logger.warning(
-                "the judge gave no score for %d of %d rows; the first: %s", len(failures), shard.num_rows, failures[0]
-            )
-        self._failure_rate.record(results, failures[0] if failures else "")
-        columns = reward_columns(combine_rewards({"judge": results}, {"judge": self._weight}), by_function=True)
-        del columns["reward_output_bytes"]
-        retries = torch.zeros(shard.num_rows, dtype=torch.int64)
-        retries[:1] = num_retries
-        return shard.keep([]).union({**columns, "reward_retries": retries})
+        columns = score_columns("judge", results, self._weight, num_retries)
+        self._failure_rate.record(results, first_failure("the judge", results))
+        return shard.keep([]).union(columns)
 
     async def _call_judge(self, texts: dict[str, list[str]], num_rows: int) -> tuple[list[RewardResult], int]:
         client = JudgeClient(self._settings, self._failure_rate.allowed(num_rows))
         return await client.score(texts, num_rows), client.num_retries
 
 
-def _settings_of(section: Judge) -> JudgeSettings:
+def score_columns(name: str, results: list[RewardResult], weight: float, num_retries: int) -> dict[str, Tensor]:
+    """Return the columns of a role that calls a server: those of `reward_columns`, and `reward_retries` int64 [B]."""
+    columns = reward_columns(combine_rewards({name: results}, {name: weight}), by_function=True)
+    del columns["reward_output_bytes"]
+    retries = torch.zeros(len(results), dtype=torch.int64)
+    retries[:1] = num_retries
+    return {**columns, "reward_retries": retries}
+
+
+def first_failure(scorer: str, results: list[RewardResult]) -> str:
+    """Log how many rows have no score, and return the first failure; "" if there is none."""
+    failures = [f"row {row}: {result.problem} ({result.detail})" for row, result in enumerate(results) if result.failed]
+    if not failures:
+        return ""
+    counts = (len(failures), len(results))
+    logger.warning("%s gave no score for %d of %d rows; the first: %s", scorer, *counts, failures[0])
+    return failures[0]
+
+
+def request_settings(section: Judge) -> RequestSettings:
+    """Return how the server of the `judge` section is called.
+
+    Raises:
+        RewardError: the environment variable of the API key isn't set.
+    """
     assert section.url is not None
     assert section.model is not None
-    return JudgeSettings(
+    return RequestSettings(
         url=section.url,
         model=section.model,
         api_key=api_key(section.api_key_env),
-        prompt_template=section.prompt_template,
-        max_score=section.max_score,
-        max_tokens=section.max_tokens,
         concurrency=section.concurrency,
         timeout_s=section.timeout_s,
         retries=section.retries,
         backoff_s=section.backoff_s,
+    )
+
+
+def _settings_of(section: Judge) -> JudgeSettings:
+    return JudgeSettings(
+        **vars(request_settings(section)),
+        prompt_template=section.prompt_template,
+        max_score=section.max_score,
+        max_tokens=section.max_tokens,
     )

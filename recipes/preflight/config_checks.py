@@ -4,7 +4,7 @@ Each check builds or calls what a rank would build or call, so that the error is
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -17,7 +17,7 @@ from rlpack.algorithms.registry import find_advantage
 from rlpack.config.evaluation_sets import naming, set_configs
 from rlpack.config.layout_sizes import cp_for_budget
 from rlpack.config.recipes import recipe_of
-from rlpack.config.reward_rules import JUDGE
+from rlpack.config.reward_rules import CALLS_SERVER, JUDGE
 from rlpack.config.roles import forward_batching, role_batching, started_roles
 from rlpack.config.schema import Config, Model, builtin_roles
 from rlpack.data.examples import check_demonstration_length, overlong_demonstration_error
@@ -41,8 +41,9 @@ from rlpack.recipes.preflight.architecture_checks import (
 from rlpack.recipes.preflight.resource_checks import check_resources
 from rlpack.recipes.preflight.role_checks import check_role
 from rlpack.rewards.errors import RewardError
-from rlpack.rewards.judge_client import api_key, check_prompt_template
+from rlpack.rewards.judge_client import check_prompt_template
 from rlpack.rewards.pool.sandbox import why_not_strict
+from rlpack.rewards.score_requests import api_key
 from rlpack.startup.dataset_checks import check_enough_rows, check_reward_columns, check_stop_ids
 from rlpack.startup.function_sources import advantage_columns, judges_advantage
 from rlpack.user_code import describe_exception
@@ -90,8 +91,7 @@ def check_before_start(
     _check_weight_patterns(config, model, tokenizer)
     for name in names:
         check_role(name, config.roles[name], is_own=name in spec.own_roles, is_trained=name in spec.trains)
-    if any(config.roles[name].target == JUDGE for name in names):
-        _check_judge(config, prompts, held_out)
+    _check_judge(config, names, prompts, held_out)
     if "reward" in names:
         _check_reward(config, prompts, held_out)
     if "reward_model" in names:
@@ -116,8 +116,7 @@ def _check_sets(
         of_set = set_configs(config)[name]
         names = started_roles(of_set)
         with naming(name):
-            if any(of_set.roles[role].target == JUDGE for role in names):
-                _check_judge(of_set, prompts)
+            _check_judge(of_set, names, prompts)
             if "reward" in names:
                 _check_reward(of_set, prompts)
             if recipe_of(of_set).needs_demonstrations:
@@ -216,11 +215,12 @@ def _check_reward(config: Config, *splits: Prompts) -> None:
         )
 
 
-def _check_judge(config: Config, *splits: Prompts) -> None:
-    """Raise unless the columns of the judge's prompt_template exist, and its API key is set."""
-    for split in splits:
+def _check_judge(config: Config, roles: Sequence[str], *splits: Prompts) -> None:
+    """Raise unless the columns of the judge's prompt_template exist, and the API key of its server is set."""
+    targets = {config.roles[role].target for role in roles}
+    for split in splits if JUDGE in targets else ():
         check_prompt_template(config.judge.prompt_template, ("uid", "answer", *split.column_names))
-    if config.placement.address is None:  # ranks on another machine check its environment
+    if targets & set(CALLS_SERVER) and config.placement.address is None:  # ranks elsewhere check their environment
         api_key(config.judge.api_key_env)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rlpack.batch.batch import BatchedDataDict
-from rlpack.config.reward_rules import JUDGE
+from rlpack.config.reward_rules import CALLS_SERVER
 from rlpack.config.schema import Config
 from rlpack.distributed.errors import RoleError
 from rlpack.recipes.driver.reward_stages import PendingRewards, RowRewards
@@ -67,7 +67,7 @@ def _as_rollouts(session: Session) -> BatchedDataDict:
 
 def _refuse_failures(config: Config, role: str, result: RowRewards) -> None:
     """Raise if a role failed on every row, which means that something it calls is broken."""
-    section = config.judge if config.roles[role].target == JUDGE else config.reward
+    section = config.judge if config.roles[role].target in CALLS_SERVER else config.reward
     failed = {name: count for name in _FAILURES if (count := result.counts.get(name, 0.0))}
     if sum(failed.values()) < result.valid.numel() or section.max_failures >= 1:
         return

@@ -15,7 +15,7 @@ from rlpack.config import evaluation_sets
 from rlpack.config.allowed_packages import why_not_allowed
 from rlpack.config.errors import ConfigError
 from rlpack.config.recipes import recipe_of
-from rlpack.config.reward_rules import JUDGE
+from rlpack.config.reward_rules import CALLS_SERVER
 from rlpack.config.roles import gpus_per_rank, optimizers, started_roles
 from rlpack.config.schema import Config
 from rlpack.distributed.jobs.secrets import missing_secrets
@@ -87,12 +87,12 @@ def _run_dir(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _judge(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem if a judge that runs here lacks its API key."""
-    is_used = any(config.roles[name].target == JUDGE for name in started_roles(config))
+    """Yield a problem if a role that calls the server of `judge` here lacks its API key."""
+    is_used = any(config.roles[name].target in CALLS_SERVER for name in started_roles(config))
     variable = config.judge.api_key_env
     if not is_used or variable is None or config.placement.address is not None or variable in config.job.secret_names:
         return
-    from rlpack.rewards.judge_client import api_key
+    from rlpack.rewards.score_requests import api_key
 
     try:
         api_key(variable, environment)

@@ -14,16 +14,21 @@ from typing import Any
 
 import httpx
 import torch
+from transformers import PreTrainedConfig
 
 from rlpack.cli.error_text import print_error
-from rlpack.cli.serve_output import TOKEN_VARIABLE, as_command, judge_overrides, lines_to_paste
+from rlpack.cli.serve_output import TOKEN_VARIABLE, as_command, judge_overrides, lines_to_paste, reward_model_overrides
 from rlpack.cli.serve_request import ServeRequest
 from rlpack.config.errors import to_config_error
 from rlpack.config.schema import Model
 from rlpack.data.tokenization import holds_character_tokenizer
 from rlpack.models.loading import load_config
+from rlpack.rewards.errors import RewardError
+from rlpack.rewards.reward_model_client import classify_url, read_score
+from rlpack.rewards.score_requests import AttemptFailedError
 from rlpack.rollout.errors import EngineError
 from rlpack.rollout.vllm import require_token
+from rlpack.rollout.vllm.classifier_arguments import is_classifier, pad_token
 from rlpack.rollout.vllm.process_variables import DEFAULT_VARIABLES, process_variables
 from rlpack.rollout.vllm.server_arguments import command_line, server_arguments
 from rlpack.rollout.vllm.server_process import base_url, started_server
@@ -45,7 +50,7 @@ def serve_model(request: ServeRequest) -> int:
         KeyboardInterrupt: a signal came before the server was ready.
     """
     with _private_folder() as folder:
-        arguments = _arguments(request, folder)
+        config, arguments = _arguments(request, folder)
         token = request.token or _written_token(folder)
         log = folder / _LOG
         print(f"rlpack serve: starting vLLM for {request.model.path}; its output is in {log}", file=sys.stderr)
@@ -54,7 +59,7 @@ def serve_model(request: ServeRequest) -> int:
             with started_server(command_line(arguments), _environment(request, arguments, token), log) as server:
                 port = server.wait_until_ready(request.options.host, request.options.port, request.start_timeout_s)
                 is_ready = True
-                _print_usage(request, port, token, folder, time.monotonic() - begin)
+                _print_usage(request, config, port, token, folder, time.monotonic() - begin)
                 server.wait_for_end()
         except EngineError as error:
             _keep_log_alone(folder)
@@ -67,8 +72,8 @@ def serve_model(request: ServeRequest) -> int:
     return 0
 
 
-def _arguments(request: ServeRequest, folder: Path) -> dict[str, Any]:
-    """Return the arguments of vLLM's server."""
+def _arguments(request: ServeRequest, folder: Path) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """Return the model's config and the arguments of vLLM's server."""
     model, given = request.model, request.options.vllm
     trusts = given.get("trust_remote_code") is True
     section = Model(path=model.path, revision=given.get("revision"), trust_remote_code=trusts)
@@ -79,7 +84,7 @@ def _arguments(request: ServeRequest, folder: Path) -> dict[str, Any]:
         raise to_config_error(str(error)) from error
     if model.folder is not None and "tokenizer" not in given and holds_character_tokenizer(model.folder):
         arguments["tokenizer"] = str(_tokenizer_alone(model.folder, folder / _TOKENIZER))
-    return arguments
+    return config, arguments
 
 
 def _tokenizer_alone(model: Path, target: Path) -> Path:
@@ -112,26 +117,50 @@ def _written_token(folder: Path) -> str:
     return token
 
 
-def _print_usage(request: ServeRequest, port: int, token: str, folder: Path, seconds: float) -> None:
-    """Print how clients and a run's judge reach the server, and whether it answers chats."""
+def _print_usage(
+    request: ServeRequest, config: PreTrainedConfig, port: int, token: str, folder: Path, seconds: float
+) -> None:
+    """Print how clients and a run reach the server, after a first answer."""
     local = f"{base_url(request.options.host, port)}/v1"
     with httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=_ANSWER_S, trust_env=False) as client:
         served = _models(client, local)
         name, max_length = str(served["id"]), int(served["max_model_len"])
-        why_no_chat = _why_no_chat(client, local, name)
+        if is_classifier(config):
+            _check_scores(client, local, name)
+        why_no_chat = "" if is_classifier(config) else _why_no_chat(client, local, name)
     url = _public_url(request.options.host, port)
     print(f"{name} is ready after {seconds:.0f} s; prompt and response have up to {max_length} tokens together")
     token_file = str(folder / _TOKEN) if request.token is None else None
     print(*lines_to_paste(url, token_file), sep="\n")
-    if why_no_chat:
+    token_env = request.token_env or TOKEN_VARIABLE
+    if is_classifier(config):
+        overrides = reward_model_overrides(url, name, token_env, pad_token(config))
+        print(f"as a reward model, in a shell with these variables:\n{as_command(overrides)}")
+    elif why_no_chat:
         print(
             f"chats don't work, and so no judge; completions do. vLLM says: {why_no_chat} Set "
             "vllm.chat_template=<file or text>"
         )
     else:
-        overrides = judge_overrides(url, name, request.token_env or TOKEN_VARIABLE, max_length)
+        overrides = judge_overrides(url, name, token_env, max_length)
         print(f"as a judge, in a shell with these variables:\n{as_command(overrides)}")
     print("Ctrl-C ends the server", flush=True)
+
+
+def _check_scores(client: httpx.Client, url: str, name: str) -> None:
+    """Check that the server scores a row of tokens.
+
+    Raises:
+        EngineError: it doesn't give one finite number.
+    """
+    address = classify_url(url)
+    try:
+        answer = client.post(address, json={"model": name, "input": [[0]], "use_activation": False})
+        result = read_score(answer.raise_for_status().text, address)
+    except (httpx.HTTPError, AttemptFailedError, RewardError) as error:
+        raise EngineError(f"vLLM's server started, and doesn't score a row: {error}") from error
+    if result.problem:
+        raise EngineError(f"vLLM's server started, and doesn't score a row: {result.detail}")
 
 
 def _models(client: httpx.Client, url: str) -> dict[str, Any]:

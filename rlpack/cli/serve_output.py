@@ -1,9 +1,9 @@
-"""What `rlpack serve` prints: how to reach the server, and how to make it a run's judge."""
+"""What `rlpack serve` prints: how to reach the server, and how to make it score a run."""
 
 import shlex
 
 from rlpack.cli.hydra_text import hydra_text
-from rlpack.config.reward_rules import JUDGE
+from rlpack.config.reward_rules import JUDGE, SERVED_REWARD_MODEL
 from rlpack.config.schema import Judge
 
 # What OpenAI's client and most others read.
@@ -43,6 +43,28 @@ def judge_overrides(url: str, model: str, api_key_env: str, max_length: int) -> 
     ]
     half = max(1, max_length // 2)
     return [*overrides, f"judge.max_tokens={half}"] if half < Judge().max_tokens else overrides
+
+
+def reward_model_overrides(url: str, model: str, api_key_env: str, pad_token_id: int | None) -> list[str]:
+    """Return the overrides of `rlpack train` that make a server's reward model score a run.
+
+    >>> reward_model_overrides("http://127.0.0.1:80/v1", "m", "KEY", 0)[1:3]
+    ['roles.judge.arguments.pad_token_id=0', 'judge.url=http://127.0.0.1:80/v1']
+
+    Args:
+        url: base URL.
+        model: its name on the server.
+        api_key_env: environment variable with the token.
+        pad_token_id: the padding token of the model.
+    """
+    padding = [] if pad_token_id is None else [f"roles.judge.arguments.pad_token_id={pad_token_id}"]
+    return [
+        f"roles.judge.target={SERVED_REWARD_MODEL}",
+        *padding,
+        f"judge.url={url}",
+        f"judge.model={hydra_text(model)}",
+        f"judge.api_key_env={api_key_env}",
+    ]
 
 
 def as_command(overrides: list[str]) -> str:

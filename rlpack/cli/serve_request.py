@@ -24,6 +24,7 @@ _EPILOG = """\
 examples:
   rlpack serve runs/mine                                   the model that a run has exported
   rlpack serve Qwen/Qwen3-0.6B --max-length 4096           a model of the Hub
+  rlpack serve path/to/reward_model                        a sequence classifier with one label
   rlpack serve path/to/model vllm.chat_template=chat.jinja
 
 vllm.<argument>=value passes any other argument of vLLM's engine or server, by vLLM's name. Every request needs the

@@ -7,6 +7,9 @@ from rlpack.config.roles import is_builtin, started_roles
 from rlpack.config.schema import Config, Reward
 
 JUDGE = "rlpack.workers.judge:JudgeWorker"
+SERVED_REWARD_MODEL = "rlpack.workers.served_reward_model:ServedRewardModelWorker"
+# Roles that call the server of the section `judge`.
+CALLS_SERVER = (JUDGE, SERVED_REWARD_MODEL)
 _COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _UNIT_TESTS = "rlpack.rewards.code_execution:unit_tests"
 # Columns reward_<name> that scoring roles use for counters.
@@ -40,7 +43,7 @@ def deadline_problems(config: Config) -> Iterator[str]:
         deadlines = {key: value for key, value in named.items() if value is not None}
         deadlines["reward.timeout_s"] = config.reward.timeout_s
         deadlines["reward.batch_timeout_s"] = config.reward.batch_timeout_s
-    if any(config.roles[name].target == JUDGE for name in roles):
+    if any(config.roles[name].target in CALLS_SERVER for name in roles):
         deadlines["judge.timeout_s"] = config.judge.timeout_s
     for key, value in deadlines.items():
         if value >= limit:
@@ -51,17 +54,24 @@ def deadline_problems(config: Config) -> Iterator[str]:
 
 
 def judge_problems(config: Config) -> Iterator[str]:
-    """Yield problems across `judge` and the roles that call it."""
+    """Yield problems across `judge` and the roles that call its server."""
     judge = config.judge
-    judges = [name for name, role in config.roles.items() if role.target == JUDGE]
-    if judges and (len(judges) > 1 or "judge" in config.reward.functions):
-        others = [*judges[1:], *(["reward.functions.judge"] if "judge" in config.reward.functions else [])]
-        yield f"the role {judges[0]} and {', '.join(others)} would both add the column reward_judge; remove one of them"
-    if judges and (judge.url is None or judge.model is None):
+    callers = [name for name, role in config.roles.items() if role.target in CALLS_SERVER]
+    if len(callers) > 1:
+        yield f"the roles {', '.join(callers)} would all call the server of judge.url; keep one of them"
+    for name in callers:
+        column = "judge" if config.roles[name].target == JUDGE else "served_model"
+        if column in config.reward.functions:
+            other = f"reward.functions.{column}"
+            yield f"the role {name} and {other} would both add the column reward_{column}; remove one of them"
+    if callers and (judge.url is None or judge.model is None):
         missing = "judge.url" if judge.url is None else "judge.model"
-        yield f"{missing} is null, but the role {judges[0]} needs it; set judge.url and judge.model"
+        yield f"{missing} is null, but the role {callers[0]} needs it; set judge.url and judge.model"
     if judge.url is not None and all(is_builtin(name) for name in config.roles):
-        yield f"judge.url is {judge.url!r}, but no role uses it; add roles.judge.target={JUDGE}"
+        yield (
+            f"judge.url is {judge.url!r}, but no role uses it; add roles.judge.target={JUDGE}, or, for a reward model, "
+            f"roles.judge.target={SERVED_REWARD_MODEL}"
+        )
     if judge.url is not None and not judge.url.startswith(("http://", "https://")):
         yield f"judge.url is {judge.url!r}; it has to start with http:// or https://"
     if judge.url is not None and "@" in judge.url.partition("://")[2].partition("/")[0]:

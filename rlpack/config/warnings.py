@@ -4,8 +4,9 @@ import os
 from collections.abc import Collection, Iterator
 
 from rlpack.config.recipes import recipe_of, recipe_texts
+from rlpack.config.reward_rules import SERVED_REWARD_MODEL
 from rlpack.config.roles import WITH_LAYOUTS, gpus_per_rank, pool_of, role_compute, role_parallel, started_roles
-from rlpack.config.schema import Algorithm, Config
+from rlpack.config.schema import Algorithm, Config, Judge
 from rlpack.config.sections.parallelism import Parallel
 from rlpack.config.sections.value_models import Critic, RewardModel
 
@@ -78,6 +79,10 @@ def _unread_sections(config: Config) -> Iterator[str]:
         yield "critic.* is set but unused without a recipe that starts the critic, such as recipe=ppo"
     if "reward_model" not in roles and config.reward_model != RewardModel():
         yield "reward_model.* is set but unused without reward_model.path"
+    if any(config.roles[role].target == SERVED_REWARD_MODEL for role in roles):
+        for name in ("prompt_template", "max_score", "max_tokens"):
+            if getattr(config.judge, name) != getattr(Judge(), name):
+                yield f"judge.{name} is set but unused: a reward model reads tokens, and its scores have no maximum"
 
 
 def _unread_keys(config: Config) -> Iterator[str]:

@@ -43,7 +43,7 @@ METRICS: dict[str, Metric] = {
         "rows", "Rows for which a reward function returned something other than a number; quarantined."
     ),
     "reward/output_bytes": Metric("bytes", "Output of reward functions to standard output and error."),
-    "reward/retries": Metric("1", "Requests to a judge beyond the first of each row."),
+    "reward/retries": Metric("1", "Requests to a judge or a served reward model beyond the first of each row."),
     "reward/functions/<name>": Metric(
         "1", "Mean unweighted reward of one of reward.functions, or of a role's column reward_<name>."
     ),

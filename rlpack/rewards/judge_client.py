@@ -1,107 +1,51 @@
 """Score responses with a language model behind an OpenAI-compatible URL.
 
-The judge's answers are untrusted, like a policy's: an answer without a score in range is a counted failure. Each
-request has one deadline for the whole exchange. Failed requests are retried a bounded number of times, and retries are
-counted.
+The judge's answers are untrusted, like a policy's: an answer without a score in range is a counted failure.
 """
 
-import asyncio
 import json
-import os
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import httpx
 
 from rlpack.data.examples import conversation
 from rlpack.rewards.errors import RewardError
-from rlpack.rewards.pool.processes import printable
-from rlpack.rewards.reward_result import SKIPPED, Problem, RewardResult
+from rlpack.rewards.reward_result import RewardResult
+from rlpack.rewards.score_requests import AttemptFailedError, RequestSettings, ScoreRequests, excerpt
 
 _SCORE = re.compile(r"score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)(?![eE\d])", re.IGNORECASE)
-_MAX_ANSWER_BYTES = 4 << 20
-# Status codes that no retry can change.
-_PERMANENT_ERRORS = {400, 401, 403, 404, 405, 422}
-_EXCERPT_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class JudgeSettings:
-    """How the judge is called.
+class JudgeSettings(RequestSettings):
+    """How the judge is called, at `url` without `/chat/completions`.
 
     Attributes:
-        url: base URL, without `/chat/completions`.
-        model: name of the model on that server.
-        api_key: sent as a bearer token; None sends none.
         prompt_template: the user message, with `{prompt}`, `{completion}` and `{column}` placeholders.
         max_score: scores range from 0 to this.
         max_tokens: length limit of an answer.
-        concurrency: number of simultaneous requests.
-        timeout_s: deadline of a request.
-        retries: attempts after the first failed one.
-        backoff_s: pause before the first retry; it doubles with each retry.
     """
 
-    url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
     prompt_template: str = "{prompt}{completion}"
     max_score: float = 10.0
     max_tokens: int = 512
-    concurrency: int = 16
-    timeout_s: float = 60.0
-    retries: int = 2
-    backoff_s: float = 1.0
-
-
-def api_key(variable: str | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the judge's API key from its environment variable, None if it needs none.
-
-    Args:
-        variable: `judge.api_key_env`.
-        environment: the variables and their values.
-
-    Raises:
-        RewardError: the variable isn't set.
-    """
-    if variable is None:
-        return None
-    key = environment.get(variable)
-    if not key:
-        raise RewardError(
-            f"judge.api_key_env is {variable!r}, and that environment variable isn't set; set it where the ranks run, "
-            "or set judge.api_key_env=null"
-        )
-    return key
-
-
-class _AttemptFailed(Exception):  # noqa: N818 - never leaves this file
-    """A request that gave no answer."""
-
-    def __init__(self, problem: Problem, detail: str) -> None:
-        super().__init__(detail)
-        self.problem: Problem = problem
 
 
 class JudgeClient:
-    """Client that scores one batch.
-
-    Attributes:
-        num_retries: number of requests so far, not counting the first of each row.
-    """
+    """Client that scores one batch."""
 
     def __init__(self, settings: JudgeSettings, max_failed_rows: float = float("inf")) -> None:
-        """Allow `max_failed_rows` failed rows.
-
-        After one more, the remaining rows are skipped and count as failed.
-        """
-        self.num_retries = 0
+        """Allow `max_failed_rows` failed rows, as `ScoreRequests` does."""
         self._settings = settings
-        self._failures_left = max_failed_rows
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
+        self._requests = ScoreRequests(settings, self._url, self._read_score, max_failed_rows)
+
+    @property
+    def num_retries(self) -> int:
+        """Number of requests so far, not counting the first of each row."""
+        return self._requests.num_retries
 
     async def score(self, columns: Mapping[str, Sequence[Any]], num_rows: int) -> list[RewardResult]:
         """Return the result of every row, rewards from 0 to 1.
@@ -110,72 +54,25 @@ class JudgeClient:
             RewardError: the server rejects the request permanently, for a wrong key, model or address.
         """
         names = placeholders(self._settings.prompt_template)
-        headers = {} if self._settings.api_key is None else {"Authorization": f"Bearer {self._settings.api_key}"}
-        limits = httpx.Limits(max_connections=self._settings.concurrency)
-        async with httpx.AsyncClient(headers=headers, limits=limits, timeout=self._settings.timeout_s) as client:
-            rows = [{name: _as_text(name, columns[name][row]) for name in names} for row in range(num_rows)]
-            tasks = [asyncio.create_task(self._score_row(client, row)) for row in rows]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+        rows = [{name: _as_text(name, columns[name][row]) for name in names} for row in range(num_rows)]
+        return await self._requests.score([self._body(texts) for texts in rows])
 
-    async def _score_row(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> RewardResult:
-        async with self._slots:
-            if self._failures_left < 0:
-                return RewardResult(problem="error", detail=f"skipped {SKIPPED}")
-            result = await self._score_with_retries(client, texts)
-            self._failures_left -= result.failed
-            return result
-
-    async def _score_with_retries(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> RewardResult:
-        """Send up to 1 + `retries` requests; an answer without a score is final."""
-        failure = _AttemptFailed("error", "")
-        for attempt in range(1 + self._settings.retries):
-            if attempt:
-                self.num_retries += 1
-                await asyncio.sleep(self._settings.backoff_s * 2 ** (attempt - 1))
-            try:
-                return self._result_of(await self._request_answer(client, texts))
-            except _AttemptFailed as error:
-                failure = error
-        return RewardResult(problem=failure.problem, detail=str(failure))
-
-    def _result_of(self, answer: str) -> RewardResult:
-        max_score = self._settings.max_score
-        score = parse_score(answer, max_score)
-        if score is None:
-            return RewardResult(problem="invalid", detail=f"no score from 0 to {max_score:g} in {_excerpt(answer)!r}")
-        return RewardResult(score / max_score)
-
-    async def _request_answer(self, client: httpx.AsyncClient, texts: Mapping[str, str]) -> str:
-        """Return the text of the judge's answer.
-
-        Raises:
-            _AttemptFailed: there is none; a retry may succeed.
-            RewardError: the server rejects the request permanently.
-        """
+    def _body(self, texts: Mapping[str, str]) -> dict[str, Any]:
         settings = self._settings
-        request = {
+        return {
             "model": settings.model,
             "messages": [{"role": "user", "content": settings.prompt_template.format_map(texts)}],
             "max_tokens": settings.max_tokens,
             "temperature": 0.0,
         }
-        url = f"{settings.url.rstrip('/')}/chat/completions"
-        try:
-            async with (
-                asyncio.timeout(settings.timeout_s),  # httpx restarts its own timeout with every byte
-                client.stream("POST", url, json=request) as response,
-            ):
-                body = await _read_body(response)
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise _AttemptFailed("timeout", f"{url} did not answer within {settings.timeout_s:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _AttemptFailed("error", f"{url}: {type(error).__name__}: {error}") from error
-        _check_status(response, body, url)
-        return _message_content(body, url)
+
+    def _read_score(self, body: str) -> RewardResult:
+        """Return the score in an answer; one without a score is final."""
+        answer, max_score = _message_content(body, self._url), self._settings.max_score
+        score = parse_score(answer, max_score)
+        if score is None:
+            return RewardResult(problem="invalid", detail=f"no score from 0 to {max_score:g} in {excerpt(answer)!r}")
+        return RewardResult(score / max_score)
 
 
 def _as_text(name: str, value: Any) -> str:
@@ -230,24 +127,6 @@ def parse_score(answer: str, max_score: float) -> float | None:
     return score if 0.0 <= score <= max_score else None
 
 
-async def _read_body(response: httpx.Response) -> str:
-    """Return the body of a response, up to a size limit."""
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > _MAX_ANSWER_BYTES:
-            raise _AttemptFailed("error", f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
-    return body.decode(errors="replace")
-
-
-def _check_status(response: httpx.Response, body: str, url: str) -> None:
-    text = f"{url} answered {response.status_code} {response.reason_phrase}: {_excerpt(body)}"
-    if response.status_code in _PERMANENT_ERRORS:
-        raise RewardError(f"{text}; check judge.url, judge.model and judge.api_key_env")
-    if response.status_code != httpx.codes.OK:
-        raise _AttemptFailed("error", text)
-
-
 def _message_content(body: str, url: str) -> str:
     try:
         match json.loads(body):
@@ -255,8 +134,4 @@ def _message_content(body: str, url: str) -> str:
                 return content
     except (ValueError, RecursionError):
         pass
-    raise _AttemptFailed("error", f"{url} answered with no chat completion: {_excerpt(body)!r}")
-
-
-def _excerpt(text: str) -> str:
-    return printable(text[:_EXCERPT_CHARACTERS])
+    raise AttemptFailedError("error", f"{url} answered with no chat completion: {excerpt(body)!r}")

@@ -1,4 +1,4 @@
-"""Sections of rewards: functions, and a judge model."""
+"""Sections of rewards: functions, and a served model."""
 
 from typing import Annotated, Any, Literal
 
@@ -60,7 +60,11 @@ class Reward(Section):
 
 
 class Judge(Section):
-    """A language model that scores responses, behind an OpenAI-compatible URL (rlpack.workers.judge:JudgeWorker)."""
+    """A language model that scores responses, behind an OpenAI-compatible URL (rlpack.workers.judge:JudgeWorker).
+
+    A reward model behind vLLM's `/classify` has the same keys but `prompt_template`, `max_score` and `max_tokens`
+    (rlpack.workers.served_reward_model:ServedRewardModelWorker).
+    """
 
     url: str | None = Field(default=None, description="Base URL, such as http://localhost:8000/v1.")
     model: str | None = Field(default=None, description="The model's name at the URL.")

@@ -20,6 +20,7 @@ from rlpack.rollout.vllm.arguments import (
     least_cache_bytes,
     shape_problem,
 )
+from rlpack.rollout.vllm.classifier_arguments import classifier_arguments, is_classifier
 from rlpack.rollout.vllm.server_options import ServerOptions
 
 # Of models whose config doesn't say how long a text they take.
@@ -47,10 +48,11 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
     except ModelError as error:
         raise EngineError(
             f"{model!r} is a {config.model_type} model without attention heads; rlpack serve runs causal language "
-            "models with attention"
+            "models and reward models with attention"
         ) from error
     if problem := shape_problem(shape, on_gpu=options.on_gpu, way_out="serve it on a GPU"):
         raise EngineError(problem)
+    of_model = classifier_arguments(config, model=model) if is_classifier(config) else {}
     gpus = int(options.vllm.get("tensor_parallel_size", 1)) if options.on_gpu else 0
     capacity = _capacity(config, shape, options, gpus)
     own = {
@@ -61,7 +63,16 @@ def server_arguments(config: PreTrainedConfig, options: ServerOptions, *, model:
         "uvicorn_log_level": "warning",
         "disable_uvicorn_access_log": True,
     }
-    return base_arguments(shape, capacity, model=model) | own | dict(options.vllm)
+    return base_arguments(shape, capacity, model=model) | of_model | own | _merged(of_model, options.vllm)
+
+
+def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a user's arguments, with the entries of our own in those that are mappings."""
+    parts = {name: value for name, value in own.items() if isinstance(value, Mapping)}
+    return {
+        name: {**parts[name], **value} if name in parts and isinstance(value, Mapping) else value
+        for name, value in given.items()
+    }
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
