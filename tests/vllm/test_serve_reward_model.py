@@ -30,6 +30,7 @@ TOKENIZER = character_tokenizer(ALPHABET)
 PAD = TOKENIZER.eos_token_id  # where the end of sequence also pads, a finished row is scored at the token before it
 LONGEST = 1024  # of `served`
 TOLERANCE = 1e-4
+FAMILIES = os.environ.get("RLPACK_REWARD_MODELS", "qwen2,gemma3_text").split(",")
 
 
 class Scorer(NamedTuple):
@@ -70,7 +71,7 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["qwen2", "gemma3_text"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
     model = classifier(request.param)
     with served(saved(model, tmp_path_factory.mktemp("served") / "scorer")) as running:

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 
 from rlpack.cli import serve_request as module
 from rlpack.cli.main import main
-from rlpack.cli.serve_output import judge_overrides, lines_to_paste
+from rlpack.cli.serve_output import judge_overrides, lines_to_paste, reward_model_overrides
 from rlpack.cli.serve_request import OPTIONS, parser, serve_request
 from rlpack.config.compose import compose
 from rlpack.config.errors import ConfigError
+from rlpack.config.warnings import config_warnings
 from rlpack.rollout.vllm.server_options import ServerOptions
 
 TOKEN = "0123456789abcdef"
@@ -164,6 +165,18 @@ def test_the_printed_overrides_make_a_config_with_this_judge(name):
     assert config.roles["judge"].target == "rlpack.workers.judge:JudgeWorker"
     assert (config.judge.url, config.judge.model, config.judge.api_key_env) == ("http://127.0.0.1:81/v1", name, "KEY")
     assert config.judge.max_tokens == 512
+
+
+@pytest.mark.parametrize("padding", [None, 0, 151643])
+def test_the_printed_overrides_make_a_config_with_this_reward_model(padding):
+    overrides = shlex.split(shlex.join(reward_model_overrides("http://127.0.0.1:81/v1", "a b", "KEY", padding)))
+    config = compose(overrides)
+    assert config.roles["judge"].target == "rlpack.workers.served_reward_model:ServedRewardModelWorker"
+    assert config.roles["judge"].arguments == ({} if padding is None else {"pad_token_id": padding})
+    assert (config.judge.url, config.judge.model, config.judge.api_key_env) == ("http://127.0.0.1:81/v1", "a b", "KEY")
+    assert config_warnings(config, ()) == config_warnings(compose([]), ())
+    unused = config_warnings(compose([*overrides, "judge.max_score=5"]))
+    assert any("judge.max_score is set but unused: a reward model" in warning for warning in unused)
 
 
 @pytest.mark.parametrize(("max_length", "most"), [(1024, 512), (1000, 500), (64, 32), (1, 1)])

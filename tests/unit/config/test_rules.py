@@ -11,6 +11,7 @@ from rlpack.config.warnings import config_warnings
 
 VALID = {"model": {"config": {"model_type": "qwen2"}}}
 PPO, SFT = {"target": "rlpack.recipes.ppo"}, {"target": "rlpack.recipes.sft"}
+SERVED = "rlpack.workers.served_reward_model:ServedRewardModelWorker"
 
 
 def broken(**sections):
@@ -186,6 +187,30 @@ def test_the_way_out_of_a_small_budget_is_the_key_that_is_read():
             },
             "judge.timeout_s (3600) is not below placement.call_timeout_s (1800)",
         ),
+        (
+            {
+                "roles": {"judge": {"target": SERVED}},
+                "judge": {"url": "http://a/v1", "model": "m", "timeout_s": 3600.0},
+            },
+            "judge.timeout_s (3600) is not below placement.call_timeout_s (1800)",
+        ),
+        ({"roles": {"scorer": {"target": SERVED}}}, "judge.url is null, but the role scorer needs it"),
+        (
+            {
+                "roles": {"judge": {"target": "rlpack.workers.judge:JudgeWorker"}, "scorer": {"target": SERVED}},
+                "judge": {"url": "http://a/v1", "model": "m"},
+            },
+            "the roles judge, scorer would all call the server of judge.url; keep one of them",
+        ),
+        (
+            {
+                "roles": {"scorer": {"target": SERVED}},
+                "judge": {"url": "http://a/v1", "model": "m"},
+                "reward": {"functions": {"served_model": {"function": "a:b"}}},
+            },
+            "the role scorer and reward.functions.served_model would both add the column reward_served_model",
+        ),
+        ({"judge": {"url": "http://a/v1"}}, f"or, for a reward model, roles.judge.target={SERVED}"),
         ({"judge": {"url": "http://a/v1"}}, "no role uses it; add roles.judge.target=rlpack.workers.judge:JudgeWorker"),
         ({"judge": {"url": "a/v1"}}, "judge.url is 'a/v1'; it has to start with http:// or https://"),
         ({"judge": {"url": "http://me:secret@a/v1"}}, "judge.url contains a user or a password"),

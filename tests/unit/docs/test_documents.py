@@ -86,7 +86,7 @@ def test_every_evaluate_command_has_overrides_that_compose(arguments):
 @pytest.mark.parametrize("arguments", SERVE, ids=" ".join)
 def test_every_serve_command_parses(arguments):
     parsed, words = serve_parser().parse_known_args(arguments)
-    assert parsed.model in ("runs/mine", "Qwen/Qwen3-0.6B")
+    assert parsed.model in ("runs/mine", "Qwen/Qwen3-0.6B", "path/to/reward_model")
     assert len(vllm_arguments(words)) == len(words)
 
 

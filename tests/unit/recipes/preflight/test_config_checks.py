@@ -221,6 +221,14 @@ def test_a_judge_that_could_not_be_called_is_refused(judge: Judge, message: str)
         check(roles=roles, judge=judge.model_copy(update=place))
 
 
+def test_a_served_reward_model_needs_its_key_and_reads_no_prompt_template():
+    roles = {**builtin_roles(), "scorer": Role(target="rlpack.workers.served_reward_model:ServedRewardModelWorker")}
+    judge = Judge(url="http://localhost/v1", model="any", prompt_template="{level}")
+    check(roles=roles, judge=judge)
+    with pytest.raises(RewardError, match=r"judge\.api_key_env is 'NO_SUCH_KEY', and that environment"):
+        check(roles=roles, judge=judge.model_copy(update={"api_key_env": "NO_SUCH_KEY"}))
+
+
 def test_a_reward_function_may_take_everything_that_the_reward_role_gives():
     check(reward=Reward(function="tests.unit.rewards.samples:score_by_all"))
 
