@@ -38,7 +38,7 @@ def main() -> None:
     sessions, places = _told_by(driver)
     with suppress(OSError):
         _report(driver, places)
-    os.close(2)  # whoever reads the driver's errors doesn't wait for this script
+    os.close(2)  # a reader of the driver's errors doesn't wait for this script
     shutil.rmtree(token_folder, ignore_errors=True)
     _end(sessions)
 

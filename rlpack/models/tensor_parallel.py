@@ -5,9 +5,11 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053.
 | weights | part of a rank | outputs |
 |---|---|---|
 | query, key and value projections, gate and up projections | rows: its heads, its intermediate channels | its own |
+| latents of queries, keys and values (MLA) | all | used for its heads alone |
 | output and down projections | columns | summands, added over ranks |
 | embedding, output layer | rows: its tokens of the vocabulary | summands; logits of its own tokens |
 | experts | whole experts: those of its share, for all tokens | summands |
+| shared experts | as an MLP | summands, added with those of the experts |
 | norms, routers, biases | all | |
 | LoRA matrices | as their layer, but A of a split output, and B of a split input: all | |
 
@@ -34,18 +36,20 @@ from rlpack.models.weight_split import WeightSplit
 
 # Families whose layers have the names and meanings of `_WAYS`, as model_type.
 FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"},
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3"},
 )
 
 # How a module's weights are split, by the last part of its name; norms are told by their class.
 _Way = Literal["rows", "columns", "vocabulary", "experts", "copied", "copied_rows", "token_norm", "scalar_head"]
 _WAYS: dict[str, _Way] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "rows"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), "rows"),
     **dict.fromkeys(("o_proj", "down_proj"), "columns"),
     **dict.fromkeys(("embed_tokens", "lm_head"), "vocabulary"),
     "experts": "experts",
-    # Norms of heads, and routers: every rank has the weights, and uses the results for its heads or experts alone.
+    # Norms of heads, latents of DeepSeek's attention and routers: every rank has the weights, and uses the results for
+    # its heads or experts alone.
     **dict.fromkeys(("q_norm", "k_norm", "gate"), "copied"),
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), "copied"),
     "head": "scalar_head",
 }
 # Modules that read all tokens.
@@ -92,12 +96,12 @@ def split_weights(root: nn.Module, split: WeightSplit) -> None:
     made: dict[int, nn.Parameter] = {}
     for name, module in list(root.named_modules()):
         last = name.rpartition(".")[2]
-        if _WAYS.get(last) == "columns":
+        with_experts = last in _BLOCKS and _has_experts(module)
+        # Shared experts are added to the summands of the others before those are added over ranks.
+        if with_experts or (_WAYS.get(last) == "columns" and not _is_in_experts_block(root, name)):
             module.register_forward_hook(lambda module, arguments, summands: split.add(summands))
         if last in _BLOCKS:
             module.register_forward_pre_hook(functools.partial(_gather_first, split), with_kwargs=True)
-            if any(child == "experts" for child, _ in module.named_children()):
-                module.register_forward_hook(lambda module, arguments, summands: split.add(summands))
         if all(isinstance(weight, DTensor) for _, weight in _own(module)):
             continue  # no weights, or experts that expert parallelism has divided
         way = _way(name, module)
@@ -107,6 +111,18 @@ def split_weights(root: nn.Module, split: WeightSplit) -> None:
                 made[id(weight)] = _part(weight, _placement(way, weight), split)
             module.register_parameter(key, made[id(weight)])
         _split_forward(module, way, split)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a block routes tokens to experts."""
+    return any(child == "experts" for child, _ in module.named_children())
+
+
+def _is_in_experts_block(root: nn.Module, name: str) -> bool:
+    """Return whether a module is part of a block that routes tokens to experts, such as a shared expert's layer."""
+    names = name.split(".")
+    blocks = (".".join(names[: place + 1]) for place, last in enumerate(names) if last in _BLOCKS)
+    return any(_has_experts(root.get_submodule(block)) for block in blocks)
 
 
 def sharded_axis(weight: Tensor) -> int:
@@ -128,7 +144,7 @@ def _way(name: str, module: nn.Module) -> _Way | None:
     if "lora_A" in names[-2:]:
         return "columns" if _WAYS.get(names[-3]) == "columns" else "copied"
     if "lora_B" in names[-2:]:
-        return "copied" if _WAYS.get(names[-3]) == "columns" else "copied_rows"
+        return "copied_rows" if _WAYS.get(names[-3]) == "rows" else "copied"
     if names[-1] in _WAYS:
         return _WAYS[names[-1]]
     return "token_norm" if type(module).__name__.endswith("RMSNorm") else None

@@ -169,7 +169,7 @@ def _split_groups(request: PlanRequest, rows: RowSets, groups: RowSets, item: np
         pieces[sharing] = unused + labels
         pieces[members[group][own]] = unused + num_bins + np.arange(own.sum())
         unused += num_bins + int(own.sum())
-    groups_of_rows = request.groups if request.prompts is None else request.prompts
+    groups_of_rows = item if request.prompts is None else request.prompts
     return by_first_row(pieces), np.unique(groups_of_rows[over[item]]).size
 
 

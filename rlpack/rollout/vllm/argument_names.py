@@ -1,4 +1,4 @@
-"""The names of vLLM's engine arguments: those that a user may set, and those that rlpack sets.
+"""The names of vLLM's engine arguments: those that a user may set, that rlpack sets, and whose results nobody reads.
 
 The installed vLLM's source says which there are. Nothing here imports vLLM, which takes seconds.
 """
@@ -47,6 +47,13 @@ OWN_ARGUMENTS: Mapping[str, str] = {
 }
 
 
+# Arguments for results that rlpack doesn't read, and why. vLLM 0.32 returns the experts that it chose through its Model
+# Runner V2 alone, which needs a Triton with a backend for the device; the released ones have none for CPUs.
+UNREAD_ARGUMENTS: Mapping[str, str] = dict.fromkeys(
+    ("enable_return_routed_experts", "aux_output_config"),
+    "vLLM would return the experts that it chose, which rlpack doesn't read; remove it, and set "
+    "actor.moe.replay_routing=true to replay those that the actor chooses for the old log-probs",
+)
 # Arguments that `rlpack serve` sets, and the options to set instead.
 SERVER_OWN_ARGUMENTS: Mapping[str, str] = {
     "model": "the model that comes first",
@@ -96,6 +103,8 @@ def argument_problems(
         if name in own:
             way_out = f"set {own[name]} instead" if own[name] else "remove it"
             yield f"{section}.{name}: rlpack sets this argument of vLLM itself; {way_out}"
+        elif name in UNREAD_ARGUMENTS and not of_server:
+            yield f"{section}.{name}: {UNREAD_ARGUMENTS[name]}"
         elif name not in known:
             close = get_close_matches(name, known - own.keys(), n=1)
             hint = f"; did you mean {section}.{close[0]}?" if close else ""

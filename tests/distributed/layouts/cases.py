@@ -81,8 +81,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# Two soft caps, and norms before and after each block; a window in every layer; and attention over latents, sigmoid
+# scores, a choice within groups of experts, a shared expert and a dense layer.
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 6,
+        "sliding_window": 4,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 4.0,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"model_type": "mistral", "head_dim": 8, "sliding_window": 4},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
+FAMILIES |= MORE_FAMILIES
 # Layouts that divide experts run these families; the others run all but Mixtral.
 WITH_EXPERTS = ("qwen3_moe", "mixtral")
+# Without a request for everything, these layouts run these families, too; the actor alone.
+_MORE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("dp2", "cp2", "gather2"), ("gemma2", "mistral", "deepseek_v3")),
+    **dict.fromkeys(("tp2", "tp2sp"), ("gemma2", "mistral", "deepseek_v3", "mixtral")),
+    **dict.fromkeys(("cp2tp2", "pp2"), ("deepseek_v3",)),
+}
 # Families with more layers, unevenly divided among four or six stages, and of different kinds.
 _KINDS = ["sliding_attention", "full_attention"]
 DEEP = {f"{name}_deep": family | {"num_hidden_layers": 5} for name, family in FAMILIES.items()}
@@ -125,6 +162,8 @@ def families_of(layout: str) -> list[str]:
     """Return the families whose models have what a layout divides: experts, or enough layers."""
     sizes = LAYOUTS[layout][1]
     families = list(WITH_EXPERTS) if "ep" in sizes else [name for name in FAMILIES if name != "mixtral"]
+    if not RUNS_ALL:
+        families = [name for name in families if name not in MORE_FAMILIES]
     num_stages = sizes.get("pp", 1) * sizes.get("vpp", 1)
     if num_stages <= MODEL["num_hidden_layers"]:
         return families
@@ -140,9 +179,12 @@ def cases_of(layout: str) -> list[Case]:
     if RUNS_ALL:
         return product
     turn = list(LAYOUTS).index(layout)
-    return [
+    cases = [
         Case(families[(turn + place) % len(families)], modes[(turn + place) % len(modes)], role)
         for place, role in enumerate(ROLES)
+    ]
+    return cases + [
+        Case(family, modes[(turn + place) % len(modes)], "actor") for place, family in enumerate(_MORE.get(layout, ()))
     ]
 
 

@@ -260,6 +260,18 @@ def test_an_argument_that_rlpack_sets_is_refused_with_the_key_to_set(installed, 
     assert problems == [f"rollout.vllm.{name}: rlpack sets this argument of vLLM itself; {instead}"]
 
 
+@pytest.mark.parametrize("name", ["enable_return_routed_experts", "aux_output_config"])
+def test_results_that_a_run_does_not_read_are_refused_and_a_server_returns_them(installed, name: str):
+    path = installed(ARG_UTILS.replace("swap_space", f"{name}: object = None\n    swap_space", 1))
+    (problem,) = argument_problems({name: True}, on_gpu=True)
+    assert problem.startswith(f"rollout.vllm.{name}: vLLM would return the experts that it chose, which rlpack doesn't")
+    assert "; remove it, and set actor.moe.replay_routing=true to replay those" in problem
+    frontend = path.parent.parent / "entrypoints" / "openai" / "cli_args.py"
+    frontend.parent.mkdir(parents=True)
+    frontend.write_text("class BaseFrontendArgs:\n    chat_template: str | None = None\n")
+    assert list(argument_problems({name: True}, on_gpu=True, section="vllm", own={}, of_server=True)) == []
+
+
 def test_all_arguments_that_rlpack_gives_vllm_are_its_own_but_those_with_a_default():
     given = arguments(gpus=0).keys()
     assert given - OWN_ARGUMENTS.keys() == {"block_size", "max_num_batched_tokens", "use_tqdm_on_load"}

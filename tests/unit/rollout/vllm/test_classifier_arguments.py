@@ -21,8 +21,8 @@ from rlpack.rollout.vllm.server_options import ServerOptions
 
 REGISTRY = """
 _A = {"LlamaForCausalLM": ("llama", "LlamaForCausalLM"), "Qwen2ForCausalLM": ("qwen2", "Qwen2ForCausalLM")}
-_B: dict[str, tuple[str, str]] = {"Gemma3ForCausalLM": ("g", "G"), "GPT2LMHeadModel": ("h", "H"), "BertModel": ("b", "B"),
-    "BertLMHeadModel": ("b", "B"), "RobertaForCausalLM": ("r", "R"), **_A}
+_B: dict[str, tuple[str, str]] = {"Gemma3ForCausalLM": ("g", "G"), "GPT2LMHeadModel": ("h", "H"),
+    "BertModel": ("b", "B"), "BertLMHeadModel": ("b", "B"), "RobertaForCausalLM": ("r", "R"), **_A}
 _PREVIOUSLY_SUPPORTED_MODELS = {"GPTNeoXForCausalLM": "0.1"}
 """
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 32}
