@@ -41,7 +41,10 @@ class Scorer(NamedTuple):
 
 
 def classifier(family: str, *, labels: int = 1, head_dim: int = 32) -> PreTrainedModel:
-    """Return a small classifier with random weights, whose scores differ by more than 1."""
+    """Return a small classifier with random weights, whose scores differ by more than 1.
+
+    Attention is eager: the default of transformers leaves out the soft cap of Gemma 2.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family,
@@ -58,7 +61,7 @@ def classifier(family: str, *, labels: int = 1, head_dim: int = 32) -> PreTraine
         eos_token_id=TOKENIZER.eos_token_id,
         bos_token_id=TOKENIZER.bos_token_id,
     )
-    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.2)
