@@ -129,9 +129,9 @@ class AheadQueue:
         step.metrics["rollout/batches_waiting"] = float(sum(one.is_drawn for one in (self._taken, *self._waiting)))
         with step.timer("wait"):
             rollouts = self._rollouts_of(step, self._taken)
-        self._begin_until(step.number + self._lead)
         step.advance(prompts_consumed=self._taken.context.progress.prompts_consumed)
-        lags = self._lags(rollouts, step.number)
+        lags = self._lags(rollouts, step.number)  # read from the engines' ranks, which are free until the next draw
+        self._begin_until(step.number + self._lead)
         step.lag = int(lags.max()) if lags.numel() else 0
         step.metrics |= {"rollout/lag": float(step.lag), "rollout/lag_mean": float(lags.sum() / max(1, lags.numel()))}
         for lag in range(self._max_lag + 1):

@@ -14,7 +14,15 @@ from rlpack.cli.error_text import print_error
 from rlpack.cli.plan_options import OptionParser
 from rlpack.cli.tables import table
 from rlpack.data.length_files import read_lengths
-from rlpack.packing.analysis.running_ahead import Rates, RunForecast, Setup, forecast_run, setups
+from rlpack.packing.analysis.running_ahead import (
+    Rates,
+    RunForecast,
+    Setup,
+    forecast_run,
+    generation_over_longest,
+    setups,
+    with_mean,
+)
 from rlpack.packing.analysis.traces import TRACES, trace
 from rlpack.packing.errors import PackingError
 from rlpack.packing.request import MAX_RANKS
@@ -128,7 +136,7 @@ def _lengths_and_rates(given: argparse.Namespace) -> tuple[np.ndarray, Rates]:
     if given.lengths in TRACES:
         return trace(given.lengths, _TRACE_ROWS, given.longest), Rates()
     if path.is_dir():
-        return _measured(path)
+        return measured_lengths_and_rates(path)
     if not path.exists() and not path.suffix:
         raise DataError(
             f"{path} is neither a file nor a synthetic trace; give a file of lengths, a run's directory, or one of "
@@ -137,7 +145,7 @@ def _lengths_and_rates(given: argparse.Namespace) -> tuple[np.ndarray, Rates]:
     return read_lengths(path, given.column), Rates()
 
 
-def _measured(run_dir: Path) -> tuple[np.ndarray, Rates]:
+def measured_lengths_and_rates(run_dir: Path) -> tuple[np.ndarray, Rates]:
     """Return what a run has measured, its first steps left out.
 
     Raises:
@@ -155,22 +163,47 @@ def _measured(run_dir: Path) -> tuple[np.ndarray, Rates]:
     ][_SKIPPED:]
     if not steps:
         raise DataError(f"{run_dir} has no more than {_SKIPPED} steps that generate; give a longer run, or lengths")
-    prompt = max(0.0, float(np.mean(record.lengths)) - _median(steps, "rollout/response_tokens_mean"))
+    rows = len(record.lengths)
+    prompt = max(
+        0.0,
+        statistics.median(
+            one.get("packing/real_tokens", 0.0) / rows - one["rollout/response_tokens_mean"] for one in steps
+        ),
+    )
+    mean = statistics.fmean(one["rollout/response_tokens_mean"] for one in steps)
+    responses = with_mean(np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt)), mean)
+    slots, engines = _slots_and_engines(run_dir, rows)
     waits = ("time/drain_s",) if any("rollout/lag" in one for one in steps) else ("time/generate_s",)
     train_s = statistics.median(
         one["time/step_s"] - sum(one.get(name, 0.0) for name in (*waits, "time/sync_s")) for one in steps
     )
     tokens = _median(steps, "packing/real_tokens")
     rates = Rates(
-        token_s=statistics.median(one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps),
-        slots=max(1, len(record.lengths)),
+        token_s=statistics.median(one["time/generate_s"] / one["rollout/response_tokens_max"] for one in steps)
+        / generation_over_longest(responses, rows, slots * engines),
+        slots=slots,
         train_tokens_per_s=tokens / max(train_s, 1e-9) / record.num_ranks,
         publish_s=_median(steps, "time/sync_s"),
         prompt_tokens=prompt,
-        rows_per_step=len(record.lengths),
+        rows_per_step=rows,
     )
-    responses = np.maximum(1, np.asarray(record.lengths, dtype=np.int64) - round(prompt))
     return responses, rates
+
+
+def _slots_and_engines(run_dir: Path, rows: int) -> tuple[int, int]:
+    """Return how many responses an engine of a run generates at once, and the number of engines.
+
+    Without the run's configuration, one engine that generates all of them.
+    """
+    from rlpack.observe.run_dir import read_config
+
+    config = read_config(run_dir)
+    try:
+        pool = config["placement"]["roles"].get("rollout", "main")
+        engines = int(config["placement"]["pools"][pool]["ranks"])
+        return min(rows, int(config["rollout"]["max_num_seqs"])), engines
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return rows, 1
 
 
 def _median(steps: Sequence[dict[str, Any]], name: str) -> float:

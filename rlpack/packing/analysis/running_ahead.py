@@ -181,6 +181,45 @@ def forecast_run(lengths: np.ndarray, rates: Rates, setup: Setup, *, steps: int 
     )
 
 
+def generation_over_longest(lengths: np.ndarray, rows: int, slots: int, *, batches: int = 50, seed: int = 0) -> float:
+    """Return the time of a batch's generation over that of its longest response; 1 if all responses have a slot.
+
+    >>> generation_over_longest(np.array([10]), rows=6, slots=2)
+    3.0
+    """
+    if rows <= slots:
+        return 1.0
+    draws = np.random.default_rng(seed)
+    drawn = [draws.choice(lengths, rows).astype(np.float64) for _ in range(batches)]
+    return float(np.mean([_Engines(slots).generate(0.0, batch).end / batch.max() for batch in drawn]))
+
+
+def with_mean(lengths: np.ndarray, mean: float, *, size: int = 4096) -> np.ndarray:
+    """Return lengths of the same range, of which long or short ones are more frequent, so that they have a mean.
+
+    One batch of a few responses has more or fewer long ones than a run. Each length is weighted by an exponential of
+    itself, which changes the distribution least among those of the mean. A mean outside the range changes nothing.
+
+    Args:
+        lengths: int64 [n].
+        mean: the mean of the run.
+        size: number of lengths to return.
+    """
+    values = np.sort(lengths).astype(np.float64)
+    if not values[0] < mean < values[-1]:
+        return lengths
+    centered = (values - mean) / (values[-1] - values[0])
+    low, high, weights = -200.0, 200.0, np.ones_like(values)
+    for _ in range(100):
+        middle = (low + high) / 2
+        exponents = middle * centered
+        weights = np.exp(exponents - exponents.max())
+        low, high = (middle, high) if (weights * centered).sum() < 0 else (low, middle)
+    shares = np.cumsum(weights) / weights.sum()
+    places = np.searchsorted(shares, (np.arange(size) + 0.5) / size)
+    return np.sort(lengths)[np.minimum(places, lengths.size - 1)]
+
+
 def setups(ranks: int, leads: tuple[int, ...]) -> Iterator[Setup]:
     """Yield the ways to use a number of ranks: all in turns for lead 0, and the splits for others."""
     for lead in leads:

@@ -1,6 +1,7 @@
 """`rlpack simulate --async` from a trace, a file and a run."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from rlpack.cli.main import main
 from rlpack.observe.report.plan_record import PlanRecord
-from rlpack.observe.run_dir import LENGTHS, METRICS
+from rlpack.observe.run_dir import CONFIG, LENGTHS, METRICS
 from rlpack.packing import Batching
 
 
@@ -48,6 +49,32 @@ def test_rates_are_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out.splitlines()[0]
     assert "responses of 30 tokens in the mean, 40 at most; 2 a step; 2 at once in an engine, 50 ms a token" in said
     assert "training 20 tokens/s a rank; publication 0 s" in said  # 80 tokens in 2 s on 2 ranks; the option wins
+
+
+def test_rates_of_a_run_whose_last_batch_has_long_responses_are_those_of_all_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # Prompts of 10 tokens. The last batch has responses of 40 and 80, and those of the two steps before have 50.
+    PlanRecord(5, (50, 50, 90, 90), Batching(max_tokens=128), num_ranks=1).write(tmp_path / LENGTHS)
+    (tmp_path / CONFIG).write_text(
+        "placement: {pools: {main: {ranks: 1}, engines: {ranks: 1}}, roles: {rollout: engines}}\n"
+        "rollout: {max_num_seqs: 2}\n"
+    )
+    shared = {"phase": "train", "time_s": 1.0, "time/step_s": 5.0, "time/generate_s": 3.2, "time/sync_s": 0.0}
+    figures = [(50.0, 80.0)] * 4 + [(60.0, 80.0)]
+    steps = [
+        shared
+        | {"step": number, "rollout/response_tokens_mean": mean, "rollout/response_tokens_max": longest}
+        | {"packing/real_tokens": 4 * (mean + 10.0)}
+        for number, (mean, longest) in enumerate(figures, start=1)
+    ]
+    (tmp_path / METRICS).write_text("".join(json.dumps(one) + "\n" for one in steps))
+    assert simulate(str(tmp_path), "--ranks", "2") == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "responses of 53 tokens in the mean, 80 at most; 4 a step; 2 at once in an engine" in said
+    # 240 tokens in 1.8 s. Two slots take 80 to 160 tokens' time, so a token takes 20 to 40 ms instead of 3.2 s / 80.
+    assert "training 133 tokens/s a rank" in said
+    assert 20 < float(re.search(r"([\d.]+) ms a token", said)[1]) < 40
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlpack.packing.analysis.running_ahead import Rates, Setup, forecast_run, setups
+from rlpack.packing.analysis.running_ahead import Rates, Setup, forecast_run, setups, with_mean
 from rlpack.packing.errors import PackingError
 
 # Ten responses of 100 tokens on ten slots: 10 s of generation; 2,000 tokens to train on: 10 s on one rank.
@@ -45,6 +45,15 @@ def test_a_longer_lead_hides_the_tail_of_long_responses():
     assert four.step_s == pytest.approx(work_s, rel=0.1)
     assert one.step_s > 1.15 * work_s
     assert four.engines_idle < 0.05 < one.engines_idle
+
+
+def test_lengths_get_the_mean_of_a_run_and_keep_their_range():
+    lengths = np.array([450, 10, 20, 30, 450])
+    found = with_mean(lengths, 110.0)
+    assert found.mean() == pytest.approx(110.0, rel=0.01)
+    assert set(found) == {10, 20, 30, 450}
+    assert (with_mean(lengths, 600.0) == lengths).all()
+    assert (with_mean(np.array([7, 7]), 7.0) == 7).all()
 
 
 @pytest.mark.parametrize("lead", [1, 2, 5])

@@ -13,6 +13,7 @@ import torch
 from rlpack.batch.batch import BatchedDataDict
 from rlpack.batch.errors import DataError
 from rlpack.batch.ragged import Ragged
+from rlpack.batch.store import LocalStore
 from rlpack.checkpoint.errors import CheckpointError
 from rlpack.config.schema import Trainer
 from rlpack.distributed.errors import RoleError
@@ -134,6 +135,24 @@ def test_the_next_batch_is_drawn_while_the_step_trains(tmp_path: Path, publicati
         queue.publish(step)
         assert all(begun.is_drawn for begun in queue._waiting)
     assert engines.threads == ["MainThread", "draw", "draw"]
+
+
+def test_versions_are_read_before_the_next_draw_occupies_the_engines(tmp_path: Path, publications: Any):
+    session = session_ahead(tmp_path, steps=4)
+    queue = AheadQueue(session, publications(Engines(session)).draw)
+    read: list[int] = []
+
+    class WatchedStore(LocalStore):
+        def fetch(self, batch: BatchedDataDict) -> BatchedDataDict:
+            if threading.current_thread() is session.thread and "policy_version" in batch:
+                read.append(len(queue._waiting))
+            return super().fetch(batch)
+
+    session.store = WatchedStore()
+    for step in session.steps("train", 4):
+        queue.take(step)
+        queue.publish(step)
+    assert read[-4:] == [0] * 4
 
 
 def test_a_step_logs_the_metrics_of_its_own_batch_and_commits_its_position(tmp_path: Path, publications: Any):

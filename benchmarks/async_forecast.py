@@ -1,0 +1,104 @@
+"""Compare `rlpack simulate --async` with measured runs, for several leads and splits of the ranks.
+
+    python -m benchmarks.async_forecast [--steps 14] [--prompts 16] [--bar 0.15]
+
+Generation and updates are real; then both sleep until they have taken what an engine or a rank of its own would take,
+so that ranks that share two cores take the time of ranks that don't. The lengths and rates of one run, two ranks in
+turns, forecast the others. Exits with 1 if a forecast of steps per hour is off by more than `--bar` of the measurement.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.ahead import GROUP, run, write_inputs
+from rlpack.algorithms.metric_reduction import merge_steps
+from rlpack.batch.batch import BatchedDataDict
+from rlpack.cli.simulate_async import measured_lengths_and_rates
+from rlpack.packing.analysis.running_ahead import Rates, Setup, forecast_run
+from rlpack.rollout.types import SamplingParams
+from rlpack.worker import sharded
+from rlpack.workers.actor import ActorWorker
+from rlpack.workers.loss import LogprobLoss, columns_of, needs_whole_groups
+from rlpack.workers.rollout import RolloutWorker
+
+# Seconds of a token of each response in an engine, and tokens that a rank trains on in a second.
+TOKEN_S, TRAIN_TOKENS_PER_S = 0.002, 2200.0
+SLEEPING = (
+    "algorithm.kl_coef=0",  # no log-probs of a reference, whose time would be real
+    "roles.actor.target=benchmarks.async_forecast:SleepingActor",
+    "roles.rollout.target=benchmarks.async_forecast:SleepingRollout",
+)
+APART = ("placement=two_pools", "trainer.lead=1")
+RUNS: dict[Setup, tuple[str, ...]] = {
+    Setup(0, "drain", 2, 2): ("placement=cpu", "placement.pools.main.ranks=2"),
+    Setup(0, "drain", 3, 3): ("placement=cpu", "placement.pools.main.ranks=3"),
+    Setup(1, "drain", 1, 1): APART,
+    Setup(1, "drain", 1, 2): (*APART, "placement.pools.main.ranks=2"),
+    Setup(1, "drain", 2, 1): (*APART, "placement.pools.engines.ranks=2"),
+}
+
+
+class SleepingRollout(RolloutWorker):
+    """An engine that takes a time per token of the longest response."""
+
+    @sharded()
+    def generate(self, shard: BatchedDataDict, params: SamplingParams) -> BatchedDataDict:
+        """Generate, and sleep."""
+        began = time.monotonic()
+        generated = super().generate(shard, params)
+        longest = int(generated["response_lengths"].max()) if generated.num_rows else 0
+        time.sleep(max(0.0, began + TOKEN_S * longest - time.monotonic()))
+        return generated
+
+
+class SleepingActor(ActorWorker):
+    """A rank that takes a time per token that it trains on."""
+
+    @sharded(reads=columns_of, mini_batches=True, merge=merge_steps, needs_whole_groups=needs_whole_groups)
+    def train_step(
+        self, shard: BatchedDataDict, loss: LogprobLoss, learning_rate: float | None = None
+    ) -> list[dict[str, float]]:
+        """Update, and sleep."""
+        began = time.monotonic()
+        metrics = super().train_step(shard, loss, learning_rate)
+        tokens = int(shard["input_ids"].lengths.sum())
+        time.sleep(max(0.0, began + tokens / TRAIN_TOKENS_PER_S - time.monotonic()))
+        return metrics
+
+
+def main() -> int:
+    """Measure all runs, forecast them from the first, and print both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--bar", type=float, default=0.15)
+    options = parser.parse_args()
+    largest = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder)
+        lengths, rates = np.zeros(0, dtype=np.int64), Rates()
+        print(f"{'lead':>4} {'engines':>8} {'training':>9} {'measured':>9} {'forecast':>9}  steps an hour", flush=True)
+        for setup, overrides in RUNS.items():
+            step_s = run(folder, (*SLEEPING, *overrides), options.steps, 1, options.prompts).whole
+            if not lengths.size:
+                lengths, rates = measured_lengths_and_rates(next(folder.glob("run-*")))
+            forecast_s = forecast_run(lengths, rates, setup, steps=300).step_s
+            error = step_s / forecast_s - 1
+            largest = max(largest, abs(error))
+            print(
+                f"{setup.lead:4} {setup.engine_ranks:8} {setup.train_ranks:9} {3600 / step_s:9.0f} "
+                f"{3600 / forecast_s:9.0f}  {100 * error:+.1f} %",
+                flush=True,
+            )
+    print(f"{GROUP * options.prompts} responses a step of {lengths.mean():.0f} tokens; rates of the first run: {rates}")
+    return int(largest > options.bar)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
