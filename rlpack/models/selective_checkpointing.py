@@ -11,9 +11,15 @@ communicate in the same order.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from rlpack.models.errors import ModelError
 from rlpack.models.parts import local_part
@@ -48,6 +54,11 @@ def selective_contexts(key: str) -> tuple[Any, Any]:
     Args:
         key: configuration key that chose selective checkpointing, for the error.
     """
+    # FSDP may open more profiler ranges in the recomputation than in the forward pass, which PyTorch 2.13 refuses:
+    # experts are FSDP units of their own inside a layer, and with shared experts, whose backward pass comes first, the
+    # layer is recomputed while theirs has not begun.
+    ranges = torch.ops.profiler
+    SAC_IGNORED_OPS.update((ranges._record_function_enter_new.default, ranges._record_function_exit._RecordFunction))
     policy = _KeptOutputs(key)
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     policy.storage = forward.storage

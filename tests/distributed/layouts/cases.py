@@ -113,12 +113,12 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 }
 FAMILIES |= MORE_FAMILIES
 # Layouts that divide experts run these families; the others run all but Mixtral.
-WITH_EXPERTS = ("qwen3_moe", "mixtral")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 # Without a request for everything, these layouts run these families, too; the actor alone.
 _MORE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dp2", "cp2", "gather2"), ("gemma2", "mistral", "deepseek_v3")),
     **dict.fromkeys(("tp2", "tp2sp"), ("gemma2", "mistral", "deepseek_v3", "mixtral")),
-    **dict.fromkeys(("cp2tp2", "pp2"), ("deepseek_v3",)),
+    **dict.fromkeys(("cp2tp2", "ep2", "ep2tp2", "pp2"), ("deepseek_v3",)),
 }
 # Families with more layers, unevenly divided among four or six stages, and of different kinds.
 _KINDS = ["sliding_attention", "full_attention"]

@@ -57,6 +57,7 @@ def test_scores_metrics_and_gradients_are_those_of_each_row_alone(
         ("tp2", "gemma3"),
         ("tp2sp", "gemma3"),
         ("ep2", "qwen3_moe"),
+        *[("tp2sp", "deepseek_v3"), ("ep2", "deepseek_v3"), ("tp2", "gemma2")] * RUNS_ALL,
         ("pp2", "gemma3"),
         ("pp2vpp2", "gemma3_deep"),
     ],
@@ -89,7 +90,8 @@ def test_a_layer_that_mixes_the_tokens_of_a_rank_is_refused(tmp_path: Path):
             (
                 "qwen3_moe_deep",
                 ("pp2vpp2", "pp4", "pp2vpp2dp2", "one", "pp2vpp2tp2", "tp2", "pp2vpp2ep2", "pp2", "pp2vpp2"),
-            )
+            ),
+            ("deepseek_v3", ("ep2tp2", "dp2", "tp2sp", "one", "ep2", "pp2tp2", "pp2ep2", "ep2tp2")),
         ]
         * RUNS_ALL,
     ],
@@ -112,6 +114,7 @@ def test_a_checkpoint_is_the_same_on_every_layout_that_it_passes_through(
     [
         *(("hsdp2x2", "llama"), ("dp2cp2", "llama"), ("dp2tp2", "llama"), ("pp2dp2", "llama")),
         *(("dp2ep2", "mixtral"), ("ep2tp2", "qwen3_moe"), ("pp2ep2", "qwen3_moe")),
+        ("ep2tp2", "deepseek_v3"),
         ("pp2vpp2", "llama_deep"),
         *[("pp2vpp2dp2", "gemma3_deep"), ("pp2vpp2tp2", "qwen3_moe_deep"), ("pp3vpp2", "llama_deeper")] * RUNS_ALL,
     ],
@@ -122,6 +125,7 @@ def test_an_exported_folder_and_the_stream_to_engines_hold_the_trained_weights(
     parts = on_ranks(tmp_path, LAYOUTS[layout][0], ranks.export, layout, family, tmp_path / "model")
     stream = {name: value for part in parts for name, value in part.items()}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    weights = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    weights = dict(model.named_parameters()) | buffers
     assert stream.keys() == weights.keys()
     assert all(np.array_equal(stream[name], weight.detach().numpy()) for name, weight in weights.items())

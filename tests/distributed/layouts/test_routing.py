@@ -23,6 +23,7 @@ CASES = [
     ("dp2ep2", "mixtral", "selective"),
     ("cp2ep2", "deepseek_v3", "full"),
     ("ep2tp2", "qwen3_moe", "none"),
+    ("tp2sp", "deepseek_v3", "selective"),
     ("pp2", "qwen3_moe", "full"),
     ("pp2cp2", "mixtral", "selective"),
     *[("pp2vpp2", "qwen3_moe_deep", "full"), ("pp2vpp2cp2", "mixtral_deep", "selective")] * RUNS_ALL,

@@ -90,29 +90,36 @@ def test_every_family_has_the_log_probs_and_gradients_of_its_own_forward(tmp_pat
         assert found.keys() == FAMILIES
 
 
+def with_adapters(model: Any, target: str) -> Any:
+    """Return a model with adapters that change its outputs."""
+    add_adapters(model, Lora(rank=3, targets=(target,)), seed=0)
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # zero in a new adapter
+                weight.copy_(0.3 * torch.randn_like(weight))
+    return model
+
+
 def special_gaps(_: DeviceMesh, rank: int) -> list[float]:
-    """Return the gap of a model with biases everywhere, and of one with adapters on every linear layer."""
+    """Return the gaps of models with biases everywhere, and of models with adapters on linear layers."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-    biased = {"attention_bias": True, "mlp_bias": True}
-    policy = Policy(family_model("llama", attention.NAME, **biased))
-    split_model(policy, mesh)
-    found = [largest_gap(policy, family_model("llama", "eager", **biased))]
-    models = [family_model("qwen3", name) for name in (attention.NAME, "eager")]
-    for model in models:
-        add_adapters(model, Lora(rank=3, targets=("*",)), seed=0)
-        torch.manual_seed(6)
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if "lora_B" in name:  # zero in a new adapter
-                    weight.copy_(0.3 * torch.randn_like(weight))
-    policy = Policy(models[0])
-    split_model(policy, mesh)
-    return [*found, largest_gap(policy, models[1])]
+    biased, found = {"attention_bias": True, "mlp_bias": True}, []
+    for family in ("llama", "deepseek_v3"):
+        policy = Policy(family_model(family, attention.NAME, **biased))
+        split_model(policy, mesh)
+        found.append(largest_gap(policy, family_model(family, "eager", **biased)))
+    for family, targets in {"qwen3": "*", "deepseek_v3": "*self_attn*"}.items():
+        model, truth = (with_adapters(family_model(family, name), targets) for name in (attention.NAME, "eager"))
+        policy = Policy(model)
+        split_model(policy, mesh)
+        found.append(largest_gap(policy, truth))
+    return found
 
 
 def test_biases_and_adapters_have_the_gradients_of_a_whole_model(tmp_path: Path):
     for found in on_ranks(tmp_path, 2, special_gaps):
-        assert max(found) < 1e-5
+        assert max(found) < 1e-5, found
 
 
 def unused_experts(_: DeviceMesh, rank: int) -> float:
