@@ -150,10 +150,10 @@ class Hooks:
         self.faults.step = number
         return original(session, number)
 
-    def evaluate(self, original: Any, session: Any, *args: Any) -> Any:
+    def evaluate(self, original: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
         self.faults.is_evaluating = True
         try:
-            return original(session, *args)
+            return original(session, *args, **kwargs)
         finally:
             self.faults.is_evaluating = False
 
