@@ -5,9 +5,9 @@
     make vllm      # then, with .venv-vllm/bin/python: --settings vllm
 
 A step is 32 prompts × 8 responses and four optimizer steps of 64 sequences, with a KL term. rlpack runs as
-`rlpack train` with two ranks and `batching.share_prompts=true` (`--whole-rows` leaves it out); TRL as one process with
-two threads and as two processes with one each, and its faster way counts. The three take turns. A run's figure is the
-median of its steps but the first and the last.
+`rlpack train` with two ranks and `batching.share_prompts=true` (`--whole-rows` leaves it out), and with the overrides
+that follow `--overrides`; TRL as one process with two threads and as two processes with one each, and its faster way
+counts. The three take turns. A run's figure is the median of its steps but the first and the last.
 
 Settings are `fixed`, exactly 64 tokens, by a model that never samples the end of sequence; `skewed`, mean about 25 and
 at most 128, by a random model over 26 tokens; and `vllm`, the same lengths by a model of 14 M parameters, where rlpack
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ def write_inputs(folder: Path, setting: str) -> None:
     (folder / "held_out.jsonl").write_text("".join(records.splitlines(keepends=True)[:2]), encoding="utf-8")
 
 
-def run_rlpack(folder: Path, setting: str, steps: int, *, share: bool) -> Run:
+def run_rlpack(folder: Path, setting: str, steps: int, *, share: bool, further: Sequence[str] = ()) -> Run:
     """Run `rlpack train` with two ranks of one core each; `share`, compute each prompt of a microbatch once."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
     overrides = (
@@ -125,6 +125,7 @@ def run_rlpack(folder: Path, setting: str, steps: int, *, share: bool) -> Run:
         *("evaluation.every=1000", "evaluation.samples=1", "checkpoint.every=1000"),
         f"batching.share_prompts={str(share).lower()}",
         *SETTINGS[setting].overrides,
+        *further,
     )
     execute(sys.executable, "-m", "rlpack", "train", *overrides)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -213,13 +214,13 @@ def execute(*command: str, **environment: str) -> None:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def compare(setting: str, steps: int, repeats: int, peers: Path, *, share: bool) -> float:
+def compare(setting: str, steps: int, repeats: int, peers: Path, *, share: bool, further: Sequence[str]) -> float:
     """Print each alternation and the medians; return how many times as long TRL's faster way takes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, setting)
         sides: dict[str, Callable[[], Run]] = {
-            "rlpack, two ranks": lambda: run_rlpack(folder, setting, steps, share=share),
+            "rlpack, two ranks": lambda: run_rlpack(folder, setting, steps, share=share, further=further),
             "TRL, one process": lambda: run_trl(folder, setting, steps, peers, 1),
             "TRL, two processes": lambda: run_trl(folder, setting, steps, peers, 2),
         }
@@ -246,6 +247,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--whole-rows", action="store_true", help="let rlpack compute each row's prompt")
+    parser.add_argument("--overrides", nargs="*", default=[], help="further overrides of rlpack train")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -255,7 +257,8 @@ def main() -> int:
     missed = 0
     for setting in options.settings:
         share = not options.whole_rows
-        ratio = compare(setting, options.steps, options.repeats, options.peers.resolve(), share=share)
+        peers, further = options.peers.resolve(), options.overrides
+        ratio = compare(setting, options.steps, options.repeats, peers, share=share, further=further)
         missed += ratio < SETTINGS[setting].bar
         print(f"{setting}: TRL's faster way / rlpack {ratio:.2f} (at least {SETTINGS[setting].bar})", flush=True)
     return int(missed > 0)
