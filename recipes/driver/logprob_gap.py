@@ -69,8 +69,8 @@ class LogprobGapLimit:
         if self.limit is None or gap <= self.limit:
             return
         what = (
-            f"step {step}: the trainer's and the sampler's log-probs of the same responses differ by {gap:.3g} nats in "
-            f"the mean"
+            f"step {step}: the trainer's and the sampler's log-probs of the same responses differ by {gap:.3g} nats on "
+            "average"
         )
         advice = (
             "compare the precision, attention and weights of actor and rollout engine; rollout.max_logprob_gap sets "

@@ -73,7 +73,7 @@ def main(config: Config) -> None:
         file = SampleFile(output / ROWS, layout)
         done = file.recover()
         if done:
-            console.note(f"going on after {done} of {len(prompts)} prompts, whose responses are in {file.path}")
+            console.note(f"continuing after {done} of {len(prompts)} prompts, whose responses are in {file.path}")
         if done < len(prompts):
             _generate(loadable, tokenizer, prompts, console, file, reader, list(layout.parts(done)))
     _report(config, output, file, layout, reader, console)

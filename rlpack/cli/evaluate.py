@@ -41,7 +41,7 @@ examples:
 
 A run's data, reward, rollout, placement and seed are the defaults of its evaluation; a chosen group, such as
 data=jsonl, starts from the defaults of its section instead. data.source names the prompts; of a source with splits,
-data.validation_split is evaluated. The same command goes on where an earlier one was stopped.
+data.validation_split is evaluated. Run the same command again to continue an interrupted evaluation.
 Every key is explained in docs/reference/config.md.
 """
 _GROUPS = ("data", "reward", "rollout", "placement")
@@ -188,5 +188,5 @@ def _how_to_go_on(config: Config) -> str:
     """Describe the results of an interrupted evaluation, and how to continue it."""
     path = Path(config.run_dir or "") / ROWS
     if path.exists() and path.stat().st_size:
-        return f"the whole parts in {path} are kept; run the same command again to go on after them"
+        return f"the complete parts in {path} are kept; run the same command again to continue after them"
     return "nothing was saved yet"

@@ -28,8 +28,8 @@ examples:
   rlpack simulate runs/mine --async --ranks 16                   how many ranks generate, and how far ahead
   rlpack submit --address http://head:8265 --follow -- run_dir=/shared/mine
   rlpack evaluate runs/mine evaluate.samples=16                  pass@k and more, of the newest checkpoint
-  rlpack report runs/mine                                        write runs/mine/report.html again
-  rlpack trace runs/mine                                         what each process did when, for ui.perfetto.dev
+  rlpack report runs/mine                                        regenerate runs/mine/report.html
+  rlpack trace runs/mine                                         export a timeline of all processes for ui.perfetto.dev
   rlpack serve runs/mine                                         its model behind an OpenAI-compatible URL (vLLM)
   eval "$(rlpack -sc install=bash)"                              shell completion (bash, zsh, fish)
 """
@@ -85,9 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("jobs", help="list a cluster's jobs")
     commands.add_parser("logs", help="show or follow a job's log")
     commands.add_parser("stop", help="stop a job after its step, with a checkpoint")
-    report = commands.add_parser("report", help="write a run's report.html again from its files")
+    report = commands.add_parser("report", help="regenerate a run's report.html")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
-    trace = commands.add_parser("trace", help="write what each process of a run did when, for ui.perfetto.dev")
+    trace = commands.add_parser("trace", help="export a timeline of a run's processes for ui.perfetto.dev")
     trace.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     trace.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: RUN_DIR/trace.json)")
     return parser
@@ -193,7 +193,7 @@ def _trace(run_dir: Path, out: Path | None) -> int:
         print_error("trace", str(error))
         return 2
     if unreadable := sum(one.unreadable for one in processes):
-        print(f"left out: {unreadable} lines that killed processes left unfinished")
+        print(f"skipped {unreadable} incomplete lines of killed processes")
     print(f"{path}: open it at https://ui.perfetto.dev, which reads it in the browser")
     return 0
 

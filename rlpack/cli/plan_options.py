@@ -23,18 +23,18 @@ _WRONG_ARGUMENTS = 2
 # Name, default, type and help of the options of both commands.
 _OPTIONS: tuple[tuple[str, Any, type, str], ...] = (
     ("rows", 16384, int, "rows of a synthetic trace"),
-    ("longest", 8192, int, "its longest row"),
-    ("seed", 0, int, "its seed"),
+    ("longest", 8192, int, "longest row of a synthetic trace"),
+    ("seed", 0, int, "seed of a synthetic trace"),
     ("max_tokens", 16384, int, "token budget of packed and dynamic microbatches"),
     ("pad_to_multiple", 1, int, "alignment of packed rows"),
     ("length_multiple", 1, int, "alignment of padded widths"),
     ("fixed_rows", 16, int, "rows of a fixed microbatch, which has no token budget"),
-    ("hidden_size", 4096, int, "of the model"),
-    ("layers", 32, int, "of the model"),
-    ("tflops", 400.0, float, "a device sustains"),
-    ("overhead_ms", 10.0, float, "every microbatch takes"),
-    ("memory_gb", 80.0, float, "of a device"),
-    ("fixed_gb", 0.0, float, "weights and optimizer on it"),
+    ("hidden_size", 4096, int, "hidden size of the model"),
+    ("layers", 32, int, "number of layers of the model"),
+    ("tflops", 400.0, float, "sustained TFLOPS of a device"),
+    ("overhead_ms", 10.0, float, "overhead of each microbatch, in ms"),
+    ("memory_gb", 80.0, float, "memory of a device, in GB"),
+    ("fixed_gb", 0.0, float, "part of that for weights and optimizer state, in GB"),
 )
 _ABOVE_ZERO = (
     *("tflops", "memory_gb", "hidden_size", "layers", "rows", "longest", "rows_per_rank", "fixed_rows"),
@@ -90,7 +90,7 @@ def parsers() -> tuple[OptionParser, OptionParser]:
         parser.add_argument(
             "--kb-per-slot", type=float, help="activations that a token slot keeps (34 bytes × hidden size × layers)"
         )
-    plan.add_argument("--mode", choices=MODES, help="(packed)")
+    plan.add_argument("--mode", choices=MODES, help="batching mode (packed)")
     plan.add_argument("--algorithm", choices=ALGORITHMS, help="packer of packed mode (best_fit_decreasing)")
     plan.add_argument("--compare", action="store_true", help="show all algorithms and modes")
     plan.add_argument(
@@ -149,10 +149,10 @@ def _of_source(arguments: argparse.Namespace) -> Iterator[tuple[Sequence[str], b
     """Yield options, whether they have no effect on these lengths, and why."""
     source = arguments.lengths
     is_trace = source in TRACES
-    yield ("rows", "longest", "seed"), not is_trace, f"is for synthetic traces, but {source} is none"
+    yield ("rows", "longest", "seed"), not is_trace, f"is for synthetic traces, but {source} is not one"
     yield ("column",), is_trace, f"is for files, but {source} is a synthetic trace"
     has_columns = Path(source).suffix in (".jsonl", ".parquet")
-    yield ("column",), not has_columns, f"is for .jsonl and .parquet files, but {source} is none"
+    yield ("column",), not has_columns, f"is for .jsonl and .parquet files, but {source} is not one"
     yield ("rows",), "rows_per_rank" in arguments.given, "is the total of all ranks, but --rows-per-rank is given"
 
 

@@ -138,7 +138,7 @@ def _print_usage(
         print(f"as a reward model, in a shell with these variables:\n{as_command(overrides)}")
     elif why_no_chat:
         print(
-            f"chats don't work, and so no judge; completions do. vLLM says: {why_no_chat} Set "
+            f"chat requests, and therefore judges, don't work; completions do. vLLM says: {why_no_chat} Set "
             "vllm.chat_template=<file or text>"
         )
     else:

@@ -74,8 +74,8 @@ def serve_request(parsed: argparse.Namespace, words: Sequence[str], environment:
     token = None if parsed.token_env is None else _token(parsed.token_env, environment)
     if token is None and not ipaddress.ip_address(host).is_loopback:
         raise to_config_error(
-            f"--host is {parsed.host}, which other machines reach, and no token is given; set an environment variable "
-            "to a secret that they know, too, and name it by --token-env. Requests and answers are not encrypted"
+            f"--host is {parsed.host}, which other machines can reach, but no token is given; set an environment "
+            "variable to a secret that they also have, and pass its name as --token-env. Traffic is not encrypted"
         )
     on_gpu = _on_gpu()
     if problem := installation_problem(on_gpu=on_gpu):

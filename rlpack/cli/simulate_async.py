@@ -36,11 +36,11 @@ _SKIPPED = 2
 # Option, type and help; the defaults are those of `Rates`.
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("slots", int, "responses that an engine generates at once"),
-    ("token-ms", float, "milliseconds of a token of each response in an engine"),
-    ("train-tokens-per-s", float, "tokens, prompts included, that a rank trains on in a second"),
-    ("publish-s", float, "seconds of a publication of weights"),
-    ("prompt-tokens", float, "mean tokens of a prompt"),
-    ("rows-per-step", int, "responses of a step"),
+    ("token-ms", float, "milliseconds per token of each response in an engine"),
+    ("train-tokens-per-s", float, "tokens per second that a rank trains on, prompts included"),
+    ("publish-s", float, "seconds to publish weights to the engines"),
+    ("prompt-tokens", float, "mean tokens per prompt"),
+    ("rows-per-step", int, "responses per step"),
 )
 
 

@@ -48,12 +48,12 @@ def supervise(arguments: Sequence[str], run_dir: str, restarts: int) -> int:
             return code
         cause = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         if number == restarts:
-            log.error("the run ended with %s; supervise=%d: it is not started again", cause, restarts)
+            log.error("the run ended with %s after all supervise=%d restarts; it is not restarted", cause, restarts)
             break
         # A killed driver says nothing about the run itself.
         has_failed = code > 0 and newest_checkpoints(Path(run_dir)) == before
         if has_failed and has_failed_here:
-            log.error("the run ended with %s twice without a new checkpoint; it is not started again", cause)
+            log.error("the run ended with %s twice without a new checkpoint; it is not restarted", cause)
             break
         has_failed_here = has_failed
         log.warning(

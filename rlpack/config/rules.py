@@ -59,7 +59,7 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.clip_low or raise algorithm.clip_high"
         )
     if algorithm.clip_low == 1 and not is_cispo:
-        yield "algorithm.clip_low is 1, which is no lower bound; set it below 1, or set algorithm.loss=cispo"
+        yield "algorithm.clip_low is 1, which is not a lower bound; set it below 1, or set algorithm.loss=cispo"
     needs_constant = algorithm.aggregation == "seq_mean_token_sum_norm"
     if needs_constant and algorithm.aggregation_constant is None:
         yield (
@@ -273,7 +273,7 @@ def _placement(config: Config) -> Iterator[str]:
     used = {pool_of(config, role) for role in config.roles}
     for name, pool in placement.pools.items():
         if name not in used:
-            yield f"placement.pools.{name} has no role; name it in placement.roles, or remove ~placement.pools.{name}"
+            yield f"placement.pools.{name} has no role; assign one in placement.roles, or add ~placement.pools.{name}"
         # NCCL ranks can't share a GPU, and a rank uses only one, unless it is an engine that splits its model.
         roles = [role for role in config.roles if pool_of(config, role) == name]
         splits = config.rollout.engine == "vllm" and roles == ["rollout"] and pool.gpus_per_rank % 1 == 0

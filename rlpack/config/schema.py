@@ -33,8 +33,8 @@ class Trainer(Section):
     steps: int = Field(default=50, ge=0, description="Rollout steps of the recipe.")
     data_epochs: Positive | None = Field(
         default=None,
-        description="Passes over the training prompts instead of trainer.steps, which then follows from their number; "
-        "null takes trainer.steps.",
+        description="Passes over the training prompts, from which the number of steps is then computed; null uses "
+        "trainer.steps.",
     )
     prompts_per_step: Count = Field(default=32, description="Prompts of one rollout step.")
     group_size: Count = Field(default=8, description="Samples of each prompt (n).")
@@ -44,15 +44,15 @@ class Trainer(Section):
     updates_per_batch: Count = Field(default=1, description="Passes over a rollout batch (μ).")
     shuffle_mini_batches: bool = Field(
         default=False,
-        description="Deal the rows to other mini-batches, by the seed, in each pass over a rollout batch after the "
+        description="Shuffle rows across mini-batches, with the seed, in each pass over a rollout batch after the "
         "first; false keeps arrival order.",
     )
     lead: int = Field(
         default=0,
         ge=0,
-        description="How many steps before its training a batch may be begun: 1 to generate the next batch while the "
-        "actor trains on the current one, with weights that are one policy version older; more only with "
-        "rollout.publish=in_flight; 0 for one after the other. From 1 on, the role rollout needs a pool of its own.",
+        description="How many steps ahead batches are generated: 0 to alternate generation and training; 1 to generate "
+        "the next batch while the actor trains on the current one, with weights that are one policy version older; "
+        "more only with rollout.publish=in_flight. Above 0, the role rollout needs a pool of its own.",
     )
     late_groups: LateGroupSettings = LateGroupSettings()
 
@@ -192,7 +192,7 @@ class Data(Section):
     answer_column: str | None = Field(default="answer", description="Column with the reference answer; null for none.")
     completion_column: str | None = Field(default=None, description="Column of the target text for supervised steps.")
     chat_template: bool = Field(default=False, description="Apply the tokenizer's chat template to prompts.")
-    max_prompt_tokens: Count = Field(default=512, description="Most tokens of a prompt.")
+    max_prompt_tokens: Count = Field(default=512, description="Maximum number of tokens in a prompt.")
     overlong_prompt: Literal["error", "drop"] = Field(default="error", description="What to do with longer prompts.")
     generator: dict[str, Any] = Field(default_factory=dict, description="Arguments of the built-in generator.")
 
@@ -203,7 +203,7 @@ class Rollout(Section):
     engine: Literal["hf", "vllm"] = Field(
         default="hf", description="Generation engine: hf (transformers), or vllm, which is installed separately."
     )
-    max_new_tokens: Count = Field(default=256, description="Most tokens of a response.")
+    max_new_tokens: Count = Field(default=256, description="Maximum number of tokens in a response.")
     temperature: float = Field(
         default=1.0, ge=0.01, description="Sampling temperature; log-probs in training use it, too."
     )
@@ -216,15 +216,15 @@ class Rollout(Section):
     )
     publish: Literal["drain", "in_flight"] = Field(
         default="drain",
-        description="When new weights reach the engines with trainer.lead: drain once the batch that was begun is "
-        "generated, so that all of its tokens have one policy version and a resumed run is the same bit for bit; "
-        "in_flight at once (vllm), so that responses go on with the new weights.",
+        description="When new weights reach the engines with trainer.lead: drain waits until the batch in progress is "
+        "generated, so that all of its tokens have one policy version and a resumed run is bit-identical; in_flight "
+        "(vllm) sends them at once, and unfinished responses continue with the new weights.",
     )
     kv_cache: Literal["clear", "keep"] = Field(
         default="clear",
-        description="What happens to the keys and values of responses that go on with new weights (publish=in_flight): "
-        "clear to compute them again, so that the trainer can recompute each token's log-prob from the weights of its "
-        "version; keep to save that time.",
+        description="What happens to the KV cache of responses that continue with new weights (publish=in_flight): "
+        "clear recomputes it, so that the trainer can recompute each token's log-prob from the weights of its version; "
+        "keep saves that time.",
     )
     max_logprob_gap: Positive | None = Field(
         default=None,
@@ -264,9 +264,8 @@ class Rollout(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="Whether a row's tokens and log-probs must not depend, to the last bit, on the rows that vLLM runs "
-        "with it. Tested when the engine starts, which fails if they do. On GPUs this sets VLLM_BATCH_INVARIANT, which "
-        "costs speed.",
+        description="Require a row's tokens and log-probs to be bit-identical whichever rows vLLM runs with it. A test "
+        "at startup fails if they are not. On GPUs this sets VLLM_BATCH_INVARIANT, which costs speed.",
     )
     vllm: dict[str, Any] = Field(
         default_factory=dict, description="Further engine arguments of vLLM, by vLLM's own names."
@@ -290,8 +289,8 @@ class Placement(Section):
     call_timeout_s: Seconds = Field(default=1800.0, description="Deadline of one call of a role, in seconds.")
     ray_timeout_s: Seconds = Field(
         default=6.0,
-        description="Longest silence of Ray's GCS and of this machine's raylet, in seconds; then the run ends. Raise "
-        "it on a cluster whose GCS is restarted with its state (GCS fault tolerance).",
+        description="Time without an answer from Ray's GCS or this machine's raylet after which the run ends, in "
+        "seconds. Raise it on a cluster whose GCS is restarted with its state (GCS fault tolerance).",
     )
     object_store_gb: float | None = Field(
         default=None,
@@ -367,7 +366,7 @@ class Config(Section):
         default=0,
         ge=0,
         le=1000,
-        description="How often `rlpack train` starts a run that failed again, from its newest checkpoint.",
+        description="How many times `rlpack train` restarts a failed run from its newest checkpoint.",
     )
     trainer: Trainer = Trainer()
     sft_warmup: SFTWarmup = SFTWarmup()

@@ -67,9 +67,9 @@ def _untaught_model(config: Config) -> Iterator[str]:
     # The built-in task's presets have a warm-up, so it is left out on purpose there.
     if recipe_of(config).generates and is_untaught and config.data.source != "arithmetic":
         yield (
-            "model.path is null and sft_warmup.steps is 0: a new model's responses are random, so hardly any earns a "
-            "reward and nothing is learned; start from a trained model (model=pretrained model.path=…), or teach the "
-            "new one first (sft_warmup.steps=500 data.completion_column=…)"
+            "model.path is null and sft_warmup.steps is 0: a new model's responses are random, so almost none earns a "
+            "reward and nothing is learned; start from a pretrained model (model=pretrained model.path=…), or add a "
+            "supervised warm-up (sft_warmup.steps=500 data.completion_column=…)"
         )
 
 

@@ -56,7 +56,7 @@ METRICS: dict[str, Metric] = {
         "How many policy versions the oldest token of the batch is behind the newest (trainer.lead). Above 0, the "
         "limit of rollout/logprob_gap applies to mismatch/lag_0/gap instead.",
     ),
-    "rollout/lag_mean": Metric("versions", "The same, the mean over the sampled tokens."),
+    "rollout/lag_mean": Metric("versions", "Mean lag of the sampled tokens, in policy versions."),
     "rollout/lag_share/<name>": Metric("fraction", "Sampled tokens that are this many policy versions old."),
     "rollout/batches_waiting": Metric(
         "1", "Batches that were drawn and not trained on as the step began, its own included (trainer.lead)."
@@ -70,7 +70,7 @@ METRICS: dict[str, Metric] = {
         "KL divergence of the policy before the update from the one that sampled, per token, estimated as the mean of "
         "log μ - log π (algorithm.correction; so are all metrics mismatch/*).",
     ),
-    "mismatch/k3": Metric("nats", "The same by the k3 estimator, which is never negative."),
+    "mismatch/k3": Metric("nats", "As mismatch/kl, by the k3 estimator, which is never negative."),
     "mismatch/chi2": Metric("1", "χ² divergence of tokens, the mean of (π / μ)² less 1; the exponent is at most 20."),
     "mismatch/gap": Metric("nats", "Mean absolute difference of both log-probs."),
     "mismatch/largest_gap": Metric("nats", "Largest absolute difference of both log-probs."),
@@ -135,7 +135,7 @@ METRICS: dict[str, Metric] = {
         "1",
         "Tokens of a layer's busiest expert over the mean of its experts, in an optimizer step; the mean over layers.",
     ),
-    "actor/moe_load_imbalance_max": Metric("1", "The same of the layer where it is largest."),
+    "actor/moe_load_imbalance_max": Metric("1", "As actor/moe_load_imbalance, for the layer where it is largest."),
     "actor/moe_replay_changed": Metric(
         "fraction",
         "Tokens that would have got another set of experts without actor.moe.replay_routing; the mean over layers.",
@@ -243,7 +243,7 @@ METRICS: dict[str, Metric] = {
         "tokens/s", "Real tokens, prompt and response, trained on per second of the step."
     ),
     "faults/restarts/<name>": Metric(
-        "1", "How often the ranks of a role without state were started again, in steps in which they were."
+        "1", "How often the ranks of a role without training were restarted; logged only in steps with a restart."
     ),
     "perf/tflops/<name>": Metric(
         "TFLOP/s",

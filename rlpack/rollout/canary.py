@@ -112,7 +112,7 @@ def check_canary(
     listed = ", ".join(f"token {token} (engine {own:.5g}, trainer {other:.5g})" for token, own, other in columns)
     raise CanaryError(
         f"log-probs of the canary at policy version {version} differ from the trainer's by up to {gap:.3g} nats "
-        f"(tolerance {tolerance.largest:g}) and {mean:.3g} in the mean (tolerance {mean_tolerance:.3g}), most at "
+        f"(tolerance {tolerance.largest:g}) and {mean:.3g} on average (tolerance {mean_tolerance:.3g}), most at "
         f"{listed}; weights were corrupted in transfer, or the engine's forward pass differs from the trainer's"
     )
 

@@ -110,12 +110,12 @@ def test_stopped_twice_and_continued_an_evaluation_writes_the_files_of_an_uninte
             assert command.left_behind() == []
         assert 3 * parts <= len(rows_of(tmp_path / "stopped")) < 18
         assert not (tmp_path / "stopped" / "results.json").exists()
-    assert "run the same command again to go on" in command.err
+    assert "run the same command again to continue" in command.err
     assert "Traceback" not in command.err
     with (tmp_path / "stopped" / "samples.jsonl").open("a") as file:
         file.write('{"prompt_index": 4, "uid"')  # as a kill in the middle of a write leaves it
     last = evaluated(tmp_path, model, *FOLDER, *SMALL, output="stopped")
-    assert re.search(r"going on after [345] of 6 prompts", last.out)
+    assert re.search(r"continuing after [345] of 6 prompts", last.out)
     for name in FILES:
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert "majority vote by exact text" in whole.out

@@ -142,7 +142,7 @@ def test_sigterm_ends_it_with_all_its_processes_and_its_folder(judge):
 
 def test_without_a_chat_template_completions_work_and_chats_say_what_is_missing(tmp_path):
     with served(answering_model(tmp_path / "plain", template=None)) as running:
-        assert "chats don't work, and so no judge" in running.printed
+        assert "chat requests, and therefore judges, don't work" in running.printed
         assert "chat template" in running.printed
         assert "vllm.chat_template=" in running.printed
         assert "rlpack train" not in running.printed

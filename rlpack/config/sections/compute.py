@@ -10,7 +10,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def _from_boolean(value: Any) -> Any:
-    """Return the choice that `true` or `false` stands for, the only values until version 0.2."""
+    """Return the choice that `true` or `false` stands for; they were once the only values."""
     return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -38,7 +38,7 @@ class Compute(Section):
         description="What GPUs keep in host memory: AdamW's moments, except during the optimizer step (optimizer); or "
         "weights, gradients and moments, with the optimizer step on the CPU (parameters). No effect on CPUs.",
     )
-    logprob_chunk: Count = Field(default=1024, description="Most tokens whose logits exist at one time.")
+    logprob_chunk: Count = Field(default=1024, description="Maximum number of tokens whose logits exist at once.")
     isolation_check: bool = Field(
         default=True,
         description="At start, check that the model scores each row as transformers does for that row alone, that rows "

@@ -38,9 +38,9 @@ class Correction(Section):
     )
     reject: dict[str, float | list[float]] = Field(
         default_factory=dict,
-        description="Leave out what diverges too far, by criterion: token, seq_sum, seq_mean or seq_max, then _k1, "
-        "_k2 or _k3; or binary_kl, of tokens. A bound is the largest divergence in nats; that of k1 is a range of the "
-        "ratio μ / π_old, as [lower, upper], or one number u for [1/u, u].",
+        description="Exclude tokens or responses that diverge too far. Each key is a criterion: token, seq_sum, "
+        "seq_mean or seq_max with the suffix _k1, _k2 or _k3, or binary_kl (of tokens). Its value is the largest "
+        "divergence in nats; for k1, a range of the ratio μ / π_old, [lower, upper], or one number u for [1/u, u].",
     )
     warn_above: dict[str, float] = Field(
         default_factory=dict,

@@ -9,7 +9,7 @@ class Evaluate(Section):
     """What `rlpack evaluate` samples and measures; no recipe of `rlpack train` has this section."""
 
     samples: Count = Field(default=8, description="Samples of each prompt at rollout.temperature (n).")
-    greedy: bool = Field(default=True, description="Whether each prompt is answered greedily, too.")
+    greedy: bool = Field(default=True, description="Whether to generate a greedy response to each prompt as well.")
     threshold: float | None = Field(
         default=None,
         description="A response passes if its reward is at least this; null is 1 if every reward is 0 or 1, and no "

@@ -26,7 +26,7 @@ class Evaluation(Section):
     """Mean reward on the held-out split, or with recipe=sft the loss of its demonstrations."""
 
     every: Count = Field(
-        default=10, description="Steps between two evaluations; one is before the first step and one after the last."
+        default=10, description="Steps between evaluations; there is one before the first step and one after the last."
     )
     samples: Count = Field(
         default=4, description="Samples of each prompt at rollout.temperature, in addition to a greedy one."

@@ -10,10 +10,10 @@ class LateGroupSettings(Section):
 
     window: Count = Field(
         default=1,
-        description="Steps within which the groups of a batch are trained on: those that are not finished when their "
-        "step begins may be taken by one of the window - 1 steps after it, so that training waits for fewer "
+        description="Number of steps in which the groups of a batch may be trained on. Groups that are not finished "
+        "when their step begins can be used by one of the next window - 1 steps, so that training waits for fewer "
         "stragglers. Tokens are then up to trainer.lead + window - 1 policy versions old, and which groups a step "
-        "trains on depends on time. 1 waits for all groups.",
+        "trains on depends on timing. 1 waits for all groups.",
     )
     share: float = Field(
         default=0.25,

@@ -1,4 +1,4 @@
-"""Sections of training: the optimizer and low-rank adapters."""
+"""Sections of training: the optimizer, low-rank adapters and mixtures of experts."""
 
 from typing import Literal
 

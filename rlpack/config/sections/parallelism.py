@@ -49,8 +49,8 @@ class Parallel(Section):
     vpp: Count = Field(
         default=1,
         description="With pp above 1, virtual stages of each pipeline rank: runs of layers that it computes in turn "
-        "(interleaved 1F1B), which divides the time in which ranks wait by it and multiplies the messages. The model "
-        "has to have at least pp · vpp layers.",
+        "(interleaved 1F1B). This divides the idle time of the pipeline by vpp and multiplies the number of messages "
+        "by vpp. The model has to have at least pp · vpp layers.",
     )
     sp: bool = Field(
         default=True,

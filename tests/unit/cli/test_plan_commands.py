@@ -111,8 +111,8 @@ def test_a_modeled_time_below_a_second_has_four_digits(capsys: pytest.CaptureFix
         ),
         (["simulate", "zipf", "--rows-per-rank", "9", "--rows", "5"], 2, "--rows is the total of all ranks"),
         (["plan", "zipf", "--column", "x"], 2, "--column is for files, but zipf is a synthetic trace; remove it"),
-        (["plan", "a.npy", "--rows", "5"], 2, "--rows is for synthetic traces, but a.npy is none; remove it"),
-        (["plan", "a.npy", "--column", "x"], 2, "--column is for .jsonl and .parquet files, but a.npy is none"),
+        (["plan", "a.npy", "--rows", "5"], 2, "--rows is for synthetic traces, but a.npy is not one; remove it"),
+        (["plan", "a.npy", "--column", "x"], 2, "--column is for .jsonl and .parquet files, but a.npy is not one"),
         (
             ["plan", "zipf", "--mode", "fixed", "--max-tokens", "9"],
             2,

@@ -72,7 +72,7 @@ def test_options_and_arguments_of_vllm_are_read(model):
 @pytest.mark.usefixtures("installed")
 def test_a_host_that_others_reach_needs_a_token_of_the_users(model):
     for host in ("0.0.0.0", "::", "192.0.2.1"):
-        assert f"--host is {host}, which other machines reach, and no token is given" in refusal(model, "--host", host)
+        assert f"--host is {host}, which other machines can reach, but no token" in refusal(model, "--host", host)
     given = request_of(model, "--host", "0.0.0.0", "--token-env", "MINE", MINE=TOKEN)
     assert (given.options.host, given.token, given.token_env) == ("0.0.0.0", TOKEN, "MINE")
     assert TOKEN not in repr(given)

@@ -164,7 +164,7 @@ def test_the_command_names_the_file_and_what_it_left_out(run_dir: Path, capsys: 
     assert main(["trace", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert f"{run_dir / 'trace.json'}: open it at https://ui.perfetto.dev" in out
-    assert "left out: 1 lines that killed processes left unfinished" in out
+    assert "skipped 1 incomplete lines of killed processes" in out
 
 
 def test_a_folder_without_spans_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

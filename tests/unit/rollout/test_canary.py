@@ -30,8 +30,8 @@ def test_the_largest_difference_is_returned_or_named_with_the_tokens_that_differ
     logprobs = expected + torch.tensor([[0.0, 0.0, 0.25], [0.0, -0.5, 0.0]])
     assert check_canary(logprobs, expected, tokens, tolerance=CanaryTolerance(0.5, 1.0), version=3) == 0.5
     message = (
-        r"policy version 3 differ from the trainer's by up to 0\.5 nats \(tolerance 0\.4\) and 0\.188 in the "
-        r"mean \(tolerance 0\.323\), most at "
+        r"policy version 3 differ from the trainer's by up to 0\.5 nats \(tolerance 0\.4\) and 0\.188 on "
+        r"average \(tolerance 0\.323\), most at "
         r"token 7 \(engine -3\.5, trainer -3\), token 5 \(engine -1\.75, trainer -2\)"
     )
     with pytest.raises(CanaryError, match=message):
@@ -64,7 +64,7 @@ def test_a_mean_difference_is_refused_by_its_size_and_by_its_share_of_the_spread
         logprobs = expected - shift * torch.tensor([[0.0, 1.0, -1.0, 1.0, 1.0]])
         arguments = {"tolerance": CanaryTolerance(10.0, tolerance), "version": 1}
         if refused:
-            with pytest.raises(CanaryError, match=f"{shift:.3g} in the mean"):
+            with pytest.raises(CanaryError, match=f"{shift:.3g} on average"):
                 check_canary(logprobs, expected, tokens, **arguments)
         else:
             assert check_canary(logprobs, expected, tokens, **arguments) == pytest.approx(shift)
@@ -88,7 +88,7 @@ def test_bf16_rounding_passes_and_lost_weights_do_not(damaged: str):
     check_canary(scores_of(engine, tokens), expected, tokens, tolerance=tolerance, version=1)
     engine.get_parameter(damaged).zero_()
     assert (scores_of(engine, tokens) - expected).abs().max() < tolerance.largest
-    with pytest.raises(CanaryError, match="in the mean"):
+    with pytest.raises(CanaryError, match="on average"):
         check_canary(scores_of(engine, tokens), expected, tokens, tolerance=tolerance, version=1)
 
 

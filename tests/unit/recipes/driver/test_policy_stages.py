@@ -84,7 +84,7 @@ def test_a_gap_of_ten_times_the_limit_ends_the_step_before_its_update(tmp_path: 
         return batch.keep([]).union({"logprobs": batch["rollout_logprobs"], **figures})
 
     set_group(session, "actor", logprobs=logprobs)
-    with pytest.raises(LogprobGapError, match=r"differ by 1 nats in the mean, over 10 times the limit of 0\.05"):
+    with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average, over 10 times the limit of 0\.05"):
         compute_old_logprobs(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
 
 
@@ -99,7 +99,7 @@ def test_the_gap_that_a_single_update_measures_has_the_same_limit(tmp_path: Path
     metrics = [{"actor/logprob_gap": 1.0, "actor/skipped_steps": 0.0}]
     set_group(session, "actor", logprobs=logprobs, train_step=metrics)
     rollouts = rollouts.union({"valid": torch.ones(2, dtype=torch.bool), "response_tokens": tokens})
-    with pytest.raises(LogprobGapError, match=r"differ by 1 nats in the mean.*most in row 1 "):
+    with pytest.raises(LogprobGapError, match=r"differ by 1 nats on average.*most in row 1 "):
         update_actor(session, session.begin_step(1), rollouts, plan_of(session, rollouts))
 
 
