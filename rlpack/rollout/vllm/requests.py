@@ -19,6 +19,8 @@ from rlpack.rollout.types import FinishReason, Generations, SamplingParams
 
 # vLLM takes seeds of 63 bits, and reads -1 as no seed.
 _SEED_MASK = (1 << 63) - 1
+# Rounding of the softmax can give a certain token a log-prob of 1e-7.
+_ROUNDING = 1e-5
 
 
 class _Logprobs(NamedTuple):
@@ -172,10 +174,13 @@ def _logprobs(row: int, output: Any, params: SamplingParams) -> torch.Tensor:
     if not np.array_equal(np.asarray(flat.token_ids)[first], np.asarray(output.token_ids)):
         raise EngineError(f"vLLM returned log-probs of other tokens than those of row {row}")
     values = torch.tensor(np.asarray(flat.logprobs, dtype=np.float32)[first])
-    if params.is_greedy:
-        return torch.zeros_like(values)
-    # Rounding of the softmax can give a certain token 1e-7; anything larger is an error that `assemble` reports.
-    return torch.where((values > 0) & (values < 1e-5), 0.0, values)
+    if (wrong := ~(values.isfinite() & (values <= _ROUNDING))).any():
+        index = int(wrong.nonzero()[0])
+        raise EngineError(
+            f"vLLM returned the log-prob {values[index].item():g} for token {index} of row {row}; it has to be finite "
+            "and at most 0"
+        )
+    return torch.zeros_like(values) if params.is_greedy else values.clamp(max=0.0)
 
 
 def _versions(row: int, output: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Sampling parameters to vLLM, and results that vLLM may return, back to the types of rlpack."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,15 +84,15 @@ FAULTS = {
     ),
     "a log-prob of NaN": (
         completion([2, 3, 4], logprobs=flat([2, 3, 4], [-1, float("nan"), -1])),
-        r"log-prob nan in segment 1 \(policy\) of row 1",
+        "the log-prob nan for token 1 of row 1; it has to be finite and at most 0",
     ),
     "a positive log-prob": (
         completion([2, 3, 4], logprobs=flat([2, 3, 4], [-1, -1, 1e-3])),
-        r"log-prob 0\.001.* of row 1; it has to be finite and at most 0",
+        r"log-prob 0\.001 for token 2 of row 1",
     ),
     "an infinite log-prob": (
         completion([2, 3, 4], logprobs=flat([2, 3, 4], [-1, -float("inf"), -1])),
-        r"log-prob -inf .* of row 1",
+        "log-prob -inf for token 1 of row 1",
     ),
     "an id outside the vocabulary": (completion([2, 40, 4]), r"token id 40 .* of row 1; it has to be from 0 to 39"),
     "a negative id": (completion([2, -1, 4]), "token id -1 .* of row 1"),
@@ -127,10 +128,13 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize(("output", "words"), FAULTS.values(), ids=FAULTS)
-def test_a_result_that_cannot_be_used_is_refused_and_its_row_named(output: SimpleNamespace, words: str):
+def test_a_result_that_cannot_be_used_is_refused_and_its_row_named(
+    output: SimpleNamespace, words: str, temperature: float
+):
     with pytest.raises(EngineError, match=words):
-        assembled(completion([2, 3, 4]), output)
+        assembled(completion([2, 3, 4]), output, params=replace(PARAMS, temperature=temperature))
 
 
 def test_a_prompt_is_salted_with_its_version():
