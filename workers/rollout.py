@@ -141,6 +141,8 @@ class RolloutWorker(Worker):
     def interrupt(self) -> None:
         """Stop sampling until new weights are published; rows in flight keep the tokens that they have."""
         engine, self._is_interrupted = cast(StreamingEngine, self._engine), True
+        if self._is_unhealthy:  # it is replaced before weights arrive; a hung one would not answer
+            return
         try:
             engine.interrupt()
         except EngineError as error:

@@ -6,6 +6,9 @@
 With `rollout.publish=in_flight`, generations go on after a publication, with the new weights: each asks `wait_for_turn`
 between its calls. Otherwise, generations have ended before weights are published, and all of this returns at once.
 
+Generations share what is known of the engines: one that failed (`failed`) gets no rows of any generation until it is
+replaced, which a publication does before it sends weights.
+
 Deadlines: a generation's calls end within their own deadline, so a publication waits at most that long; a generation
 waits for a publication, whose calls have deadlines, too, and at most `_LONGEST_S`.
 """
@@ -30,7 +33,8 @@ class EngineAccess:
     Invariants (tests/unit/recipes/driver/test_engine_access.py):
 
     1. while a publication runs, no generation has a call under way;
-    2. a publication that waits comes before the next calls of all generations, so that it can't wait for ever.
+    2. a publication that waits comes before the next calls of all generations, so that it can't wait for ever;
+    3. an engine that failed is in `failed` until it was replaced.
 
     Attributes:
         epoch: number of publications that have ended; engines that failed were replaced by each.
@@ -53,6 +57,29 @@ class EngineAccess:
         self._calling: set[int] = set()
         self._num_publishing = 0
         self._needs_engines = False
+        self._failed: frozenset[int] = frozenset()
+        self._num_starts = 1
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """Return the ranks whose engines failed and are not replaced yet."""
+        return self._failed
+
+    def record_failure(self, rank: int) -> None:
+        """Note that the engine of a rank can't be used until it is replaced."""
+        with self._changed:
+            self._failed |= {rank}
+
+    def record_starts(self, num_starts: int, num_ranks: int) -> None:
+        """Note how often the ranks were started; if that is news, all engines are new and without weights."""
+        with self._changed:
+            if num_starts != self._num_starts:
+                self._num_starts, self._failed = num_starts, frozenset(range(num_ranks))
+
+    def record_replacement(self, num_starts: int) -> None:
+        """Note that all engines can answer: those that failed, and those of ranks that were started, have weights."""
+        with self._changed:
+            self._num_starts, self._failed = num_starts, frozenset()
 
     @property
     def needs_engines(self) -> bool:

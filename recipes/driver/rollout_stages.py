@@ -71,8 +71,13 @@ class SamplingSession(Protocol):
         """The generating ranks."""
         ...
 
-    def renew_engines(self, generation: int) -> bool:
-        """Replace the engines of a generation, all of which failed; return whether that was possible."""
+    def renew_engines(self, generation: int, none_is_left: bool) -> bool:
+        """Replace the engines that failed, for a generation; return whether that was possible.
+
+        Args:
+            generation: its number.
+            none_is_left: whether all have failed, so that the generation can't go on with the others.
+        """
         ...
 
 

@@ -15,7 +15,8 @@ Invariants (tests/unit/recipes/driver/test_router.py):
 2. a rank has at most `capacity` rows in flight, or a single larger group;
 3. a group goes to the rank whose requests in flight have the fewest tokens, prompts and longest responses together;
 4. a group that fails is sent again, to another engine if there is one, at most `MOST_ATTEMPTS` times in all. An engine
-   that failed gets no more groups until it is replaced. If the ranks are started again, all groups in flight have
+   that failed gets no more groups, of this generation or another, until it is replaced: before the next generation
+   begins, if that is possible then, or if no other is left. If the ranks are started again, all groups in flight have
    failed, and all engines are without weights;
 5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`).
 """
@@ -52,7 +53,7 @@ class Router:
         *,
         capacity: int,
         access: EngineAccess,
-        replace_engines: Callable[[int], bool],
+        replace_engines: Callable[[int, bool], bool],
         call_s: float = 1.0,
     ) -> None:
         """Take the engines.
@@ -63,8 +64,8 @@ class Router:
             capacity: rows that an engine runs at once.
             access: turns of generations and publications.
             replace_engines: starts new engines for those that failed, with the same weights; called with the number of
-                the generation if none is left. It returns False if only a publication can do that, which is then
-                waited for.
+                the generation, and whether no engine is left. It returns False if only a publication can do that; if
+                none is left, that is then waited for.
             call_s: longest wait of a call for a group that ends, in seconds: how late a rank with work gets the groups
                 of a failed one, and how long a publication waits.
 
@@ -74,7 +75,6 @@ class Router:
         self.repeated = 0
         self._group, self._params, self._capacity = group, params, capacity
         self._access, self._replace_engines, self._call_s = access, replace_engines, call_s
-        self._healthy = set(range(group.num_ranks))
         self._num_starts = group.ranks.num_starts
 
     def run(self, prompts: BatchedDataDict) -> Iterator[BatchedDataDict]:
@@ -112,12 +112,12 @@ class Router:
     def _run(self) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end."""
         calls: dict[int, Pending[BatchedDataDict]] = {}
-        epoch = self._access.epoch
+        self._access.record_starts(self._num_starts, self._group.num_ranks)
+        if self._access.failed and self._healthy:
+            self._replace_engines(self._generation, False)
         while self._waiting or any(self._in_flight.values()):
             if self._access.is_wanted and not calls:
                 self._access.wait_for_turn(self._generation)
-            if epoch != self._access.epoch:  # a publication has replaced the engines that had failed
-                epoch, self._healthy = self._access.epoch, set(self._in_flight)
             if self._num_starts != self._group.ranks.num_starts:
                 self._lose_all(calls)
             if not self._healthy and not calls:
@@ -132,6 +132,11 @@ class Router:
                     break  # the other calls are lost, too
                 yield from self._accept(ranks[place], ended)
 
+    @property
+    def _healthy(self) -> set[int]:
+        """Return the ranks whose engines can answer."""
+        return self._in_flight.keys() - self._access.failed
+
     def _lose_all(self, calls: dict[int, Pending[BatchedDataDict]]) -> None:
         """Queue all groups in flight again: the ranks were started again, and none of their engines has weights.
 
@@ -139,19 +144,18 @@ class Router:
             RoleError: a group failed too often.
         """
         self._num_starts = self._group.ranks.num_starts
+        self._access.record_starts(self._num_starts, self._group.num_ranks)
         calls.clear()
         for rank, groups in self._in_flight.items():
             self._access.load.add(rank, -self._num_rows(rank))
             lost, self._in_flight[rank] = sorted(groups), set()
             if lost:
                 self._repeat(rank, lost, "its process was started again")
-        self._healthy.clear()
 
     def _get_engines(self) -> None:
         """Get new engines in place of all that failed; no call is under way."""
-        if not self._replace_engines(self._generation):
+        if not self._replace_engines(self._generation, True):
             self._access.wait_for_engines(self._generation)
-        self._healthy = set(self._in_flight)
 
     def _send(self, calls: dict[int, Pending[BatchedDataDict]]) -> None:
         """Add calls to all ranks that have none and have something to do."""
@@ -198,6 +202,7 @@ class Router:
         has_failed = np.array([bool(failure) for failure in ended["engine_failure"]], dtype=bool)
         if has_failed.any():
             failure = next(filter(None, ended["engine_failure"]))
+            self._access.record_failure(rank)
             self._repeat(rank, np.unique(self._group_of[places[has_failed]]).tolist(), failure)
         if not has_failed.all():
             yield ended.select(np.flatnonzero(~has_failed)).drop(["engine_failure"])
@@ -208,7 +213,6 @@ class Router:
         Raises:
             RoleError: one of them failed too often.
         """
-        self._healthy.discard(rank)
         rows = sum(self._rows[group].size for group in groups)
         self.repeated += rows
         for group in reversed(groups):

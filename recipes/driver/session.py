@@ -248,6 +248,7 @@ class Session:
         with self.engine_access.publication(of):
             self._interrupt_engines()
             yield
+            self.engine_access.record_replacement(self.rollout.ranks.num_starts)
 
     def replace_engines(self) -> float:
         """Start a new engine for each that failed, with the weights that were published last; return the canary's gap.
@@ -261,20 +262,20 @@ class Session:
         self._interrupt_engines()  # those that passed the canary have gone on
         return self.rollout_weights.publish_again(canary_tokens(len(self.tokenizer)))
 
-    def renew_engines(self, generation: int) -> bool:
-        """Replace the engines of a generation, all of which failed; return whether that was possible at this moment.
+    def renew_engines(self, generation: int, none_is_left: bool) -> bool:
+        """Replace the engines that failed, for a generation; return whether that was possible at this moment.
 
-        A generation in a thread of its own, which draws a batch ahead, has to wait for the main thread, because the
-        actor may have changed the weights that were published last.
+        A generation in a thread of its own has to wait for the main thread: the actor may have changed its weights.
 
         Raises:
-            RoleError: see `replace_engines`; or the weights of the generation are gone.
+            RoleError: see `replace_engines`; or none is left, and the weights of the generation are gone.
         """
         if threading.current_thread() is not self.thread:
-            if self.config.rollout.publish == "in_flight":
+            if none_is_left and self.config.rollout.publish == "in_flight":
                 self.evaluations.lose_engines(self.engine_access)
-                return False
-            raise weights_are_gone()
+            elif none_is_left:
+                raise weights_are_gone()
+            return False
         with self.publication(generation):
             self.replace_engines()
         return True

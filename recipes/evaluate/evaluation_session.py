@@ -48,9 +48,10 @@ class EvaluationSession:
         """Return the generating ranks."""
         return self.groups["rollout"]
 
-    def renew_engines(self, generation: int) -> bool:
+    def renew_engines(self, generation: int, none_is_left: bool) -> bool:
         """Start a new engine for each that failed, which loads the model's weights."""
         self.rollout.run(RolloutWorker.replace_failed_engine)
+        self.engine_access.record_replacement(self.rollout.ranks.num_starts)
         return True
 
     def rows_of_part(self, positions: np.ndarray, reader: AnswerReader) -> list[SampleRow]:

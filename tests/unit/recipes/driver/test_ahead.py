@@ -224,7 +224,7 @@ def test_every_engine_failing_while_the_actor_trains_is_an_error(tmp_path: Path,
     def draw(session: Session, step: StepContext) -> Batch:
         if step.number == 2:
             time.sleep(0.1)  # by now the queue knows this thread's call
-            session.renew_engines(0)
+            session.renew_engines(0, True)
         return engines.draw(session, step)
 
     with pytest.raises(RoleError, match="the weights that this batch or evaluation began with are gone; resume"):

@@ -78,6 +78,26 @@ def test_a_generation_may_publish_itself():
         assert access.epoch == 1
 
 
+def test_an_engine_that_failed_is_known_to_all_generations_until_it_is_replaced():
+    access = EngineAccess(are_concurrent=True)
+    with access.generation():
+        access.record_failure(2)
+    with access.generation():
+        assert access.failed == {2}
+    access.record_replacement(num_starts=1)
+    access.record_starts(1, num_ranks=3)
+    assert access.failed == frozenset()
+
+
+def test_engines_of_ranks_that_were_started_again_are_unusable_once():
+    access = EngineAccess(are_concurrent=True)
+    access.record_starts(2, num_ranks=3)
+    assert access.failed == {0, 1, 2}
+    access.record_replacement(num_starts=3)  # a restart within the publication
+    access.record_starts(3, num_ranks=3)
+    assert access.failed == frozenset()
+
+
 def test_the_oldest_generation_is_the_first_that_has_not_ended():
     access = EngineAccess(are_concurrent=True)
     with access.generation() as first:

@@ -47,8 +47,9 @@ class Ranks:
         self.workers.append(worker)
         return worker
 
-    def replace(self, generation: int) -> bool:
+    def replace(self, generation: int, none_is_left: bool) -> bool:
         self.group.run(RolloutWorker.replace_failed_engine)
+        self.access.record_replacement(self.group.ranks.num_starts)
         return True
 
     def run(self, prompts: BatchedDataDict, capacity: int = 64, **given: Any) -> tuple[BatchedDataDict, Router]:
@@ -120,6 +121,20 @@ def test_groups_of_a_dead_engine_are_generated_elsewhere_from_the_same_seeds():
     assert len(ranks.engines) == 2, "no engine was replaced while another could answer"
 
 
+def test_an_engine_that_failed_gets_no_rows_of_the_next_generation_before_it_is_replaced():
+    ranks = Ranks(2)
+    ranks.engines[1].fails = 1
+    ranks.run(prompts(9))
+    begun = len(ranks.engines[1].lengths)
+    rows, router = ranks.run(prompts(9), replace=lambda generation, none_is_left: False)
+    assert len(ranks.engines[1].lengths) == begun, "a failed engine got rows again"
+    assert router.repeated == 0
+    rows, router = ranks.run(prompts(9))  # replaced before it begins
+    assert same(rows, expected(ranks, prompts(9)))
+    assert len(ranks.engines) == 3
+    assert len(ranks.engines[2].lengths) > 0
+
+
 def test_the_last_engine_is_replaced_and_its_groups_generated_again():
     ranks, batch = Ranks(1), prompts(5)
     ranks.engines[0].fails = 1
@@ -131,8 +146,8 @@ def test_the_last_engine_is_replaced_and_its_groups_generated_again():
 def test_a_group_that_fails_every_time_ends_the_run_with_its_prompt_and_the_reason():
     ranks = Ranks(1)
 
-    def replace(generation: int) -> bool:
-        ranks.replace(generation)
+    def replace(generation: int, none_is_left: bool) -> bool:
+        ranks.replace(generation, none_is_left)
         ranks.engines[-1].fails = 1
         return True
 
@@ -182,8 +197,9 @@ def test_rows_in_flight_are_sampled_again_on_ranks_that_were_started_again(resta
     ranks, replaced = Ranks(2), []
     ranks.group = WorkerGroup("rollout", RestartingRanks(ranks, 2, restart_before), Batching(max_tokens=64))
 
-    def replace(generation: int) -> bool:
+    def replace(generation: int, none_is_left: bool) -> bool:
         replaced.append(generation)
+        ranks.access.record_replacement(ranks.group.ranks.num_starts)
         return True
 
     rows, router = ranks.run(prompts(6), capacity=8, replace=replace)
