@@ -18,12 +18,15 @@ Invariants (tests/unit/recipes/driver/test_router.py):
    that failed gets no more groups, of this generation or another, until it is replaced: before the next generation
    begins, if that is possible then, or if no other is left. If the ranks are started again, all groups in flight have
    failed, and all engines are without weights;
-5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`).
+5. while weights are published, no call is under way (`rlpack.recipes.driver.engine_access`);
+6. a rank that does not answer a call by its deadline is named then, whatever the others do.
 """
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,8 +42,23 @@ from rlpack.workers.rollout import RolloutWorker
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
-# Longest wait of the driver for any rank, beyond which the calls' own deadline decides.
+# How much longer than its own longest wait a call may take: it begins requests, waits for the calls of other
+# generations, and turns tokens into text. A rank that takes longer hangs.
+_SLACK_S = 30.0
+# Longest wait of the driver between two looks at the calls.
 _WAIT_S = 10.0
+
+
+class _CallUnderWay(NamedTuple):
+    """A call of a rank.
+
+    Attributes:
+        pending: its result.
+        deadline: `time.monotonic()` by which the rank has answered unless it hangs.
+    """
+
+    pending: Pending[BatchedDataDict]
+    deadline: float
 
 
 class Router:
@@ -111,7 +129,7 @@ class Router:
 
     def _run(self) -> Iterator[BatchedDataDict]:
         """Yield whole groups as they end."""
-        calls: dict[int, Pending[BatchedDataDict]] = {}
+        calls: dict[int, _CallUnderWay] = {}
         self._access.record_starts(self._num_starts, self._group.num_ranks)
         if self._access.failed and self._healthy:
             self._replace_engines(self._generation, False)
@@ -124,20 +142,28 @@ class Router:
                 self._get_engines()
             if not self._access.is_wanted:
                 self._send(calls)
-            ranks = list(calls)
-            for place in (self._group.ranks.wait_any(list(calls.values()), _WAIT_S) or [0]) if calls else []:
+            for rank in self._answered(calls) if calls else []:
                 try:
-                    ended = calls.pop(ranks[place]).result()
+                    ended = calls.pop(rank).pending.result()
                 except RanksRestartedError:
                     break  # the other calls are lost, too
-                yield from self._accept(ranks[place], ended)
+                yield from self._accept(rank, ended)
+
+    def _answered(self, calls: dict[int, _CallUnderWay]) -> list[int]:
+        """Wait for calls, and return the ranks that have answered, or hang."""
+        ranks, nearest = list(calls), min(call.deadline for call in calls.values())
+        timeout_s = max(0.0, min(_WAIT_S, nearest - time.monotonic()))
+        places = self._group.ranks.wait_any([call.pending for call in calls.values()], timeout_s)
+        now = time.monotonic()
+        hanging = [rank for rank, call in calls.items() if call.deadline <= now]
+        return list(dict.fromkeys([*(ranks[place] for place in places), *hanging]))
 
     @property
     def _healthy(self) -> set[int]:
         """Return the ranks whose engines can answer."""
         return self._in_flight.keys() - self._access.failed
 
-    def _lose_all(self, calls: dict[int, Pending[BatchedDataDict]]) -> None:
+    def _lose_all(self, calls: dict[int, _CallUnderWay]) -> None:
         """Queue all groups in flight again: the ranks were started again, and none of their engines has weights.
 
         Raises:
@@ -157,7 +183,7 @@ class Router:
         if not self._replace_engines(self._generation, True):
             self._access.wait_for_engines(self._generation)
 
-    def _send(self, calls: dict[int, Pending[BatchedDataDict]]) -> None:
+    def _send(self, calls: dict[int, _CallUnderWay]) -> None:
         """Add calls to all ranks that have none and have something to do."""
         outboxes = self._assign(free=self._healthy - calls.keys())
         for rank in self._in_flight:
@@ -186,13 +212,18 @@ class Router:
             outboxes[rank].append(group)
         return outboxes
 
-    def _advance(self, rank: int, groups: list[int]) -> Pending[BatchedDataDict]:
+    def _advance(self, rank: int, groups: list[int]) -> _CallUnderWay:
         """Start a call that brings groups to a rank and returns those that end."""
         places = [self._rows[group] for group in groups]
         rows = self._prompts.select(np.concatenate(places) if places else np.zeros(0, dtype=np.int64))
         turn = (self._generation, self._access.oldest, self._call_s)
         method = RolloutWorker.advance
-        return self._group.submit_to(rank, method, rows, self._params, *turn, of_start=self._num_starts)
+        answer_s = self._call_s + _SLACK_S
+        deadline = time.monotonic() + answer_s
+        pending = self._group.submit_to(
+            *(rank, method, rows, self._params, *turn), of_start=self._num_starts, answer_s=answer_s
+        )
+        return _CallUnderWay(pending, deadline)
 
     def _accept(self, rank: int, ended: BatchedDataDict) -> Iterator[BatchedDataDict]:
         """Yield the groups that a rank answered, and queue those that failed."""

@@ -27,6 +27,8 @@ class Call:
         ranks: the ranks that are called; None for ranks 0, 1, …
         of_start: how often the ranks had been started as they got the earlier calls on which its results depend; None
             if it may run again on ranks that were started again.
+        answer_s: deadline of its answer, in seconds from its start; None for that of the pool, which counts from when
+            the call is waited for.
     """
 
     role: str
@@ -38,6 +40,7 @@ class Call:
     background: bool = False
     ranks: tuple[int, ...] | None = None
     of_start: int | None = None
+    answer_s: float | None = None
 
     @property
     def called(self) -> tuple[int, ...]:

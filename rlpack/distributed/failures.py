@@ -127,7 +127,11 @@ def describe_context(
 
 
 def deadline_error(
-    calls: Sequence[RankCall], timeout_s: float, stopped: Mapping[RankCall, int] = MappingProxyType({})
+    calls: Sequence[RankCall],
+    timeout_s: float,
+    stopped: Mapping[RankCall, int] = MappingProxyType({}),
+    *,
+    is_own: bool = False,
 ) -> RoleError:
     """Return the error for calls that missed their deadline.
 
@@ -135,6 +139,7 @@ def deadline_error(
         calls: the calls.
         timeout_s: how long each was waited for.
         stopped: those whose processes are stopped, with the process ids. They explain the others.
+        is_own: whether the deadline is that of the calls, and so of no setting.
     """
     if stopped:
         first = next(iter(stopped))
@@ -150,13 +155,13 @@ def deadline_error(
             f"scheduler{others}; what stops a process has to resume it (kill -CONT) before the deadline",
         )
     ranks = ", ".join(str(call.rank) for call in calls if call.role == calls[0].role)
-    return RoleError(
-        calls[0].role,
-        calls[0].rank,
-        calls[0].method,
-        f"no answer from rank(s) {ranks} within {timeout_s:g} s; "
-        "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer",
+    way_out = (
+        "the process hangs, since the call ends by itself long before"
+        if is_own
+        else "raise placement.call_timeout_s or placement.start_timeout_s if the work takes longer"
     )
+    cause = f"no answer from rank(s) {ranks} within {timeout_s:g} s; {way_out}"
+    return RoleError(calls[0].role, calls[0].rank, calls[0].method, cause)
 
 
 def _place(trace: str) -> str:

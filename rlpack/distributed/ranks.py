@@ -95,11 +95,15 @@ class RayRanks(RestartablePool):
     def _collect(self, submitted: SubmittedCall) -> list[Any]:
         """Wait for a call and return the results of its output ranks."""
         call, calls = submitted.call, submitted.calls
-        if call.background:
+        if call.answer_s is not None:
+            answers = self._wait(calls, min(call.answer_s, self._call_s), began=submitted.began)
+        elif call.background:
             self._wait(calls, self._call_s)
             refs = [submitted.actors[one.rank].result.remote(submitted.call_id) for one in calls]
-            calls = rank_calls(refs, call.role, call.method)
-        results = dict(zip(call.called, self._wait(calls, self._call_s), strict=True))
+            answers = self._wait(rank_calls(refs, call.role, call.method), self._call_s)
+        else:
+            answers = self._wait(calls, self._call_s)
+        results = dict(zip(call.called, answers, strict=True))
         results = self._usage.unwrap(call.role, call.method, results)
         if not call.returns_rows:
             return [results[rank] for rank in call.outputs]
@@ -155,7 +159,8 @@ class RayRanks(RestartablePool):
                 for rank in having
             }
             done = [stored[rank].pop(0) for rank in having]  # the others are not fetched to the driver
-            self._wait(rank_calls(done, call.role, call.method, ranks=having), self._call_s)
+            timeout_s = self._call_s if call.answer_s is None else min(call.answer_s, self._call_s)
+            self._wait(rank_calls(done, call.role, call.method, ranks=having), timeout_s)
             return [
                 offloaded.with_handles(
                     [

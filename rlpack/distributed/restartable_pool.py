@@ -198,16 +198,19 @@ class RestartablePool(ABC):
         self._restarts.add_seconds(seconds)
         logger.warning("pool %s runs again after %.1f s", self._pool.name, seconds)
 
-    def _wait(self, calls: list[RankCall], timeout_s: float, *others: "RestartablePool") -> list[Any]:
+    def _wait(
+        self, calls: list[RankCall], timeout_s: float, *others: "RestartablePool", began: float | None = None
+    ) -> list[Any]:
         """Wait for calls and return their results.
 
         At the first failure or at the deadline, kill this pool and the `others`, and raise.
 
         Earlier calls of the same processes run first, awaited or not: the deadline counts from the last of
         them, and their failures are raised at once, because ranks may be blocked in a collective with a failed one.
+        For calls with a deadline of their own it counts from `began`.
         """
         pools = {self, *others}
-        deadline = time.monotonic() + timeout_s
+        deadline = (time.monotonic() if began is None else began) + timeout_s
         results: dict[ray.ObjectRef, Any] = {}
         pending = [call.ref for call in calls]
         earlier = {ref: call for pool in pools for ref, call in pool._submitted.before(calls).items()}
@@ -217,7 +220,7 @@ class RestartablePool(ABC):
                 late = list(earlier.values()) or [call for call in calls if call.ref in pending]
                 stopped = _end_stopped(late, pools)
                 hung = {pool for pool in pools if any(call.role in pool._pool.roles for call in stopped or late)}
-                raise _killed(pools, hung, deadline_error(late, timeout_s, stopped))
+                raise _killed(pools, hung, deadline_error(late, timeout_s, stopped, is_own=began is not None))
             ref, value, error = answer
             if error is not None:
                 unfinished = [other for other in (*earlier, *pending) if other != ref]

@@ -2,10 +2,12 @@
 
 Invariants (tests/unit/distributed/test_submitted.py):
 
-1. only calls that were submitted before another one can hold it up, because a rank runs its calls in this order;
+1. only calls that were submitted before another one can hold it up, because a rank runs its calls in this order; of
+   calls that were given to single ranks, and so take part in no collective, only those on the same ranks;
 2. discarding leaves nothing behind: no call is named in a later error, or delays a later deadline.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock, get_ident
@@ -29,6 +31,7 @@ class SubmittedCall:
         num_starts: how often the ranks had been started as it was.
         actors: those of all ranks as it was started.
         thread: identifier of the thread that submitted it.
+        began: `time.monotonic()` as it was started.
     """
 
     call: Call
@@ -38,6 +41,7 @@ class SubmittedCall:
     num_starts: int = 1
     actors: Sequence[Any] = ()
     thread: int = field(default_factory=get_ident)
+    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -56,6 +60,7 @@ class SubmittedCalls:
         """Record the parts of a call that was started, or started again."""
         with self._lock:
             submitted.calls, submitted.unfinished = calls, {one.ref: one for one in calls}
+            submitted.began = time.monotonic()
 
     def forget_parts(self) -> None:
         """Forget the parts of all calls, whose ranks have ended: they hold up no call."""
@@ -82,8 +87,14 @@ class SubmittedCalls:
     def before(self, calls: list[RankCall]) -> dict[ray.ObjectRef, RankCall]:
         """Return the unfinished parts of the calls that were submitted before the last of `calls`."""
         last = max((call.order for call in calls), default=-1)
+        ranks = {call.rank for call in calls}
         with self._lock:
-            every = [one for submitted in self._calls.values() for one in submitted.unfinished.values()]
+            every = [
+                one
+                for submitted in self._calls.values()
+                for one in submitted.unfinished.values()
+                if submitted.call.ranks is None or one.rank in ranks
+            ]
         return {one.ref: one for one in every if one.order < last}
 
     def names_in_background(self) -> list[str]:

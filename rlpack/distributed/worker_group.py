@@ -267,6 +267,7 @@ class WorkerGroup(Generic[W]):
         batch: BatchedDataDict,
         *args: Any,
         of_start: int | None = None,
+        answer_s: float | None = None,
     ) -> Pending[BatchedDataDict]:
         """Start a method that is marked `@one_rank` on a rank, with all rows of a batch.
 
@@ -276,6 +277,8 @@ class WorkerGroup(Generic[W]):
             batch: the rows.
             args: further arguments of the method.
             of_start: `ranks.num_starts` at the first call of those whose rows the rank may hold; None for now.
+            answer_s: deadline of the answer, in seconds from now; None for `placement.call_timeout_s`, from when the
+                result is waited for.
 
         Raises:
             RanksRestartedError: the ranks were started again since, so rows that they held are lost; raised here or by
@@ -294,6 +297,7 @@ class WorkerGroup(Generic[W]):
                 returns_rows=True,
                 ranks=(rank,),
                 of_start=self.ranks.num_starts if of_start is None else of_start,
+                answer_s=answer_s,
             )
         )
 

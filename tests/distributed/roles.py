@@ -72,6 +72,11 @@ class Echo(Worker):
     def hand_back(self, rows: BatchedDataDict) -> BatchedDataDict:
         return rows
 
+    @one_rank(reads=("uid",), returns=("uid",))
+    def hand_back_late(self, rows: BatchedDataDict, seconds: float) -> BatchedDataDict:
+        time.sleep(seconds)
+        return rows
+
     @sharded(background=True)
     def times_in_background(self, shard: BatchedDataDict, factor: int) -> BatchedDataDict:
         tokens = shard["input_ids"]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ def test_a_process_that_dies_between_calls_is_noticed_by_the_next(groups: Groups
     with pytest.raises(RanksRestartedError, match="role damaged, rank 0, in hand_back: the process died"):
         group.submit_to(0, Echo.hand_back, BATCH).result()  # a rank may hold rows of earlier calls
     assert group.submit_to(0, Echo.hand_back, BATCH).result().num_rows == BATCH.num_rows
+
+
+def test_a_rank_that_hangs_is_named_by_the_deadline_of_its_own_call_and_not_those_that_work(
+    cluster: Cluster, groups: Groups, store: RayStore
+):
+    group = groups["lost"]
+    assert group.ranks._call_s >= 60
+    stopped = group.ranks.process_ids()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    works = group.submit_to(0, Echo.hand_back_late, BATCH, 20.0, answer_s=60.0)  # before the call of the other rank
+    hangs = group.submit_to(1, Echo.hand_back, BATCH, answer_s=3.0)
+    with pytest.raises(RanksRestartedError, match=rf"rank 1, in hand_back: .* because process {stopped} \(rank 1\) is"):
+        hangs.result()
+    with pytest.raises(RanksRestartedError):
+        works.result()
+    restart_s = cluster.restarts.pop_metrics()["time/restart_s"]
+    assert time.monotonic() - began - restart_s < 3.0 + 2.0
+    assert group.submit_to(1, Echo.hand_back, BATCH).result().num_rows == BATCH.num_rows
 
 
 def test_an_update_is_sent_again_to_ranks_that_were_started_again(groups: Groups, tmp_path: Path):

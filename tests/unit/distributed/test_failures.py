@@ -106,6 +106,14 @@ def test_a_stopped_rank_is_blamed_and_not_those_that_wait_for_it():
     assert "collective" not in deadline_error(background, 5.0, {background[1]: 4321}).cause
 
 
+def test_a_call_with_a_deadline_of_its_own_advises_no_setting():
+    error = deadline_error(calls_of("rollout.advance")[1:], 31.0, is_own=True)
+    assert str(error) == (
+        "role rollout, rank 1, in advance: no answer from rank(s) 1 within 31 s; the process hangs, since the call "
+        "ends by itself long before"
+    )
+
+
 def test_a_process_is_stopped_only_between_stop_and_continue():
     child = subprocess.Popen(["sleep", "30"])
     try:

@@ -32,6 +32,16 @@ def test_only_calls_that_were_submitted_before_one_that_is_waited_for_hold_it_up
     assert calls.before([]) == {}
 
 
+def test_of_calls_to_single_ranks_only_those_of_the_same_rank_hold_one_up():
+    calls = submitted("first")
+    for order, rank in ((1, 0), (2, 1)):
+        one = SubmittedCall(Call("echo", "alone", [()], {}, ranks=(rank,)), 200 + rank)
+        calls.record_start(one, parts("alone", order)[rank : rank + 1])
+        calls.add(one)
+    assert list(calls.before(parts("last", 3)[:1])) == ["first 0", "first 1", "alone 0"]
+    assert list(calls.before(parts("last", 3))) == ["first 0", "first 1", "alone 0", "alone 1"]
+
+
 def test_a_rank_that_has_answered_holds_nothing_up():
     calls = submitted("first", "second")
     calls.record_answer(parts("first", 0)[1].ref)

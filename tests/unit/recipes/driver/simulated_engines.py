@@ -126,7 +126,7 @@ class SimulatedGroup:
         return [0]
 
     def submit_to(
-        self, rank: int, method: Any, rows: BatchedDataDict, *args: Any, of_start: int
+        self, rank: int, method: Any, rows: BatchedDataDict, *args: Any, of_start: int, answer_s: float
     ) -> Pending[BatchedDataDict]:
         return Pending(partial(self.every[rank].advance, rows, *args))
 

@@ -76,10 +76,10 @@ def test_batches_are_sampled_while_earlier_ones_are(tmp_path: Path):
     most: list[int] = []
     group = session.rollout
 
-    def submit_to(rank: int, method: Any, rows: BatchedDataDict, *args: Any, of_start: int) -> Any:
+    def submit_to(rank: int, method: Any, rows: BatchedDataDict, *args: Any, **limits: Any) -> Any:
         number, oldest = args[1], args[2]
         most.append(number - oldest)
-        return SimulatedGroup.submit_to(group, rank, method, rows, *args, of_start=of_start)
+        return SimulatedGroup.submit_to(group, rank, method, rows, *args, **limits)
 
     group.submit_to = submit_to
     walk(session, Ledger(), delay_s=2e-3)
